@@ -12,7 +12,7 @@ from lightning import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from esper_lightning.console import print_status
-from esper_lightning.envs.execution.out_of_memory import first_line
+from esper_lightning.envs.executors.out_of_memory import first_line
 from esper_lightning.envs.spaces.actions import relevance_table
 from esper_lightning.envs.spaces.masks import op_frequency
 from esper_lightning.errors import is_out_of_memory

@@ -13,7 +13,7 @@ from jsonargparse import _core, _subcommands
 from torch import Tensor, nn
 
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
-from esper_lightning.envs.execution.fused.equivalence import check_stack
+from esper_lightning.envs.executors.fused.equivalence import check_stack
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import ConvolutionMethod, HostTraining
 from esper_lightning.governor.judge import GovernorConfig
@@ -25,7 +25,7 @@ from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
 from esper_lightning.tasks import Digits
-from tests.envs.execution.fake_cuda import FakeCuda
+from tests.envs.executors.fake_cuda import FakeCuda
 from tests.runs import SharedParserCLI, remembered
 
 # A shell starts programs in the background with SIGINT ignored, and processes that tests start would inherit that.
@@ -129,7 +129,7 @@ def stacks_of_our_hosts_are_proven_once() -> Iterator[None]:
             proven.add(case)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("esper_lightning.envs.execution.fused.executor.check_stack", check)
+        patch.setattr("esper_lightning.envs.executors.fused.executor.check_stack", check)
         yield
 
 

@@ -23,7 +23,7 @@ from esper_lightning.blueprints import registry
 from esper_lightning.callbacks.preemption import STOP_SIGNALS
 from esper_lightning.cli import EsperCLI
 from esper_lightning.controllers import CONTROLLERS
-from esper_lightning.envs.execution import EXECUTORS
+from esper_lightning.envs.executors import EXECUTORS
 from esper_lightning.hosts import CNN
 from esper_lightning.module import TamiyoModule
 from esper_lightning.rewards import REWARDS
@@ -150,7 +150,7 @@ def forgotten_parts() -> Iterator[None]:
     """Forget at the end of the context what has been registered and imported in it."""
     tables: list[Any] = [registry._BLUEPRINTS]
     for parts in (REWARDS, CONTROLLERS, EXECUTORS):
-        tables += [parts, parts.registered, parts._found]
+        tables += [parts, parts.registered]
     with ExitStack() as stack:
         for table in tables:
             stack.enter_context(patch.dict(table))

@@ -9,13 +9,13 @@ import torch
 
 from esper_lightning.controllers.random import RandomValid, WaitOnly
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.execution import host_epoch
+from esper_lightning.envs.executors import host_epoch
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.stages import Stage
 from esper_lightning.profiling import PHASES, EventTimer, HostTimer, PhaseClock, ProcessorTimer, make_timer
 from esper_lightning.tasks import Batches, Split, fetch
 from esper_lightning.telemetry.memory import make_memory_probe
-from tests.envs.execution.fake_cuda import Event, FakeCuda, Stream
+from tests.envs.executors.fake_cuda import Event, FakeCuda, Stream
 from tests.runs import fit, only_run
 
 MakePool = Callable[..., HostPool]

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
-from benchmarks.cue import CUE, CueMemory
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
 from esper_lightning.ppo.losses import PPOConfig, empty_terms, ppo_terms, terms_over_ranks
@@ -20,6 +19,7 @@ from esper_lightning.ranks import Ranks
 from esper_lightning.tamiyo.heads import draw_rows
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
 from esper_lightning.tasks import Digits
+from tests.cue import CUE, CueMemory
 from tests.ranks import StopAt, fit_in_ranks
 from tests.runs import differences, load, only_run, tiny_host, with_callback
 from tests.threads import Meeting, ThreadRanks, run_in_threads

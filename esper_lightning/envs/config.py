@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from esper_lightning.envs.context.distribution import PRICE_VARIABLE, FamilyConfig
-from esper_lightning.envs.execution import check_executor
+from esper_lightning.envs.executors import check_executor
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.spaces.actions import ActionConfig
 from esper_lightning.envs.spaces.observation import ObservationConfig

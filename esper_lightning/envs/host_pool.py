@@ -16,9 +16,9 @@ from esper_lightning.envs.device_transfer import (
     unpack_epochs,
     unpack_validations,
 )
-from esper_lightning.envs.execution import AUTO, EXECUTORS, FusedExecutor, LoopExecutor
-from esper_lightning.envs.execution.out_of_memory import isolate_oom
-from esper_lightning.envs.execution.threads import usable_cores
+from esper_lightning.envs.executors import AUTO, EXECUTORS, FusedExecutor, LoopExecutor
+from esper_lightning.envs.executors.out_of_memory import isolate_oom
+from esper_lightning.envs.executors.threads import usable_cores
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.measurements import EpochResult
 from esper_lightning.envs.memory import check_host_memory

@@ -28,7 +28,7 @@ PROXIMAL_STEP = 0.1
 """Distance from the host's feature at which the pull balances the loss gradient, relative to the feature's norm.
 
 With .1 and Adam no seed that was switched on cost more than one point of accuracy beyond chance, in 162 measurements
-after three epochs (`python -m benchmarks.isolation worth`)."""
+after three epochs."""
 
 
 def proximal_gradient(grad: Tensor, h: Tensor, s: Tensor, dims: Sequence[int] | None = None) -> Tensor:

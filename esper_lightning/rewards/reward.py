@@ -3,13 +3,10 @@
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from esper_lightning.growth.stages import LIVE, OCCUPIED, Stage
-from esper_lightning.plugins import PartError, Registry, check_part_name, check_takes
-
-ModeName = Literal["objective", "kept", "sparse", "shaped"]
-"""Names of the rewards of this package."""
+from esper_lightning.registry import Registry, check_part_name
 
 ROLLBACK_TERM = "rollback"
 """Name of the term that is added where hosts are watched: the penalty of a rollback by the Governor."""
@@ -157,20 +154,18 @@ def register(
             the function is not called.
 
     A second definition of the same function, as when a cell of a notebook runs again, replaces the first. Raises
-    PartError if the name is taken, if the terms are no list of different names, or if the function takes other
-    arguments.
+    ValueError if the name is taken, or if the terms are no list of different names.
     """
     check_part_name(REWARDS.kind, name)
 
     def add(compute: RewardFunction) -> RewardFunction:
         if not terms or isinstance(terms, str):
-            raise PartError(f"reward {name!r}: terms must be a list of names, got {terms!r}")
+            raise ValueError(f"reward {name!r}: terms must be a list of names, got {terms!r}")
         if len(set(terms)) < len(terms) or ROLLBACK_TERM in terms:
-            raise PartError(
+            raise ValueError(
                 f"reward {name!r}: terms must be different names, and none may be {ROLLBACK_TERM!r}, the Governor's "
                 f"penalty, got {list(terms)}"
             )
-        check_takes(compute, f"reward {name!r}", "step", "config")
         REWARDS.add(name, Reward(tuple(terms), compute, depends_on_seeds, needs_host_only, tuple(taken_back)), compute)
         return compute
 
@@ -222,7 +217,7 @@ class RewardConfig:
 def compute_terms(step: HostStep, config: RewardConfig) -> dict[str, float]:
     """Return every term of the config's reward for one step by name; their sum is the reward.
 
-    Raises PartError, a ValueError, unless the reward returns a finite number for each term that it has declared. Only
+    Raises ValueError unless the reward returns a finite number for each term that it has declared. Only
     where the host's own measurements are not finite may a term be so too.
     """
     reward = REWARDS.find(config.mode)
@@ -231,15 +226,15 @@ def compute_terms(step: HostStep, config: RewardConfig) -> dict[str, float]:
     returned = reward.compute(step, config)
     what = f"reward {config.mode!r} returned"
     if not isinstance(returned, Mapping) or set(returned) != set(reward.terms):
-        raise PartError(f"{what} {returned!r:.80}, not its terms; return a dictionary of {list(reward.terms)}")
+        raise ValueError(f"{what} {returned!r:.80}, not its terms; return a dictionary of {list(reward.terms)}")
     terms = {}
     for name in reward.terms:
         try:
             terms[name] = float(returned[name])  # also a tensor or an array of one element
         except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several elements
-            raise PartError(f"{what} {returned[name]!r:.80} as its term {name!r}; return a number") from error
+            raise ValueError(f"{what} {returned[name]!r:.80} as its term {name!r}; return a number") from error
         if not math.isfinite(terms[name]) and all(math.isfinite(x) for x in step if isinstance(x, float)):
-            raise PartError(f"{what} {terms[name]} as its term {name!r}; return a finite number")
+            raise ValueError(f"{what} {terms[name]} as its term {name!r}; return a finite number")
     if step.diverged:
         return {name: term if name in reward.taken_back else 0.0 for name, term in terms.items()}
     return terms

@@ -10,13 +10,13 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 
-from benchmarks.cue import CueMemory
 from esper_lightning.callbacks import RolloutState
 from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.datamodules.gymnasium import VectorData
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.losses import Anneal, PPOConfig
 from esper_lightning.tamiyo.policy import PolicyConfig
+from tests.cue import CueMemory
 from tests.runs import differences
 
 PPO = PPOConfig(

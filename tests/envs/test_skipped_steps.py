@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.execution import StreamsExecutor
+from esper_lightning.envs.executors import StreamsExecutor
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.governor.judge import Verdict
 from esper_lightning.telemetry.metrics import skipped_step_metrics
 from tests.decisions import WAIT, act, germinate
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
-from tests.envs.execution.fake_cuda import FakeCuda
+from tests.envs.executors.fake_cuda import FakeCuda
 from tests.runs import differences
 
 MakePool = Callable[..., HostPool]

@@ -11,7 +11,7 @@ from esper_lightning.envs import HostPool
 from esper_lightning.evaluation.inspection import layer_gradients
 from esper_lightning.hosts import GPT
 from esper_lightning.hosts.dropout import Dropout
-from tests.envs.execution.fused.hosts import FAST_CONFIG, distance, make, play
+from tests.envs.executors.fused.hosts import FAST_CONFIG, distance, make, play
 from tests.runs import differences
 
 LENGTH, WORDS, TICKS = 8, 9, 6

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam
 
-from benchmarks.cue import CueMemory
 from esper_lightning.envs.spaces.choices import ChoiceAction
 from esper_lightning.envs.vector_env import VectorStep
 from esper_lightning.errors import DivergedError
@@ -19,6 +18,7 @@ from esper_lightning.ppo.guard import LARGEST_NUMBER, count_skips, is_finite_ste
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
 from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
+from tests.cue import CueMemory
 from tests.runs import differences
 from tests.tiers import rest_is_slow
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cue import COLUMNS, CUE, ROWS, CueMemory
 from esper_lightning.envs.vector_env import VectorStep
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms
 from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
+from tests.cue import COLUMNS, CUE, ROWS, CueMemory
 from tests.ppo import reference
 from tests.ppo.reference import ReferenceEvaluation, ReferenceRollout
 

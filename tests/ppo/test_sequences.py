@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from benchmarks.cue import CUE, CueMemory
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
 from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
+from tests.cue import CUE, CueMemory
 from tests.runs import differences
 
 TICKS, ENVS = 12, 3

@@ -1,14 +1,14 @@
 """Synthetic environment steps for rewards: steps that hosts seldom take, and arbitrary ones."""
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 from hypothesis import strategies as st
 
 from esper_lightning.growth.stages import Stage
-from esper_lightning.rewards import HostStep, ModeName, RewardConfig, SlotStatus, SlotStep
+from esper_lightning.rewards import HostStep, RewardConfig, SlotStatus, SlotStep
 
-ALL = get_args(ModeName)
+ALL = ("objective", "kept", "sparse", "shaped")
 
 EMPTY = SlotStatus(Stage.DORMANT, 0, 0, False)
 NEXT = {Stage.GERMINATED: Stage.TRAINING, Stage.TRAINING: Stage.BLENDING, Stage.BLENDING: Stage.PROBATIONARY}

@@ -36,7 +36,7 @@ NOT_HERE = {
     *("memory/cuda", "tasks/<task>/<objective, accuracy, parameters>"),
     *("test/<metric>", "growth/potential"),
 }
-"""Tags that need a GPU (tests/envs/execution/test_imitated_gpu.py), several tasks (tests/cli/test_mixed.py) or a
+"""Tags that need a GPU (tests/envs/executors/test_imitated_gpu.py), several tasks (tests/cli/test_mixed.py) or a
 comparison (tests/cli/test_test_command.py)."""
 
 EVERYTHING = {"scalars": 0, "images": 0, "histograms": 0, "tensors": 0}
