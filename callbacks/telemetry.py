@@ -360,7 +360,7 @@ class Telemetry(Callback):
             "advantage": report.summary.advantages.flatten(),
             "contribution": torch.tensor(numbers.contribution_values(loop.pool.envs)),
         }
-        of_ranks = loop.ranks.gather_state({"histograms": own, "metrics": list(loop.last_step.metrics)})
+        of_ranks = loop.ranks.gather({"histograms": own, "metrics": list(loop.last_step.metrics)})
         if observer is None:
             return {}
         histograms = {name: torch.cat([one["histograms"][name] for one in of_ranks]) for name in own}

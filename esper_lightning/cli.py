@@ -106,7 +106,7 @@ class EsperCLI(LightningCLI):
         """Build the hosts and check the closing comparison before anything is written."""
         trainer, evaluation = self.trainer, self.model.evaluation
         self.model.check(self.datamodule)
-        self.datamodule.build(trainer.strategy.root_device, rank=trainer.global_rank, world=trainer.world_size)
+        self.datamodule.build_for(trainer)
         if evaluation.hosts and isinstance(self.datamodule, HostPoolData):
             comparison = Comparison(evaluation)
             for pool in self.datamodule.pools.values():

@@ -24,7 +24,7 @@ from esper_lightning import EnvConfig, HostPoolData, HostTraining, PolicyConfig,
 from esper_lightning.api import TrainedRun
 from esper_lightning.controllers.learned import Hosts
 from esper_lightning.controllers.random import RandomValid, WaitOnly
-from esper_lightning.datamodules.tasks import TaskConfig
+from esper_lightning.datamodules.hosts import TaskConfig
 from esper_lightning.envs import Action, ActionConfig
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.evaluation.comparison import Comparison, ComparisonResult, EvaluationConfig

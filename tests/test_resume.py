@@ -24,8 +24,8 @@ from tests.runs import (
 from tests.tiers import rest_is_slow
 
 OPTIONS = (
-    *("--model.normalize.rewards=true", "--model.ppo.value_warmup=2", "--model.ppo.log_ratio_clamp=1.0"),
-    *("--model.ppo.entropy_floors={op: 0.9}", "--model.policy.probability_floors={op: 0.05, blueprint: 0.02}"),
+    *("--model.normalize.rewards=true", "--model.normalize.momentum=0.9", "--model.ppo.value_clip=0.5"),
+    "--model.policy.probability_floors={op: 0.05, blueprint: 0.02}",
 )
 """Settings with every option of PPO that is off by default."""
 
@@ -133,9 +133,9 @@ def test_a_run_goes_on_in_its_folder_with_its_own_settings(tmp_path: Path, capsy
     run = only_run(tmp_path)
     capsys.readouterr()
 
-    resumed = fit(tmp_path, "--trainer.max_epochs=2", "--ckpt_path=last", "--model.ppo.adam_eps=0.01")
+    resumed = fit(tmp_path, "--trainer.max_epochs=2", "--ckpt_path=last", "--model.ppo.lr.start=0.01")
 
     assert only_run(tmp_path).folder == run.folder
-    assert "ppo.adam_eps: 1e-05 before, 0.01 now" in capsys.readouterr().out
-    assert resumed.trainer.optimizers[0].param_groups[0]["eps"] == 0.01, "this command's, not the checkpoint's"
+    assert "ppo.lr.start: 0.001 before, 0.01 now" in capsys.readouterr().out
+    assert resumed.model.ppo.lr.start == 0.01, "this command's, not the checkpoint's"
     assert yaml.safe_load((run.folder / "config.yaml").read_text())["trainer"]["max_epochs"] == 2

@@ -209,7 +209,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="entropy", metric="entropy.*", side="below", limits=decaying_limits,
         cause="the head {what} always makes the same choice: exploration has stopped",
-        settings=("model.ppo.entropy", "model.ppo.entropy_weights", "model.ppo.lr"),
+        settings=("model.ppo.entropy", "model.ppo.lr"),
     ),
     Rule(
         name="grad_norm_high", metric="grad_norm_ratio", side="above",

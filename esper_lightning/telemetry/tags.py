@@ -113,7 +113,6 @@ SCALARS: tuple[Tag, ...] = (
     Tag("train/left_out", "minimal", "environments left out since a number was not finite or above 1e15", "0"),
     Tag("train/lr", "minimal", "learning rate", "as configured"),
     Tag("train/entropy_coefficient", "minimal", "weight of the entropy bonus", "as configured"),
-    Tag("train/value_coefficient", "minimal", "weight of the value loss", "as configured"),
     Tag(
         "train/reward_deviation",
         "minimal",

@@ -12,6 +12,7 @@ from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
 from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.ppo.update_watch import WORST_TRANSITIONS, RatioRange, UpdateWatch
+from tests.ppo.loops import total
 
 MakeLoop = Callable[..., RolloutCollector]
 Played = tuple[RolloutCollector, HostPool, Rollout]
@@ -105,7 +106,7 @@ def test_gradient_norms_are_means_over_the_steps_of_the_update(played: Played) -
     assert watch.gradient_norms() == {}
     for minibatch in rollout.minibatches(1, 2, loop.generator):
         loop.policy.zero_grad()
-        ppo_terms(loop.policy, minibatch, PPOConfig()).total(0.5, 0.1).backward()
+        total(ppo_terms(loop.policy, minibatch, PPOConfig())).backward()
         watch.before_step()
         gradients = {name: parameter.grad for name, parameter in loop.policy.named_parameters()}
         seen.append({name: 0.0 if g is None else g.double().norm().item() for name, g in gradients.items()})

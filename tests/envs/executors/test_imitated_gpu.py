@@ -30,6 +30,7 @@ from tests.conftest import SMALL, small_host
 from tests.decisions import WAIT, germinate
 from tests.envs.executors.fused import hosts
 from tests.imitated_gpu import GPU, ImitatedGpu
+from tests.ppo.loops import total
 from tests.runs import differences
 from tests.tiers import rest_is_slow
 
@@ -78,7 +79,7 @@ def test_a_tick_waits_for_the_gpu_twice_and_nothing_is_on_the_wrong_device(execu
         terms = []
         for minibatch in rollout.minibatches(1, 2, collector.generator):
             terms.append(ppo_terms(collector.policy, minibatch, collector.config))
-            terms[-1].total(0.5, 0.01).backward()
+            total(terms[-1]).backward()
             torch.nn.utils.clip_grad_norm_(collector.policy.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()

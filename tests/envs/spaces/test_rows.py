@@ -25,6 +25,7 @@ from esper_lightning.rewards import ObjectiveConfig, rent
 from esper_lightning.tamiyo.policy import PolicyConfig, policy_shape
 from esper_lightning.tamiyo.set_policy import make_policy
 from tests.decisions import WAIT, act, cull, fossilize, germinate
+from tests.ppo.loops import total
 from tests.tiers import rest_is_slow
 
 MakePool = Callable[..., HostPool]
@@ -189,7 +190,7 @@ def test_a_rollout_of_a_policy_over_sets_begins_with_ratio_1_and_learns_from_all
         assert terms.ratio_error < 1e-5
 
     assert norm.host.count == 2 * 6 * ragged.horizon < norm.slot.count < norm.blueprint.count
-    terms.total(0.5, 0.01).backward()
+    total(terms).backward()
     unused = [name for name, p in policy.named_parameters() if p.grad is None or not p.grad.any()]
     assert unused == []
 
