@@ -5,7 +5,7 @@ from esper_lightning.envs.host_pool import HostEvent, HostPool, HostVerdict, Hos
 from esper_lightning.envs.multi_task import MixedPool
 from esper_lightning.envs.spaces.actions import HEADS, Action, ActionConfig, ActionSpace, Op
 from esper_lightning.envs.spaces.masks import Masks
-from esper_lightning.envs.spaces.observation import Observation
+from esper_lightning.envs.vector_env import Observation
 
 __all__ = [
     "HEADS",

@@ -23,7 +23,7 @@ from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.growing_network import GrowingNetwork, SeedMeasurements
 from esper_lightning.growth.lifecycle import SeedEvent, count_parameters
-from esper_lightning.growth.schedules import host_groups, nominal_lr
+from esper_lightning.growth.param_groups import host_groups, nominal_lr
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import OCCUPIED, Stage
 from esper_lightning.rewards import HostStep, ObjectiveConfig, Prices, SlotStatus, SlotStep, compute_rent, objective
@@ -135,13 +135,9 @@ class Subject:
                 self.accuracy_at_germination[k] = (self.history.accuracy or [0.0])[-1]
                 return [event]
             case Op.CULL:
-                return [growing.cull(chosen.slot, ticks=chosen.speed, curve=chosen.curve)]
+                return [growing.cull(chosen.slot)]
             case Op.FOSSILIZE:
                 return [growing.fossilize(chosen.slot)]
-            case Op.ADVANCE:
-                return [growing.advance(chosen.slot)]
-            case Op.SET_ALPHA:
-                return [growing.set_alpha(chosen.slot, chosen.target, ticks=chosen.speed, curve=chosen.curve)]
 
     def refusal_reasons(self, action: Sequence[int]) -> list[str]:
         """Return the Governor's reasons to veto an action; an empty list allows it."""
@@ -341,8 +337,7 @@ class HostEnv(Subject):
         if not self.reward_config.depends_on_seeds:
             return []
         return [
-            SlotStatus(slot.stage, slot.ticks_in_stage, slot.age, slot.fading, count_parameters(slot.seed))
-            for slot in self.slots
+            SlotStatus(slot.stage, slot.ticks_in_stage, slot.age, count_parameters(slot.seed)) for slot in self.slots
         ]
 
     def draw_batches(self, samples: int) -> Batches:  # [batches, B], on the generator's device

@@ -170,7 +170,7 @@ def _roll_back_or_end(state: GovernorState, cause: str, config: GovernorConfig) 
     return ended, GovernorState(cooldown=config.cooldown, rollbacks=state.rollbacks)
 
 
-OPS_VETOED_DURING_ANOMALY = frozenset({"GERMINATE", "ADVANCE", "FOSSILIZE"})
+OPS_VETOED_DURING_ANOMALY = frozenset({"GERMINATE", "FOSSILIZE"})
 """Ops that are vetoed while the host's loss is out of range or near that of guessing: they build on its present
 state."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.growth.attach import attach_from_records, attach_slots, attachment_records
+from esper_lightning.growth.attach import attach_at, attach_slots, attached_places
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.registry import import_object
 
@@ -64,7 +64,7 @@ class Attached(nn.Module):
             channels_last=tuple(channels_last or ()),
         )
         self.network = make_network(network, self._settings)
-        attach_from_records(self, [record | {"module": f"network.{record['module']}"} for record in records])
+        attach_at(self, [record | {"module": f"network.{record['module']}"} for record in records])
 
     def initialise_whole(self, generator: torch.Generator) -> None:
         """Initialise the whole network by its own constructor, since its modules may be of any class."""
@@ -112,7 +112,7 @@ def find_slot_records(
             f"host Attached: {network} answers with {found}, the task has {outputs} classes; name the argument that "
             f"takes their number by data.host.init_args.classes_as"
         )
-    return attachment_records(trial)
+    return attached_places(trial)
 
 
 def make_network(path: str, settings: dict[str, Any]) -> nn.Module:

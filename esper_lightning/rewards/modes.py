@@ -62,10 +62,9 @@ def shaped(step: HostStep, config: RewardConfig) -> dict[str, float]:
     for slot in step.slots:
         acted = slot.after_action
         progress = POINTS * (step.accuracy - slot.accuracy_at_germination)
-        # A seed whose slow cull ends in this step is not paid; one that is culled automatically is paid a last time.
-        if acted.stage in BLENDED and not (slot.removed_after_training and acted.fading):
+        if acted.stage in BLENDED:  # a seed that is culled automatically is paid a last time
             attributed += attribution(slot.contribution, progress, gain)
-        # A cull takes the last payment back: one at once, and a slow one at its end.
+        # A cull takes the last payment back.
         if slot.culled_by_action and slot.before.stage in BLENDED:
             progress_before = POINTS * (step.accuracy_before - slot.accuracy_at_germination)
             attributed -= attribution(slot.contribution_before, progress_before, gain_before)
@@ -79,7 +78,7 @@ def shaped(step: HostStep, config: RewardConfig) -> dict[str, float]:
         waited, is_good = slot.before.ticks_in_stage - 2, slot.contribution_before >= GOOD_POINTS
         if step.op == "WAIT" and slot.before.stage is Stage.PROBATIONARY and is_good and waited >= 0:
             warnings += min(0.1 + 0.05 * waited, 0.3)
-        if slot.removed_after_training and not acted.fading:
+        if slot.removed_after_training:
             auto_cull += AUTO_CULL_COST
     # γφ' - φ telescopes in the discounted sum. With φ' = 0 where the trajectory ends it changes no policy's rank (Ng,
     # Harada, Russell 1999, https://people.eecs.berkeley.edu/~russell/papers/icml99-shaping.pdf).

@@ -21,8 +21,6 @@ class SlotStatus(NamedTuple):
     """Ticks that the seed has spent in its stage."""
     age: int
     """Ticks since the seed was germinated."""
-    fading: bool
-    """A slow cull is under way."""
     parameters: int = 0
     """Number of parameters of the seed; 0 for an empty slot."""
 
@@ -52,14 +50,13 @@ class SlotStep(NamedTuple):
 
     @property
     def removed_after_training(self) -> bool:
-        """True if the seed was removed after it trained in this step: automatically, or because it had faded out."""
+        """True if the seed was removed automatically, after it trained in this step."""
         return self.after_action.stage in LIVE and self.after.stage not in OCCUPIED
 
     @property
     def culled_by_action(self) -> bool:
-        """True if the seed was removed in this step by an action: at once, or at the end of fading out."""
-        immediately = self.before.stage in LIVE and self.after_action.stage is Stage.CULLED
-        return immediately or (self.removed_after_training and self.after_action.fading)
+        """True if the action of this step removed the seed."""
+        return self.before.stage in LIVE and self.after_action.stage is Stage.CULLED
 
     @property
     def newly_fossilized(self) -> bool:

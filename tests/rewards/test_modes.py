@@ -13,10 +13,10 @@ from esper_lightning.rewards import REWARDS, HostStep, RewardConfig, SlotStatus,
 from esper_lightning.rewards.modes import attribution, potential
 from tests.rewards.ticks import ALL, EMPTY, arbitrary_ticks, host_step, points, seed_life, slot_step, term_bounds
 
-KEPT = SlotStatus(Stage.FOSSILIZED, 0, 4, False)
-ON_PROBATION = SlotStatus(Stage.PROBATIONARY, 3, 4, False)
-BLENDING = SlotStatus(Stage.BLENDING, 2, 3, False)
-CULLED = SlotStatus(Stage.CULLED, 0, 0, False)
+KEPT = SlotStatus(Stage.FOSSILIZED, 0, 4)
+ON_PROBATION = SlotStatus(Stage.PROBATIONARY, 3, 4)
+BLENDING = SlotStatus(Stage.BLENDING, 2, 3)
+CULLED = SlotStatus(Stage.CULLED, 0, 0)
 
 SHAPED = RewardConfig(mode="shaped")
 
@@ -68,7 +68,7 @@ def test_sparse_gives_the_objective_at_the_end_of_the_episode() -> None:
 
 
 def test_shaping_of_a_whole_episode_is_nothing_unless_it_goes_on_beyond_the_horizon() -> None:
-    first = slot_step(EMPTY, SlotStatus(Stage.GERMINATED, 0, 0, False), ON_PROBATION)
+    first = slot_step(EMPTY, SlotStatus(Stage.GERMINATED, 0, 0), ON_PROBATION)
     last = host_step(slot_step(ON_PROBATION, KEPT, KEPT._replace(ticks_in_stage=1)), at_horizon=True)
     assert compute_terms(host_step(first), SHAPED)["shaping"] == pytest.approx(0.3 * 6.4)
     assert compute_terms(last, SHAPED)["shaping"] == pytest.approx(-0.3 * 6.4)
@@ -77,7 +77,7 @@ def test_shaping_of_a_whole_episode_is_nothing_unless_it_goes_on_beyond_the_hori
 
 @given(st.lists(st.tuples(st.sampled_from(Stage), st.integers(0, 9)), min_size=2, max_size=30), st.floats(0.5, 1.0))
 def test_the_discounted_sum_of_shaping_telescopes(states: list[tuple[Stage, int]], gamma: float) -> None:
-    statuses = [SlotStatus(stage, ticks, ticks, False) for stage, ticks in states]
+    statuses = [SlotStatus(stage, ticks, ticks) for stage, ticks in states]
     config, steps = replace(SHAPED, gamma=gamma), enumerate(pairwise(statuses))
     total = sum(
         gamma**t * compute_terms(host_step(slot_step(before, after)), config)["shaping"] for t, (before, after) in steps
@@ -87,11 +87,11 @@ def test_the_discounted_sum_of_shaping_telescopes(states: list[tuple[Stage, int]
 
 
 def test_potentials_rise_with_the_stage_and_with_the_ticks_in_it() -> None:
-    fresh = {stage: potential(SlotStatus(stage, 0, 0, False)) for stage in Stage}
+    fresh = {stage: potential(SlotStatus(stage, 0, 0)) for stage in Stage}
     assert list(fresh.values()) == [0.0, 1.0, 2.0, 3.5, 5.5, 6.0, 0.0, 0.0]
-    waiting = [potential(SlotStatus(Stage.BLENDING, ticks, ticks, False)) for ticks in (1, 6, 7, 100)]
+    waiting = [potential(SlotStatus(Stage.BLENDING, ticks, ticks)) for ticks in (1, 6, 7, 100)]
     assert waiting == pytest.approx([3.8, 5.3, 5.5, 5.5])
-    assert {potential(SlotStatus(stage, 50, 50, False)) for stage in set(Stage) - OCCUPIED} == {0.0}, "no seed"
+    assert {potential(SlotStatus(stage, 50, 50)) for stage in set(Stage) - OCCUPIED} == {0.0}, "no seed"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from esper_lightning.rewards import HostStep, RewardConfig, SlotStatus, SlotStep
 
 ALL = ("objective", "kept", "sparse", "shaped")
 
-EMPTY = SlotStatus(Stage.DORMANT, 0, 0, False)
+EMPTY = SlotStatus(Stage.DORMANT, 0, 0)
 NEXT = {Stage.GERMINATED: Stage.TRAINING, Stage.TRAINING: Stage.BLENDING, Stage.BLENDING: Stage.PROBATIONARY}
 
 NUMBERS = [name for name, kind in HostStep.__annotations__.items() if kind is float]
@@ -57,20 +57,20 @@ def seed_life(advances: Sequence[bool], growth: float = 0.3, start: float = 0.5)
     """Return op and slot, tick by tick, of a seed that is germinated, advances at the end of the ticks in `advances`,
     and is culled; nothing depends on the seed."""
     ticks: list[tuple[str, SlotStep]] = []
-    before, acted, op = EMPTY, SlotStatus(Stage.GERMINATED, 0, 0, False), "GERMINATE"
+    before, acted, op = EMPTY, SlotStatus(Stage.GERMINATED, 0, 0), "GERMINATE"
     for age, advance in enumerate(advances, 1):
         stage = NEXT.get(acted.stage, acted.stage) if advance else acted.stage
-        after = SlotStatus(stage, 0 if stage is not acted.stage else acted.ticks_in_stage + 1, age, False)
+        after = SlotStatus(stage, 0 if stage is not acted.stage else acted.ticks_in_stage + 1, age)
         ticks.append((op, slot_step(before, acted, after, accuracy_at_germination=start, growth=growth)))
         before, acted, op = after, after, "WAIT"
-    gone = SlotStatus(Stage.CULLED, 0, 0, False), SlotStatus(Stage.EMBARGOED, 0, 0, False)
+    gone = SlotStatus(Stage.CULLED, 0, 0), SlotStatus(Stage.EMBARGOED, 0, 0)
     return [*ticks, ("CULL", slot_step(before, *gone, accuracy_at_germination=start))]
 
 
 shares = st.floats(0.0, 1.0)
 points = st.floats(-100.0, 100.0)
 losses = st.floats(0.0) | st.just(float("nan"))
-seeds = st.builds(SlotStatus, st.sampled_from(Stage), st.integers(0, 200), st.integers(0, 200), st.booleans())
+seeds = st.builds(SlotStatus, st.sampled_from(Stage), st.integers(0, 200), st.integers(0, 200))
 slots = st.builds(SlotStep, seeds, seeds, seeds, shares, points, points, growth=st.floats(0.0, 1e6))
 arbitrary_ticks = st.builds(
     HostStep,
