@@ -43,7 +43,7 @@ from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.random import WaitOnly
 from esper_lightning.controllers.rules import ClimbingConfig, Heuristic, HillClimbing, Periodic, PeriodicConfig
 from esper_lightning.controllers.schedules import FixedSchedule, Schedule, read_schedule, write_schedule
-from esper_lightning.envs import EnvConfig, HostPool, Overseer
+from esper_lightning.envs import EnvConfig, HostPool
 from esper_lightning.envs.config import HostFactory
 from esper_lightning.envs.context.distribution import FamilyConfig
 from esper_lightning.envs.host_training import HostTraining
@@ -51,6 +51,7 @@ from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
 from esper_lightning.evaluation.play import play_episode
 from esper_lightning.evaluation.search import SearchConfig, final_objectives, search
 from esper_lightning.evaluation.statistics import mean_interval
+from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.hosts import CNN, GPT, MLP, Attached
 from esper_lightning.tasks import Digits, Tabular, Task, Text
 
@@ -254,7 +255,7 @@ def fit_schedule(schedule: Schedule, pool: HostPool, horizon: int) -> Schedule:
 
 
 def make_pool(
-    setting: Setting, env: EnvConfig, blueprints: Sequence[str] | None, overseer: Overseer | None
+    setting: Setting, env: EnvConfig, blueprints: Sequence[str] | None, governor: GovernorConfig | None
 ) -> HostPool:
     """Return the hosts of a setting, with the rules of the training."""
     task = setting.task()
@@ -269,7 +270,7 @@ def make_pool(
     )
     device = torch.device("cpu")
     return HostPool(
-        task, task.load(), setting.host, config=config, n_envs=setting.hosts, device=device, overseer=overseer
+        task, task.load(), setting.host, config=config, n_envs=setting.hosts, device=device, governor=governor
     )
 
 
@@ -295,7 +296,7 @@ def measure(
             horizon = searched_horizon(data.task_configs[setting.like].env_config(data.env))
             fit = partial(fit_schedule, schedule, horizon=horizon)
             blueprints = setting.blueprints or data.task_configs[setting.like].blueprints
-            make_hosts = partial(make_pool, setting, blueprints=blueprints, overseer=governor)
+            make_hosts = partial(make_pool, setting, blueprints=blueprints, governor=governor)
             baselines: dict[str, Callable[[HostPool], Controller]] = {
                 WAITING: lambda pool: WaitOnly(),
                 RULE: lambda pool: RULES[rule](),
