@@ -116,7 +116,7 @@ def play_episode(
 
     # All executors ask each host for its batches once per tick, after the actions and before it trains.
     for host, env in enumerate(pool.envs):
-        env.set_batch_hooks(epoch_rng_seed, partial(count_epoch, host))
+        env.data_order, env.on_batches = epoch_rng_seed, partial(count_epoch, host)
     try:
         controller.reset(pool)
         for tick in range(horizon if tick_limits is None else max(horizon, *tick_limits)):
@@ -136,7 +136,7 @@ def play_episode(
             stages.append([[int(slot.stage) for slot in env.slots] for env in pool.envs])
     finally:
         for env in pool.envs:
-            env.set_batch_hooks()
+            env.data_order = env.on_batches = None
     seconds = perf_counter() - started
     loss, accuracy = pool.test_scores()
     topologies = [
