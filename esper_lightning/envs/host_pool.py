@@ -32,7 +32,7 @@ from esper_lightning.envs.step_result import HostEvent, PoolMetrics, StepResult,
 from esper_lightning.envs.vector_env import VectorObservation
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.stages import Stage
-from esper_lightning.profiling import PhaseClock, make_timer
+from esper_lightning.profiling import PhaseClock
 from esper_lightning.rewards import account_after
 from esper_lightning.tasks import Split, Task, TaskData
 
@@ -92,7 +92,7 @@ class HostPool:
         self.device = device
         devices = [device] if host_devices is None else host_devices
         self.task = task
-        self.clock = PhaseClock(make_timer(device))
+        self.clock = PhaseClock(device)
         self.env_factory = EnvFactory(
             task,
             data.copy_to(devices),

@@ -23,7 +23,7 @@ from esper_lightning.envs.spaces.action_discovery import (
     union_of_slots,
 )
 from esper_lightning.envs.spaces.actions import ActionSpace
-from esper_lightning.profiling import HostTimer, make_timer
+from esper_lightning.profiling import HostTimer
 from esper_lightning.tasks import Split, Task, TaskData, make_variants
 
 
@@ -230,7 +230,7 @@ class EnvFactory:
             objective=config.objective,
             horizon=config.horizon,
             device=device,
-            timer=HostTimer(make_timer(device)),
+            timer=HostTimer(device),
             measure_host_only=config.reward.needs_host_only,
             flops=self.host_flops[architecture] if self.host_flops is not None else None,
             architecture=architecture,
