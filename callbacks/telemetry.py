@@ -203,9 +203,10 @@ class Telemetry(Callback):
 
     def _credit_seeds(self) -> list[SeedCredited]:
         """Return the value of the fossilized seeds of the first hosts; none from the moment that memory is short."""
-        pool, own = self.collector.pool, self.collector.ranks.own
+        collector, own = self.collector, self.collector.ranks.own
+        hosts = sum(host < self.credit_hosts for host in own)
         try:
-            events = credit_fossilized_seeds(pool, sum(host < self.credit_hosts for host in own), self.collector.ticks)
+            events = credit_fossilized_seeds(collector.pool, hosts, collector.ticks) if hosts else []
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
