@@ -40,7 +40,7 @@ from benchmarks.hosts import (
 )
 from benchmarks.memory import reset_peak_memory
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.execution.threads import usable_cores
+from esper_lightning.envs.executors.threads import usable_cores
 from esper_lightning.envs.host_training import PRECISIONS
 from esper_lightning.envs.spaces.actions import Op, to_action
 from esper_lightning.machine import resident_memory

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from esper_lightning.blueprints import blueprint_names, build_on
 from esper_lightning.envs import EnvConfig, HostFactory, HostPool, Overseer
 from esper_lightning.envs.config import REQUIRED_DEVICE_TYPE
-from esper_lightning.envs.execution import EXECUTORS
+from esper_lightning.envs.executors import EXECUTORS
 from esper_lightning.envs.host_training import ConvolutionMethod, HostTraining
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.gates import LifecycleConfig
@@ -174,7 +174,7 @@ def make_pool(
     for i, env in enumerate(pool.envs if seeds != "none" else ()):
         row = 0 if seeds == "equal" else i
         for k, slot in enumerate(env.slots):
-            blueprints = blueprint_names(slot.layout, pool.device)
+            blueprints = blueprint_names(slot.layout)
             if (row + k) % 2 == 0:
                 env.growing.germinate(slot.name, blueprints[(row // 2 + k) % len(blueprints)])
                 for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY):

@@ -8,13 +8,17 @@ The benchmark needs libraries that the project does not need otherwise:
 The task is CartPole without velocities, with 8 environments. Results are the mean return of 100 episodes of the greedy
 policy (as in sb3's `evaluate_policy`) after runs of 50,000 and 100,000 steps, and the mean return of the last 100
 training episodes, with exploration. Steps per second include acting and learning; both programs alternate in this
-process, and RecurrentPPO has the settings of its own test of this task. `benchmarks/cue.py` needs more memory.
+process, and RecurrentPPO has the settings of its own test of this task.
 """
 
 import argparse
+import csv
+import logging
 import statistics
 import sys
 import time
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -25,8 +29,10 @@ import torch
 from lightning import Callback, Trainer
 from torch import Tensor
 
-from benchmarks.cue import greedy_controller, silence, train_policy, write_csv
+from esper_lightning.callbacks import RolloutState
+from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.datamodules.gymnasium import VectorData
+from esper_lightning.envs.vector_env import VectorEnv
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.losses import Anneal, PPOConfig
 from esper_lightning.tamiyo.policy import PolicyConfig
@@ -68,6 +74,49 @@ CARTPOLE = PPOConfig(
     max_grad_norm=1.0,
     target_kl=0.015,
 )
+
+
+def train_policy(
+    data: VectorData, policy: PolicyConfig, ppo: PPOConfig, steps: int, seed: int, *watching: Callback
+) -> TamiyoModule:
+    """Train a policy for as many whole rollouts as fit into `steps` environment steps."""
+    torch.manual_seed(seed)
+    module = TamiyoModule(policy, ppo)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=steps // (data.pool.horizon * data.n_envs),
+        callbacks=[RolloutState(), *watching],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=data)
+    return module
+
+
+def greedy_controller(module: TamiyoModule, pool: VectorEnv, seed: int) -> LearnedController:
+    """Return the greedy policy as a controller, with the pool reset to episodes that are not used in training."""
+    pool.reset([1_000_000 * (seed + 1) + i for i in range(pool.n_envs)])
+    made = module.controller()
+    made.reset(pool)
+    return made
+
+
+def write_csv(file: Path, names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Write a CSV, with floats rounded to five digits."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w", newline="") as out:
+        lines = csv.writer(out, lineterminator="\n")
+        lines.writerow(names)
+        lines.writerows([f"{cell:.5g}" if isinstance(cell, float) else cell for cell in row] for row in rows)
+
+
+def silence() -> None:
+    """Set torch to one thread and silence Lightning's messages and all warnings."""
+    torch.set_num_threads(1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
 
 
 class BlindCartPole(CartPoleEnv):

@@ -2,14 +2,12 @@
 
     python -m benchmarks.tables keep RUN/evaluation/evaluation.csv benchmarks/results/NAME.csv
     python -m benchmarks.tables show benchmarks/results/NAME.csv
-    python -m benchmarks.tables gap benchmarks/results/NAME.csv
     python -m benchmarks.tables by benchmarks/results/NAME.csv VARIABLE ... --cells tamiyo 'best fixed:accuracy'
 
 `keep` copies the columns that the tables need. `show` prints a Markdown table of the objective on test images, and the
-lead of the policy over every row, paired by host, for each training run and for all together. `gap` prints the share of
-the gap in accuracy that each controller closes between the host that never grows and the policy's final networks,
-trained from the start. `by` prints means over training runs and hosts for each kind of host in a family, of the
-objective or of the column named after a colon.
+lead of the policy over every row, paired by host, for each training run and for all together. `by` prints
+means over training runs and hosts for each kind of host in a family, of the objective or of the column named after a
+colon.
 """
 
 import argparse
@@ -20,13 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
-from esper_lightning.evaluation.statistics import Interval, mean_interval, ratio_interval
+from esper_lightning.evaluation.statistics import Interval, mean_interval
 
 KEPT_COLUMNS = ("controller", "training_seed", "host", "objective", "accuracy", "parameters", "fossils", "flops")
 """Columns that `keep` copies."""
 
-TAMIYO, SMALL, BIG = "tamiyo", "small static", "static tamiyo"
-"""Names of the entries for the policy, the host that never grows, and the policy's final networks from the start."""
+TAMIYO = "tamiyo"
+"""Name of the entries for the policy."""
 
 ByTrainingSeed = dict[str, np.ndarray]
 """A column [H] for each RNG seed of training; the key is empty for controllers without training."""
@@ -92,19 +90,6 @@ def markdown(results: dict[str, ByTrainingSeed]) -> list[str]:
     return lines
 
 
-def gaps(accuracy: dict[str, ByTrainingSeed]) -> list[str]:
-    """Return the lines of the table of gaps closed: (grown − small) / (big − small)."""
-    tables = {name: np.array(list(of.values())) for name, of in accuracy.items()}
-    shape = tables[BIG].shape
-    small, big = np.broadcast_to(tables[SMALL], shape), tables[BIG]
-    lines = ["| controller | accuracy | gap closed |", "|---|---|---|"]
-    for name, table in tables.items():
-        closed = ratio_interval(np.broadcast_to(table, shape) - small, big - small)
-        cell = "" if name in (SMALL, BIG) else f"{closed.mean:.0%} [{closed.low:.0%}, {closed.high:.0%}]"
-        lines.append(f"| {name} | {shown(mean_interval(table))} | {cell.replace('%', ' %').replace('-', '−')} |")
-    return lines
-
-
 def parse_context(member: str) -> dict[str, str]:
     """Parse the variables of a context: `a.b 1, c [2, 3]` → {"a.b": "1", "c": "[2, 3]"}."""
     return dict(variable.split(" ", 1) for variable in re.split(r", (?=[a-z_.]+ )", member))
@@ -137,14 +122,13 @@ def by_kind(path: Path, names: Sequence[str], cells: Sequence[str]) -> list[str]
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run one of the four commands."""
+    """Run one of the three commands."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
     keeping = verbs.add_parser("keep", help="copy what the tables need")
     keeping.add_argument("source", type=Path)
     keeping.add_argument("target", type=Path)
     verbs.add_parser("show", help="print the table").add_argument("results", type=Path)
-    verbs.add_parser("gap", help="print the gaps closed").add_argument("results", type=Path)
     grouping = verbs.add_parser("by", help="print means by kind of host")
     grouping.add_argument("results", type=Path)
     grouping.add_argument("variables", nargs="+")
@@ -154,14 +138,11 @@ def main(args: Sequence[str] | None = None) -> None:
         keep(chosen.source, chosen.target)
     elif chosen.verb == "show":
         print("\n".join(markdown(read(chosen.results))))
-    elif chosen.verb == "by":
+    else:
         try:
-            lines = by_kind(chosen.results, chosen.variables, chosen.cells)
+            print("\n".join(by_kind(chosen.results, chosen.variables, chosen.cells)))
         except ValueError as error:
             parser.error(str(error))
-        print("\n".join(lines))
-    else:
-        print("\n".join(gaps(read(chosen.results, "accuracy"))))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.tensorboard import SummaryWriter
 
 from esper_lightning.console import print_status
-from esper_lightning.envs.execution.out_of_memory import first_line
+from esper_lightning.envs.executors.out_of_memory import first_line
 from esper_lightning.envs.spaces.actions import relevance_table
 from esper_lightning.errors import is_out_of_memory
 from esper_lightning.evaluation.inspection import credit_fossilized_seeds
@@ -157,7 +157,7 @@ class Telemetry(Callback):
             "ratio": torch.cat([ratio.flatten() for ratio in report.ratios]),
             "advantage": report.summary.advantages.flatten(),
         }
-        of_ranks = ranks.gather_state(own)
+        of_ranks = ranks.gather(own)
         if not of_ranks:
             return {}
         # Ranks have equal numbers of hosts, so the mean over ranks of a mean over hosts is the mean over all hosts.

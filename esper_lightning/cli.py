@@ -20,8 +20,8 @@ from esper_lightning.config_files import find_config
 from esper_lightning.datamodules import HostPoolData
 from esper_lightning.evaluation.comparison import Comparison
 from esper_lightning.module import TamiyoModule
-from esper_lightning.plugins import is_of_this_package
 from esper_lightning.ranks import local_world
+from esper_lightning.registry import is_of_this_package
 
 PROGRAM = "esper-lightning"
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -105,7 +105,7 @@ class EsperCLI(LightningCLI):
         """Build the hosts and check the closing comparison before anything is written."""
         trainer, evaluation = self.trainer, self.model.evaluation
         self.model.check(self.datamodule)
-        self.datamodule.build(trainer.strategy.root_device, rank=trainer.global_rank, world=trainer.world_size)
+        self.datamodule.build_for(trainer)
         if evaluation.hosts and isinstance(self.datamodule, HostPoolData):
             comparison = Comparison(evaluation)
             for pool in self.datamodule.pools.values():

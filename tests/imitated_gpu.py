@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.envs.execution import fake_cuda
-from tests.envs.execution.fake_cuda import FakeCuda, tensors_in
+from tests.envs.executors import fake_cuda
+from tests.envs.executors.fake_cuda import FakeCuda, tensors_in
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

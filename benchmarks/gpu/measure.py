@@ -23,8 +23,8 @@ from benchmarks.hosts import BATCH, BATCHES, CASES, ExecutorChoice, RawLoop, mak
 from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.device_transfer import download
-from esper_lightning.envs.execution.fused.layers import StackedConv2d
-from esper_lightning.envs.execution.fused.stacking import StackIndex
+from esper_lightning.envs.executors.fused.layers import StackedConv2d
+from esper_lightning.envs.executors.fused.stacking import StackIndex
 from esper_lightning.envs.host_training import ConvolutionMethod
 from esper_lightning.envs.spaces.actions import Op, to_action
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from esper_lightning.envs.context.distribution import PRICE_VARIABLE, FamilyConfig
-from esper_lightning.envs.execution import check_executor
+from esper_lightning.envs.executors import check_executor
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.spaces.actions import ActionConfig
 from esper_lightning.envs.spaces.observation import ObservationConfig
@@ -17,10 +17,6 @@ from esper_lightning.tasks import TaskData
 
 REQUIRED_DEVICE_TYPE: dict[str, str] = {"threads": "cpu", "streams": "cuda"}
 """Device type required by each executor that supports only one."""
-
-TRIAL_EXECUTORS = frozenset({"loop", "threads", "streams"})
-"""Executors that support trial passes. Fused is excluded: its hosts share one pass, and their seeds are in different
-slots."""
 
 STACKING_EXECUTORS = frozenset({"fused"})
 """Executors that compute several hosts by one operation, and so have several methods for convolutions."""
@@ -84,13 +80,8 @@ class EnvConfig:
             raise ValueError(
                 f"objective.price_to and a variable {PRICE_VARIABLE}: the price cannot be drawn twice; leave one out"
             )
-        advances_automatically = self.lifecycle.auto_blend and self.lifecycle.auto_probation
-        if advances_automatically and self.actions.advance:
-            raise ValueError("actions.advance has nothing to do; switch off lifecycle.auto_blend or auto_probation")
-        if not advances_automatically and not self.actions.advance:
-            raise ValueError(
-                "lifecycle.auto_blend or auto_probation is off, so no seed gets on; switch on actions.advance"
-            )
+        if not (self.lifecycle.auto_blend and self.lifecycle.auto_probation):
+            raise ValueError("lifecycle.auto_blend or auto_probation is off, so no seed gets on; switch both on")
 
 
 def check_host_count(setting: str, hosts: int, least: int = 1) -> None:
@@ -110,11 +101,6 @@ def check_compatible(config: EnvConfig, data: TaskData, n_envs: int, *, device: 
             f"training samples"
         )
     config.training.augment.check(data.input_shape)
-    if config.lifecycle.isolation == "trial" and config.executor not in (*TRIAL_EXECUTORS, "auto"):
-        raise ValueError(
-            f"executor {config.executor!r} cannot run lifecycle.isolation trial; use env.executor loop, or isolation "
-            f"proximal"
-        )
     if config.training.precision == "tf32" and device.type != "cuda":
         raise ValueError(f"training.precision tf32 needs a GPU, hosts are on {device}; use fp32, bf16 or auto")
     if config.training.convolutions is not None and config.executor not in (*STACKING_EXECUTORS, "auto"):

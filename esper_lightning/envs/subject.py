@@ -10,7 +10,7 @@ from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.growing_network import GrowingNetwork, SeedMeasurements
 from esper_lightning.growth.lifecycle import SeedEvent, count_parameters
-from esper_lightning.growth.schedules import host_groups, nominal_lr
+from esper_lightning.growth.param_groups import host_groups, nominal_lr
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import ObjectiveConfig, Prices, SeedAccount
@@ -118,15 +118,11 @@ class Subject:
                 )
                 return [event]
             case Op.CULL:
-                return [growing.cull(chosen.slot, ticks=chosen.speed, curve=chosen.curve)]
+                return [growing.cull(chosen.slot)]
             case Op.FOSSILIZE:
                 event = growing.fossilize(chosen.slot)
                 self._update_account(chosen.slot, ticks_left=self.horizon - self.tick)
                 return [event]
-            case Op.ADVANCE:
-                return [growing.advance(chosen.slot)]
-            case Op.SET_ALPHA:
-                return [growing.set_alpha(chosen.slot, chosen.target, ticks=chosen.speed, curve=chosen.curve)]
 
     def _update_account(self, slot: str, account: SeedAccount | None = None, **changes: int) -> None:
         k = list(self.growing.slots).index(slot)

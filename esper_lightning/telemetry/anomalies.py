@@ -84,7 +84,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="entropy", metric="entropy.*", side="<", bound=fading_entropy, updates=3,
         cause="the head {what} always makes the same choice: exploration has stopped",
-        settings=("model.ppo.entropy", "model.ppo.entropy_weights", "model.ppo.lr"),
+        settings=("model.ppo.entropy", "model.ppo.lr"),
     ),
     Rule(
         name="grad_norm_high", metric="grad_norm_ratio", side=">", bound=2.0, updates=3,

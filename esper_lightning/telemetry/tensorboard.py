@@ -72,7 +72,6 @@ SCALARS: tuple[Tag, ...] = (
     Tag("train/left_out", "environments left out since a number was not finite or above 1e15", "0"),
     Tag("train/lr", "learning rate", "as configured"),
     Tag("train/entropy_coefficient", "weight of the entropy bonus", "as configured"),
-    Tag("train/value_coefficient", "weight of the value loss", "as configured"),
     Tag(
         "train/reward_deviation",
         "number by which rewards are divided (`model.normalize.rewards`)",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from esper_lightning.envs.host_devices import find_host_devices
-from tests.envs.execution.fused import hosts
+from tests.envs.executors.fused import hosts
 from tests.imitated_gpu import CPU, GPU, ImitatedGpu
 from tests.tiers import rest_is_slow
 

@@ -16,7 +16,7 @@ from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.tasks import Digits
 from tests.conftest import SMALL, small_host
-from tests.envs.execution.fused import hosts
+from tests.envs.executors.fused import hosts
 from tests.runs import fit, only_run
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -15,8 +15,8 @@ from esper_lightning.governor.judge import Verdict
 from tests.decisions import WAIT, act
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
 from tests.envs.episodes import HORIZON, Episode, FirstOption, MakePool, restored_by_hand
-from tests.envs.execution.fused.hosts import make
-from tests.envs.execution.fused.hosts import precision as precision_of
+from tests.envs.executors.fused.hosts import make
+from tests.envs.executors.fused.hosts import precision as precision_of
 from tests.runs import differences
 from tests.tiers import pairs_of, rest_is_slow
 

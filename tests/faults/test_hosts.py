@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.envs import HostPool, StepResult
-from esper_lightning.envs.execution import StreamsExecutor
-from esper_lightning.envs.execution.fused.epoch import FusedEpoch
+from esper_lightning.envs.executors import StreamsExecutor
+from esper_lightning.envs.executors.fused.epoch import FusedEpoch
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.governor.judge import Verdict
 from esper_lightning.growth.stages import Stage
 from tests.decisions import WAIT, act, germinate
 from tests.envs.breaking import ONLY_NAN_DIVERGES
-from tests.envs.execution.fake_cuda import FakeCuda
+from tests.envs.executors.fake_cuda import FakeCuda
 from tests.runs import differences
 from tests.tiers import pairs_of, rest_is_slow
 

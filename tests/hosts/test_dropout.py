@@ -11,7 +11,7 @@ from esper_lightning.envs import HostPool
 from esper_lightning.evaluation.inspection import layer_gradients
 from esper_lightning.hosts import GPT
 from esper_lightning.hosts.dropout import Dropout
-from tests.envs.execution.fused.hosts import FAST_CONFIG, distance, make, play
+from tests.envs.executors.fused.hosts import FAST_CONFIG, distance, make, play
 from tests.runs import differences
 
 LENGTH, WORDS, TICKS = 8, 9, 6
@@ -68,12 +68,6 @@ def test_dropout_changes_neither_weights_nor_evaluation() -> None:
     assert differences(plain.state_dict(), dropping.state_dict()) == []
     assert torch.equal(plain(tokens()), dropping(tokens()))
     assert not torch.equal(plain.train()(tokens()), dropping.train()(tokens()))
-
-
-@pytest.mark.parametrize("p", [-0.1, 1.0])
-def test_a_share_of_all_elements_or_less_than_none_is_refused(p: float) -> None:
-    with pytest.raises(ValueError, match=r"^host GPT: dropout must lie in \[0, 1\), got"):
-        built(dropout=p)
 
 
 def test_recomputed_activations_have_the_same_masks() -> None:

@@ -19,7 +19,7 @@ from tests.runs import CONFIGS, ROOT, cli, continuation, differences, fit, fit_s
 RICH = (
     *("--config", str(CONFIGS / "smoke.yaml"), "--model.evaluation.hosts=0", "--trainer.enable_progress_bar=false"),
     "--data.env.training.precision=fp16",
-    *("--data.n_envs=6", "--model.normalize.rewards=true"),
+    *("--data.n_envs=6", "--model.normalize.rewards=true", "--seed_everything=3"),
     *with_callback(Telemetry, figures_every=1, credit_hosts=6),
 )
 """Settings of a run with data under every tag: skipped steps, and pairs of fossilized seeds."""
@@ -28,7 +28,7 @@ NOT_HERE = {
     *("memory/cuda", "tasks/<task>/<objective, accuracy, parameters>"),
     *("test/<metric>", "growth/potential"),
 }
-"""Tags that need a GPU (tests/envs/execution/test_imitated_gpu.py), several tasks (tests/cli/test_mixed.py) or a
+"""Tags that need a GPU (tests/envs/executors/test_imitated_gpu.py), several tasks (tests/cli/test_mixed.py) or a
 comparison (tests/cli/test_test_command.py)."""
 
 EVERYTHING = {"scalars": 0, "images": 0, "histograms": 0, "tensors": 0}

@@ -1,5 +1,0 @@
-"""Fused executor: N hosts run as one network of stacked layers."""
-
-from esper_lightning.envs.execution.fused.executor import FusedExecutor
-
-__all__ = ["FusedExecutor"]

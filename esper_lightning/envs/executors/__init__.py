@@ -1,0 +1,38 @@
+"""Executors: interchangeable ways to train and validate N hosts."""
+
+from esper_lightning.envs.executors.fused import FusedExecutor
+from esper_lightning.envs.executors.loop import LoopExecutor
+from esper_lightning.envs.executors.streams import StreamsExecutor
+from esper_lightning.envs.executors.threads import ThreadsExecutor
+from esper_lightning.registry import Registry
+
+EXECUTORS: Registry[type[LoopExecutor]] = Registry(
+    "executor",
+    {"loop": LoopExecutor, "threads": ThreadsExecutor, "streams": StreamsExecutor, "fused": FusedExecutor},
+    takes=lambda found: isinstance(found, type) and issubclass(found, LoopExecutor),
+)
+"""Executors by name."""
+
+AUTO = "auto"
+"""Name that stands for the executor of this package that fits hosts and device."""
+
+register = EXECUTORS.register
+"""Decorator, with a name, of a subclass of `LoopExecutor`. The name may then be the value of `data.env.executor`."""
+
+
+def check_executor(name: str) -> None:
+    """Raise ValueError, with a suggestion, if there is no executor with this name or import path."""
+    if name != AUTO:
+        EXECUTORS.find(name)
+
+
+__all__ = [
+    "AUTO",
+    "EXECUTORS",
+    "FusedExecutor",
+    "LoopExecutor",
+    "StreamsExecutor",
+    "ThreadsExecutor",
+    "check_executor",
+    "register",
+]

@@ -1,0 +1,5 @@
+"""Fused executor: N hosts run as one network of stacked layers."""
+
+from esper_lightning.envs.executors.fused.executor import FusedExecutor
+
+__all__ = ["FusedExecutor"]

@@ -1,0 +1,154 @@
+"""N hosts as one network: the host's own code on stacked features, with the weights of all hosts and seeds."""
+
+from collections.abc import Sequence
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from esper_lightning.envs.device_transfer import upload
+from esper_lightning.envs.executors.fused.arena import Arena
+from esper_lightning.envs.executors.fused.flat_params import Assignment, FlatParameters, StackedModule
+from esper_lightning.envs.executors.fused.layers import stack_layers
+from esper_lightning.envs.executors.fused.stacked_slot import StackedSeeds, StackedSlot
+from esper_lightning.envs.executors.fused.stacking import StackIndex, stack_inputs, unstack_outputs
+from esper_lightning.envs.executors.fused.variant_batch import StackEntries
+from esper_lightning.envs.host_training import ConvolutionMethod
+from esper_lightning.growth.attach import attach_at, attached_places, detach_slots
+from esper_lightning.growth.counterfactual import SeedVariant
+from esper_lightning.growth.lifecycle import slots_of
+from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.hosts.dropout import Dropout
+
+
+class HostStack:
+    """Stack of many hosts of one architecture.
+
+    Args:
+        host: One of the hosts; its seeds are ignored.
+        convolutions: How hosts and seeds compute convolutions; see `HostTraining.convolutions`.
+
+    Raises ValueError if a layer cannot be stacked.
+    """
+
+    def __init__(self, host: nn.Module, convolutions: ConvolutionMethod | None = None) -> None:
+        self.stack_index = StackIndex(convolutions)
+        self.entries = StackEntries()
+        self.slots: dict[str, StackedSlot] = {}
+        with torch.inference_mode(False):
+            network = deepcopy(host)
+        attached = attached_places(network)
+        if attached:
+            detach_slots(network)  # from layers that are about to be replaced
+        self.network = stack_layers(network, self.stack_index).eval()
+        attach_at(self.network, attached)
+        self.stacked_host = StackedModule(self.network)
+        self.dropouts = {path: layer for path, layer in self.network.named_modules() if isinstance(layer, Dropout)}
+        for name, slot in slots_of(self.network).items():
+            slot.empty()
+            self.slots[name] = slot.override = StackedSlot(self.stack_index, self.entries)
+            slot.seed, slot.folded = slot.override.seed_modules, None
+        self.seed_modules: dict[StackedSeeds, StackedModule] = {}
+        self.assignments: list[Assignment] = []
+        self.arena = Arena()
+        self.hosts: list[nn.Module] = []  # of the last assignment; below the slots of each
+        self.host_slots: list[dict[str, SeedSlot]] = []
+
+    def load(self, hosts: Sequence[nn.Module]) -> FlatParameters:
+        """Assign N hosts with their seeds. Returns copies of their weights, to be bound to the stacked layers."""
+        self._assign(hosts)
+        return FlatParameters(self.assignments)
+
+    def load_resident(self, hosts: Sequence[nn.Module]) -> FlatParameters:
+        """Assign N hosts with their seeds, to run them only. Returns their weights: those in the arena, or copies."""
+        self._assign(hosts)
+        return self.arena if self.arena.holds(self.assignments) else FlatParameters(self.assignments)
+
+    def settle(self, hosts: Sequence[nn.Module], optimizers: Sequence[Optimizer], state_names: Sequence[str]) -> Arena:
+        """Assign N hosts with their seeds, to train them. Returns the arena, where they live from now on.
+
+        Args:
+            hosts: The hosts.
+            optimizers: Their optimizers.
+            state_names: Keys of the optimizer state; see `Arena.assign`.
+        """
+        self._assign(hosts)
+        self.arena.assign(self.assignments, optimizers, state_names)
+        return self.arena
+
+    def _assign(self, hosts: Sequence[nn.Module]) -> None:
+        self.release()
+        if len(self.hosts) != len(hosts) or any(a is not b for a, b in zip(hosts, self.hosts, strict=True)):
+            self.hosts, self.host_slots = list(hosts), [slots_of(host) for host in hosts]
+        self.n_hosts = len(hosts)
+        for path, layer in self.dropouts.items():
+            layer.generators = [generator for host in hosts for generator in _dropout(host, path).generators]
+        self.assignments = [Assignment(self.stacked_host, self.hosts, range(self.n_hosts))]
+        self.seed_slots: list[list[tuple[int, str]]] = []  # (host index, slot name) of each seed, by stacked seeds
+        for name, slot in self.slots.items():
+            slot.assign([slots[name] for slots in self.host_slots])
+            for stacked_seeds in slot.active_seeds:
+                if stacked_seeds not in self.seed_modules:
+                    self.seed_modules[stacked_seeds] = StackedModule(stacked_seeds.module)
+                seed_hosts = list(stacked_seeds.row_of_host)
+                seeds = [self.host_slots[host][name].seed for host in seed_hosts]
+                self.assignments.append(Assignment(self.seed_modules[stacked_seeds], seeds, seed_hosts))
+                self.seed_slots.append([(host, name) for host in seed_hosts])
+
+    def release(self) -> None:
+        """Drop the bound weights and the callback: copies free their memory, and the arena keeps those of its hosts."""
+        self.entries.on_split = None
+        for assignment in self.assignments:
+            assignment.stacked_module.release()
+        for slot in self.slots.values():
+            slot.release()
+        self.stack_index.select_all(0)
+        self.assignments = []
+
+    def train(self, inputs: Tensor) -> Tensor:  # [N·B, …], host by host -> [N·B, …]
+        """Run the N hosts in training mode, each on its own minibatch."""
+        self._set_training(True)
+        self.stack_index.select_all(self.n_hosts)
+        return self._run(inputs, self.n_hosts)
+
+    def evaluate(
+        self, inputs: Tensor, variants: Sequence[Sequence[SeedVariant]], data_variants: Sequence[int] | None = None
+    ) -> Tensor:  # [B, …] -> [G·B, …]
+        """Run the same inputs through every host with each of its combinations of seeds; see `StackEntries`.
+
+        Args:
+            inputs: Inputs shared by all hosts; or [M, B, …], M variants of them.
+            variants: Combinations of seeds, [N][V].
+            data_variants: Variant of the inputs for each host, [N]; None if there is only one.
+        """
+        self._set_training(False)
+        off_trunk = {
+            name: slot.seeded_hosts for name, slot in self.slots.items() if not self.host_slots[0][name].on_single_path
+        }
+        self.entries.begin_pass(variants, off_trunk)
+        if self.entries.hosts == list(range(self.n_hosts)):
+            self.stack_index.select_all(self.n_hosts)
+        else:
+            self.stack_index.select_rows(upload(self.entries.hosts, inputs.device))
+        if data_variants is None:
+            return self._run(inputs.repeat(self.entries.count, *[1] * (inputs.ndim - 1)), self.entries.count)
+        entry_variants = upload([data_variants[host] for host in self.entries.hosts], inputs.device)
+        return self._run(inputs.index_select(0, entry_variants).flatten(0, 1), self.entries.count)
+
+    def _set_training(self, training: bool) -> None:
+        """Set the training mode of the modules where it changes, because a call visits many modules."""
+        for assignment in self.assignments:
+            if assignment.stacked_module.module.training != training:
+                assignment.stacked_module.module.train(training)
+
+    def _run(self, inputs: Tensor, count: int) -> Tensor:
+        samples = len(inputs) // count
+        outputs = self.network(stack_inputs(inputs, count))
+        return unstack_outputs(outputs, self.stack_index.count, samples)
+
+
+def _dropout(host: nn.Module, path: str) -> Dropout:
+    layer = host.get_submodule(path)
+    assert isinstance(layer, Dropout), "hosts of one architecture have the same layers"
+    return layer

@@ -1,0 +1,279 @@
+"""Stacked seeds of one kind in one slot of many hosts, and the stacked slot that distributes features to them."""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from esper_lightning.envs.device_transfer import upload
+from esper_lightning.envs.executors.fused.layers import stack_layers
+from esper_lightning.envs.executors.fused.stacking import (
+    Partition,
+    StackIndex,
+    broadcast_per_entry,
+    columns_to_rows,
+    flatten_entries,
+    merge,
+    rows_to_columns,
+    select_entries,
+    split,
+    unflatten_entries,
+)
+from esper_lightning.envs.executors.fused.variant_batch import StackEntries
+from esper_lightning.envs.host_training import ConvolutionMethod
+from esper_lightning.growth.blend import BlendStyle, add, mix, proximal_gradient
+from esper_lightning.growth.slot import SeedSlot
+
+SeedKind = tuple[str, BlendStyle]
+"""Blueprint and style of seeds that one stacked module computes."""
+
+Flags = Tensor | bool
+"""One bool per stack entry, [V]; a Python bool where all are equal."""
+
+
+def _compact_flags(values: Sequence[bool], device: torch.device) -> Flags:
+    return values[0] if len(set(values)) == 1 else upload(values, device)
+
+
+def _detach(x: Tensor, flags: Flags) -> Tensor:
+    """Return x with the flagged entries detached."""
+    if isinstance(flags, bool):
+        return x.detach() if flags else x
+    # No autograd.Function: a backward pass without Python runs in parallel to other forward passes.
+    return torch.where(broadcast_per_entry(flags, x), x.detach(), x)
+
+
+class _Isolate(torch.autograd.Function):
+    """y = x where a seed is isolated, else y = mixed.
+
+    The gradient of y goes to x where a seed is isolated, and to `mixed` everywhere: with isolation `proximal` it goes
+    to an isolated seed as `proximal_gradient`, with norms per stack entry.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mixed: Tensor, flags: Flags, count: int, is_proximal: bool) -> Tensor:
+        ctx.flags, ctx.count = flags, count
+        ctx.save_for_backward(*((x, mixed) if is_proximal else ()))
+        # A copy, not a view: the host may modify it in place.
+        return x.clone() if isinstance(flags, bool) else torch.where(broadcast_per_entry(flags, x), x, mixed)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        (grad,) = grad_outputs
+        flags = ctx.flags if isinstance(ctx.flags, bool) else broadcast_per_entry(ctx.flags, grad)
+        to_mixed = grad
+        saved = ctx.saved_tensors  # read once: with recomputed activations a second reading is an error
+        if saved:
+            (grads, axis), (h, _), (s, _) = (unflatten_entries(x, ctx.count) for x in (grad, *saved))
+            dims = [dim for dim in range(grads.ndim) if dim != axis]
+            pulled = flatten_entries(proximal_gradient(grads, h, s, dims).to(grad.dtype), axis)
+            to_mixed = pulled if isinstance(flags, bool) else torch.where(flags, pulled, grad)
+        return grad if isinstance(flags, bool) else torch.where(flags, grad, 0.0), to_mixed, None, None, None
+
+
+class StackedSeeds:
+    """Seeds of one kind in one slot of several hosts, computed by one module.
+
+    Args:
+        seed: A seed of this kind, of which a copy is stacked.
+        style: How the seeds' outputs are blended into the hosts' features.
+        convolutions: How they compute convolutions; see `HostTraining.convolutions`.
+
+    Attributes:
+        row_of_host: Row of the stacked weights for each host index that has such a seed.
+    """
+
+    def __init__(self, seed: nn.Module, style: BlendStyle, convolutions: ConvolutionMethod | None = None) -> None:
+        self.style: BlendStyle = style
+        self.stack_index = StackIndex(convolutions)
+        with torch.inference_mode(False):  # tensors of the seed are used in training too
+            self.module = stack_layers(deepcopy(seed), self.stack_index).eval()
+
+    def assign(self, slots: Mapping[int, SeedSlot]) -> None:
+        """Assign the hosts that have such a seed in the coming epoch, given as slot by host index."""
+        self.row_of_host = {host: i for i, host in enumerate(slots)}
+        alpha = next(iter(slots.values())).alpha
+        is_isolated = [slot.isolated for slot in slots.values()]
+        is_detached = [
+            isolated or (slot.live and slot.detach_input)
+            for isolated, slot in zip(is_isolated, slots.values(), strict=True)
+        ]
+        self.isolated_flags, self.detach_flags = (
+            _compact_flags(is_isolated, alpha.device),
+            _compact_flags(is_detached, alpha.device),
+        )
+        if self.style != "add":
+            self.alphas = upload([_effective_alpha(slot) for slot in slots.values()], alpha.device, alpha.dtype)
+
+    def release(self) -> None:
+        """Drop the assignment: no host has such a seed."""
+        self.stack_index.select_all(0)
+        self.isolated_flags = self.detach_flags = False
+        self.alphas = None
+
+    def train(self, x: Tensor) -> Tensor:
+        """Apply the seeds in training mode to the features of their hosts, one entry each; see `_apply_seeds`."""
+        self.stack_index.select_all(len(self.row_of_host))
+        return self._apply_seeds(_detach(x, self.isolated_flags), _detach(x, self.detach_flags))
+
+    def evaluate(self, x: Tensor, hosts: Sequence[int]) -> Tensor:
+        """Apply the seed of host `hosts[i]` to entry i of `x`; hosts may be listed repeatedly. See `_apply_seeds`."""
+        self.stack_index.select_rows(upload([self.row_of_host[host] for host in hosts], x.device))
+        return self._apply_seeds(x, x)
+
+    def _apply_seeds(self, x: Tensor, seed_inputs: Tensor) -> Tensor:
+        """Return the seeds' outputs for `seed_inputs`; with styles other than "add", already blended into `x`."""
+        if self.style == "add":
+            return self.module(seed_inputs)
+        assert self.alphas is not None, "assign has set them"
+        return mix(
+            self.style,
+            x,
+            self.module,
+            seed_input=seed_inputs,
+            alpha=broadcast_per_entry(self.stack_index.gather(self.alphas), x),
+        )
+
+
+def _effective_alpha(slot: SeedSlot) -> float:
+    """Return the slot's alpha; 1 for an isolated seed, which learns for full alpha."""
+    return 1.0 if slot.isolated else slot.alpha_now
+
+
+class StackedSlot:
+    """One slot of many hosts, each with its own seed or none. Replaces the forward pass of a `SeedSlot`.
+
+    Args:
+        stack_index: The stack's selection of weight rows.
+        entries: Combinations of seeds that the stack entries stand for in evaluation.
+
+    Attributes:
+        seed_modules: Stacked seeds of every kind, so that a search for buffers finds theirs.
+    """
+
+    def __init__(self, stack_index: StackIndex, entries: StackEntries) -> None:
+        self.stack_index = stack_index
+        self.entries = entries
+        self.seed_modules = nn.ModuleList()
+        self.seeds_by_kind: dict[SeedKind, StackedSeeds] = {}  # of every kind so far
+        self.active_seeds: list[StackedSeeds] = []  # in the coming epoch
+
+    def assign(self, slots: Sequence[SeedSlot]) -> None:
+        """Assign the seeds of all hosts to stacked seeds by kind. Raises ValueError for a folded seed.
+
+        Germination of a known kind changes the assignment only, and not the modules.
+        """
+        slots_by_kind: dict[SeedKind, dict[int, SeedSlot]] = {}
+        for host, slot in enumerate(slots):
+            if slot.folded is not None:
+                raise ValueError(f"slot {slot.name!r}: executor fused cannot run a folded seed; use env.executor loop")
+            if slot.occupied:
+                assert slot.blueprint is not None, "the seed's"
+                slots_by_kind.setdefault((slot.blueprint, slot.style), {})[host] = slot
+        self.active_seeds = [self._seeds_of_kind(kind, slots_of_kind) for kind, slots_of_kind in slots_by_kind.items()]
+        if slots_by_kind:
+            self._plan_routing(slots)
+
+    def _seeds_of_kind(self, kind: SeedKind, slots: Mapping[int, SeedSlot]) -> StackedSeeds:
+        """Return the stacked seeds of one kind, assigned to these slots by host index."""
+        if kind not in self.seeds_by_kind:
+            seed = next(iter(slots.values())).seed
+            self.seeds_by_kind[kind] = StackedSeeds(seed, kind[1], self.stack_index.convolutions)
+            self.seed_modules.append(self.seeds_by_kind[kind].module)
+        self.seeds_by_kind[kind].assign(slots)
+        return self.seeds_by_kind[kind]
+
+    def _plan_routing(self, slots: Sequence[SeedSlot]) -> None:
+        """Plan how features are partitioned by kind of seed, and the weight of each host's seed output."""
+        device, dtype = slots[0].alpha.device, slots[0].alpha.dtype
+        parts = [list(seeds.row_of_host) for seeds in self.active_seeds]
+        without_seed = [host for host, slot in enumerate(slots) if not slot.occupied]
+        self.partition = (
+            Partition(parts + ([without_seed] if without_seed else []), device)
+            if len(parts) > 1 or without_seed
+            else None
+        )
+        self.isolated_flags = _compact_flags([slot.isolated for slot in slots], device)
+        self.is_proximal = slots[0].isolation == "proximal"  # all hosts of a pool share their lifecycle
+        # By host index; 1 for styles other than "add", whose outputs are blended already.
+        self.output_weights = {
+            host: _effective_alpha(slots[host]) if seeds.style == "add" else 1.0
+            for seeds in self.active_seeds
+            for host in seeds.row_of_host
+        }
+        # None if all weights are 1: entries without a seed pass through unchanged anyway.
+        weights = [self.output_weights.get(host, 0.0) for host in range(len(slots))]
+        self.blend_weights = None if set(self.output_weights.values()) == {1.0} else upload(weights, device, dtype)
+
+    def release(self) -> None:
+        """Drop all assignments: no host has a seed in this slot."""
+        for seeds in self.active_seeds:
+            seeds.release()
+        self.active_seeds, self.partition, self.isolated_flags, self.blend_weights = [], None, False, None
+
+    @property
+    def seeded_hosts(self) -> list[int]:
+        """Indices of the hosts that have a seed here."""
+        return [host for seeds in self.active_seeds for host in seeds.row_of_host]
+
+    def __call__(self, slot: SeedSlot, x: Tensor) -> Tensor:
+        """Return a stacked feature with all seeds applied; `slot` is the slot in the stack's network."""
+        if not self.active_seeds:
+            return x
+        side_by_side = slot.layout == "vector" and x.shape[1] != slot.width  # [B, V·C], flattened from an image
+        x = columns_to_rows(x, self.stack_index.count) if side_by_side else x
+        x = self._train(x) if slot.training else self._evaluate(slot, x)
+        return rows_to_columns(x, self.stack_index.count) if side_by_side else x
+
+    def _train(self, x: Tensor) -> Tensor:
+        """Apply every host's seed in training mode, according to its stage and alpha."""
+        parts = [x] if self.partition is None else self.partition.split(x)
+        outputs = [seeds.train(part) for seeds, part in zip(self.active_seeds, parts, strict=False)]
+        output = outputs[0] if self.partition is None else self.partition.merge([*outputs, *parts[len(outputs) :]])
+        mixed = (
+            output.to(x.dtype)
+            if self.blend_weights is None
+            else add(x, output, broadcast_per_entry(self.blend_weights, x))
+        )
+        if self.isolated_flags is False:
+            return mixed
+        return _Isolate.apply(x, mixed, self.isolated_flags, self.stack_index.count, self.is_proximal)
+
+    def _evaluate(self, slot: SeedSlot, x: Tensor) -> Tensor:
+        """Apply seeds to the entries that use them; an entry that stands for both cases becomes two."""
+        entry_hosts = self.entries.hosts
+        regroup = self.entries.split_at if slot.on_single_path else self.entries.group_at
+        sources, sizes = regroup(slot.name, [list(seeds.row_of_host) for seeds in self.active_seeds])
+        if not any(sizes[:-1]):
+            return x
+        hosts = [entry_hosts[source] for source in sources]
+        x = select_entries(x, len(entry_hosts), upload(sources, x.device))
+        output = self._apply_seeds(x, hosts, sizes)
+        if slot.on_single_path:
+            self.stack_index.select_rows(upload(hosts, x.device))
+            return output
+        inverse_order = sorted(range(len(sources)), key=sources.__getitem__)
+        return select_entries(output, len(sources), upload(inverse_order, x.device))
+
+    def _apply_seeds(self, x: Tensor, hosts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Apply seeds to entries ordered by kind of seed.
+
+        Args:
+            hosts: Host index of each entry.
+            sizes: Number of entries for each of the active seeds, then of entries without a seed.
+        """
+        parts = [(seeds, size) for seeds, size in zip([*self.active_seeds, None], sizes, strict=True) if size]
+        part_sizes = [size for _, size in parts]
+        remaining_hosts = iter(hosts)
+        outputs = [
+            piece if seeds is None else seeds.evaluate(piece, list(islice(remaining_hosts, size)))
+            for (seeds, size), piece in zip(parts, split(x, part_sizes), strict=True)
+        ]
+        output = merge(outputs, part_sizes)
+        if self.blend_weights is None:
+            return output.to(x.dtype)
+        weights = [self.output_weights[host] for host in hosts[: len(hosts) - sizes[-1]]] + [0.0] * sizes[-1]
+        return add(x, output, broadcast_per_entry(upload(weights, x.device, self.blend_weights.dtype), x))

@@ -1,0 +1,153 @@
+"""Parts by name: those of this package, those of modules that the user imports, and those of installed packages.
+
+A setting names a part by the name under which it is registered, or by its import path, as in `mine.Patient`. Each kind
+of part has one registry. A part that settings do not name changes nothing, however many are registered.
+"""
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from importlib.metadata import entry_points
+from typing import Any, Generic, TypeVar, cast
+
+ENTRY_POINTS = "esper_lightning.plugins"
+"""Group of the entry points of installed packages; each names a module that registers parts."""
+
+Part = TypeVar("Part")
+Definition = TypeVar("Definition", bound=Callable[..., Any])
+
+
+class Registry(dict[str, Part], Generic[Part]):
+    """Parts of one kind by name.
+
+    Args:
+        kind: Name of the kind in error messages.
+        parts: Parts of this package; those of others are added by `add`.
+        takes: Function that returns True for an object that is a part as it is, without being registered. None: an
+            object must be registered.
+    """
+
+    def __init__(
+        self, kind: str, parts: Mapping[str, Part] | None = None, takes: Callable[[Any], bool] | None = None
+    ) -> None:
+        super().__init__(parts or {})
+        self.kind = kind
+        self.takes = takes
+        self.registered: dict[str, Any] = {}
+        """Classes and functions that were registered by `add`, by name."""
+
+    def register(self, name: str) -> Callable[[Definition], Definition]:
+        """Return a decorator that registers a class or function as the part `name`.
+
+        A second definition of the same class or function, as when a cell of a notebook runs again, replaces the first.
+        Raises ValueError if the name is taken or has a dot, or if the class or function cannot be such a part.
+        """
+        check_part_name(self.kind, name)
+
+        def add(made: Definition) -> Definition:
+            if self.takes is not None and not self.takes(made):
+                raise ValueError(f"{self.kind} {name!r}: {made!r} is not one; see docs/guides/extending.md")
+            self.add(name, cast(Part, made), made)
+            return made
+
+        return add
+
+    def add(self, name: str, part: Part, made_from: Any) -> None:
+        """Add a part that was made from a class or function. Raises ValueError if the name is taken."""
+        if name in self and not is_same_definition(self.registered.get(name), made_from):
+            raise ValueError(f"{self.kind} {name!r} is already registered; choose another name")
+        self[name] = part
+        self.registered[name] = made_from
+
+    def find(self, name: str, others: Sequence[str] = ()) -> Part:
+        """Return the part with a name or an import path.
+
+        Raises ValueError if there is none. It then suggests a registered name or one of `others`.
+        """
+        if name not in self and "." not in name:
+            import_installed()
+        if name in self:
+            return self[name]
+        if "." not in name:
+            suggestion = suggest_name(name, list(dict.fromkeys([*others, *self])))
+            hint = "" if suggestion.endswith("?") else f"; name a {self.kind} of your own by its import path"
+            raise ValueError(f"unknown {self.kind} {name!r}; {suggestion}{hint}")
+        found = import_object(name, self.kind)
+        for registered, made in self.registered.items():
+            if made is found:
+                return self[registered]
+        if self.takes is None or not self.takes(found):
+            raise ValueError(f"{self.kind} {name!r} is not one; see docs/guides/extending.md")
+        return found
+
+
+def check_part_name(kind: str, name: Any) -> None:
+    """Raise ValueError if a name to register is no text, or could be taken for an import path."""
+    if not isinstance(name, str) or "." in name:
+        raise ValueError(f'{kind} {name!r}: register it under a name without a dot, as in @register("mine")')
+
+
+def is_same_definition(known: Any, made: Any) -> bool:
+    """Return True if two classes or functions have the same place at the top of a module: one is made again."""
+    places = [(getattr(one, "__module__", None), getattr(one, "__qualname__", "<unknown>")) for one in (known, made)]
+    return places[0] == places[1] and "<" not in places[0][1]
+
+
+def import_object(path: str, what: str) -> Any:
+    """Return the object with the import path `package.module.name`.
+
+    Raises ValueError, which begins with `what`, if there is none. Errors of the module's own code pass.
+    """
+    module, _, name = path.rpartition(".")
+    if not module:
+        raise ValueError(f"{what}: {path!r} is no import path, such as package.module.name")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise  # a module that this one imports is missing
+        hint = "it must lie in the current folder, or be installed"
+        raise ValueError(f"{what}: cannot import {module!r} for {path!r}: {error}; {hint}") from error
+    if not hasattr(found, name):
+        raise ValueError(f"{what}: {module} has no {name!r}; {suggest_name(name, dir(found))}")
+    return getattr(found, name)
+
+
+@cache
+def import_installed() -> None:
+    """Import the modules that installed packages name as their parts, once."""
+    for point in entry_points(group=ENTRY_POINTS):
+        point.load()
+
+
+def is_of_this_package(made: Any) -> bool:
+    """Return True if a class or function is defined in this package."""
+    return made.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def describe_factory(factory: Any, architecture: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return a class or function with its arguments, as in a config; both are plain text and numbers.
+
+    Args:
+        factory: A class or function, or one with arguments, as a config or `functools.partial` gives it.
+        architecture: Further arguments, such as those by which hosts of a family differ.
+    """
+    arguments: dict[str, Any] = {}
+    while isinstance(factory, partial):
+        arguments = {**factory.keywords, **arguments}
+        # A config gives partial(make, …, class), where `make` calls the class.
+        factory = next((arg for arg in reversed(factory.args) if callable(arg)), factory.func)
+    module, name = factory.__module__, factory.__qualname__
+    package = module.rpartition(".")[0]
+    if package and getattr(importlib.import_module(package), name, None) is factory:
+        module = package  # the public name, such as esper_lightning.hosts.CNN
+    return {"class_path": f"{module}.{name}", "init_args": arguments | dict(architecture or {})}
+
+
+def suggest_name(name: str, available: Sequence[str]) -> str:
+    """Return the end of an error message for an unknown `name`: the most similar available name, or all of them."""
+    matches = difflib.get_close_matches(name, available, n=1)
+    if matches:
+        return f"did you mean {matches[0]!r}?"
+    return f"there are: {', '.join(repr(one) if ',' in one else one for one in available)}"

@@ -1,0 +1,108 @@
+"""Stacked evaluation of combinations of seeds for many hosts, against a separate pass for each host."""
+
+from collections.abc import Sequence
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from esper_lightning.blueprints import build_on
+from esper_lightning.envs.executors.fused.stacked_host import HostStack
+from esper_lightning.growth.alpha import Ramp
+from esper_lightning.growth.counterfactual import SeedVariant, forward_variants
+from esper_lightning.growth.lifecycle import slots_of
+from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.stages import Stage
+from tests.growth.grown import CPU, LIFE, STYLES, generator_of, grow
+
+SLOTS = ("a", "b", "c")
+
+SAMPLES = 2
+
+
+class Chain(nn.Module):
+    """Network of consecutive slots, some of them bypassed by a shortcut."""
+
+    def __init__(self, trunks: Sequence[bool]) -> None:
+        super().__init__()
+        self.slots = nn.ModuleList(
+            SeedSlot(name, "vector", 3, on_single_path=trunk) for name, trunk in zip(SLOTS, trunks, strict=True)
+        )
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, 3] -> [B, 2]
+        for slot in self.slots:
+            x = torch.tanh(slot(x)) if slot.on_single_path else x + slot(x)
+        return self.head(x)
+
+
+stages = st.tuples(*[st.sampled_from([Stage.DORMANT, *LIFE])] * len(SLOTS))
+
+kinds = st.tuples(*[st.tuples(st.sampled_from(["lora", "norm"]), st.sampled_from(STYLES))] * len(SLOTS))
+
+
+@st.composite
+def hosts(draw: st.DrawFn) -> tuple[list[nn.Module], list[list[SeedVariant]]]:
+    """Draw hosts with the same shortcuts and any seeds and stages, and equally many combinations for each."""
+    trunks, count = draw(st.tuples(*[st.booleans()] * len(SLOTS))), draw(st.integers(1, 5))
+    networks, wanted = [], []
+    for i in range(draw(st.integers(1, 4))):
+        network = build_on(CPU, lambda: Chain(trunks), generator_of(i)).double()
+        for slot, stage, (blueprint, style) in zip(network.slots, draw(stages), draw(kinds), strict=True):
+            if stage is not Stage.DORMANT:
+                grow(slot, stage, blueprint, Ramp(0.0, draw(st.sampled_from([0.5, 1.0])), 1, "linear"), i, style)
+        networks.append(network.eval())
+        wanted.append(draw(st.lists(st.frozensets(st.sampled_from(SLOTS)), min_size=count, max_size=count)))
+    return networks, wanted
+
+
+@given(drawn=hosts())
+def test_each_host_has_as_many_entries_as_in_a_pass_of_its_own_and_they_say_the_same(
+    drawn: tuple[list[nn.Module], list[list[SeedVariant]]],
+) -> None:
+    networks, wanted = drawn
+    x = torch.randn(SAMPLES, 3, generator=generator_of(), dtype=torch.float64)
+    stack, lengths = HostStack(networks[0]), []
+    stack.entries.on_split = lengths.append
+    with torch.inference_mode():
+        stack.load(networks).bind(requires_grad=False)
+        ours = stack.evaluate(x, wanted).unflatten(0, (-1, SAMPLES))
+        for i, (network, own, places) in enumerate(
+            zip(networks, wanted, stack.entries.entry_of_variant(), strict=True)
+        ):
+            theirs, their_places = forward_variants(network, own, x)
+            torch.testing.assert_close(ours[places], theirs.unflatten(0, (-1, SAMPLES))[their_places])
+            assert stack.entries.hosts.count(i) == max(their_places) + 1
+            assert sorted(set(places)) == [k for k, host in enumerate(stack.entries.hosts) if host == i]
+
+    assert lengths == sorted(set(lengths)), "reported once for several"
+    assert len(ours) == stack.entries.count
+
+
+def test_equal_variants_are_computed_once() -> None:
+    networks = [build_on(CPU, lambda: Chain([True, True, False]), generator_of(i)) for i in range(3)]
+    grow(slots_of(networks[1])["a"], Stage.TRAINING, "norm")
+    grow(slots_of(networks[2])["b"], Stage.BLENDING, "norm")
+    everything = frozenset(SLOTS)
+    stack = HostStack(networks[0])
+    with torch.inference_mode():
+        stack.load(networks).bind(requires_grad=False)
+        stack.evaluate(torch.zeros(1, 3), [[everything, *(everything - {name} for name in SLOTS)]] * 3)
+
+    assert sorted(stack.entries.hosts) == [0, 1, 1, 2, 2]
+    assert [len(set(places)) for places in stack.entries.entry_of_variant()] == [1, 2, 2]
+
+
+def test_hosts_that_change_places_at_the_input_keep_their_own_weights() -> None:
+    """Hosts whose seed is bypassed by a shortcut and takes part come first."""
+    networks = [build_on(CPU, lambda: Chain([True, False, True]), generator_of(i)).eval() for i in range(2)]
+    grow(slots_of(networks[1])["b"], Stage.BLENDING, "norm")
+    x, everything = torch.randn(SAMPLES, 3, generator=generator_of()), frozenset(SLOTS)
+    stack = HostStack(networks[0])
+    with torch.inference_mode():
+        stack.load(networks).bind(requires_grad=False)
+        ours = stack.evaluate(x, [[everything]] * 2).unflatten(0, (-1, SAMPLES))
+
+    assert stack.entries.entry_of_variant() == [[1], [0]]
+    torch.testing.assert_close(ours[[1, 0]], torch.stack([network(x) for network in networks]))

@@ -1,0 +1,330 @@
+"""Hosts in half precision: which parts use it, and that host and seeds skip a step together."""
+
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from esper_lightning.blueprints import blueprint_names
+from esper_lightning.controllers.random import RandomValid
+from esper_lightning.envs import HostPool, host_training
+from esper_lightning.envs.host_training import INITIAL_LOSS_SCALE, HostTraining
+from esper_lightning.growth.blend import BlendStyle
+from esper_lightning.growth.slot import Layout
+from esper_lightning.growth.stages import ISOLATED, Stage
+from esper_lightning.hosts import CNN
+from tests.decisions import WAIT, act, germinate
+from tests.envs.executors.episodes import episode, same
+from tests.growth.grown import CPU, LAYOUTS, LIFE, STYLES, batch_of
+from tests.growth.test_every_seed import newborn
+from tests.runs import differences
+from tests.tiers import rest_is_slow
+
+MakePool = Callable[..., HostPool]
+
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+in_half = pytest.mark.parametrize("precision", HALVES)
+
+MATRIX = [(layout, blueprint, style) for layout in LAYOUTS for blueprint in blueprint_names(layout) for style in STYLES]
+
+IN_EACH_HALF = rest_is_slow(
+    [(*case, half) for case in MATRIX for half in HALVES],
+    lambda case: case[-1] == "fp16" and case[-2] in STYLES[:2],
+)
+"""The fast tier has fp16 alone: gradients do not vanish in bf16, whose range is that of float32."""
+
+
+class Overflow:
+    """Makes the gradients of the host, or of the seed in its first slot, infinite while `on`."""
+
+    def __init__(self, pool: HostPool, host: int = 0, of_seed: bool = False) -> None:
+        self.on = True
+        network = pool.envs[host].network
+        module = pool.envs[host].slots[0].seed if of_seed else network.head
+        next(module.parameters()).register_hook(self)
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        return gradient * float("inf") if self.on else gradient
+
+
+def frozen(pool: HostPool, host: int) -> list[Tensor]:
+    """Return copies of the weights and optimizer state of a host and its seeds."""
+    env = pool.envs[host]
+    states = [env.optimizer.state[p] for group in env.optimizer.param_groups for p in group["params"]]
+    tensors = [*env.network.parameters(), *(value for state in states for value in state.values())]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def one_step_pool(make_pool: MakePool, n_envs: int = 1, **settings: object) -> HostPool:
+    """Return a pool in fp16 with one minibatch per step, and a training and a blending seed on the first host."""
+    pool = make_pool(n_envs, horizon=20, training=HostTraining(precision="fp16", batches=1, lr=0.02, **settings))
+    pool.reset(range(n_envs))
+    idle = [WAIT] * (n_envs - 1)
+    for row in (germinate(1, 1), WAIT, germinate(0, 2)):
+        pool.step(act(row, *idle))
+    assert [slot.stage for slot in pool.envs[0].slots] == [Stage.TRAINING, Stage.PROBATIONARY, Stage.DORMANT]
+    return pool
+
+
+@in_half
+def test_all_layers_of_host_and_seeds_compute_in_it(make_pool: MakePool, precision: str) -> None:
+    pool = make_pool(1, training=HostTraining(batches=2, precision=precision))
+    pool.reset([1])
+    pool.step(act(germinate(0, 1)))
+    pool.step(act(WAIT))
+    assert pool.envs[0].slots[0].stage is Stage.BLENDING
+    network, seen = pool.envs[0].network, set()
+
+    def watch(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, name: str) -> None:
+        assert not torch.is_autocast_cache_enabled()
+        seen.add((name, module.training, output.dtype))
+
+    layers = {name: m for name, m in network.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
+    for name, layer in layers.items():
+        layer.register_forward_hook(partial(watch, name=name))
+    pool.step(act(WAIT))
+
+    assert len(layers) == 3 + 1 + 1  # including the seed's
+    assert seen == {(name, mode, HALVES[precision]) for name in layers for mode in (True, False)}
+    assert {p.dtype for p in network.parameters()} == {torch.float32}
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@in_half
+def test_what_is_measured_is_not_rounded(make_pool: MakePool, precision: str) -> None:
+    pool = make_pool(2, training=HostTraining(precision=precision))
+    for _ in range(2):
+        metrics = pool.step(act(WAIT, WAIT)).metrics
+    shares = torch.arange(101) / 100  # of 100 images
+
+    assert metrics.accuracy.dtype == metrics.loss.dtype == torch.float32
+    assert torch.isin(metrics.accuracy, shares).all()
+    assert not torch.equal(metrics.loss, metrics.loss.to(HALVES[precision]).float())
+
+
+@pytest.mark.parametrize("precision", rest_is_slow(HALVES, {"fp16"}))
+def test_a_host_learns(make_pool: MakePool, precision: str) -> None:
+    host = partial(CNN, base=8, pools=2)
+    losses = {}
+    for kind in (precision, "fp32"):
+        pool = make_pool(1, host=host, training=HostTraining(precision=kind))
+        pool.reset([1])
+        for _ in range(4):
+            pool.step(act(WAIT))
+        losses[kind] = pool.envs[0].history.loss
+    assert losses[precision][-1] < 0.5 * losses[precision][0]
+    assert losses[precision][-1] == pytest.approx(losses["fp32"][-1], rel=0.5)
+
+
+def learn(
+    host: nn.Module, learning: nn.Module, layout: Layout, precision: str, seeds: Iterable[int]
+) -> Iterator[tuple[float, set[nn.Parameter]]]:
+    """Take a step for each batch. Returns the losses, and which parameters have a gradient."""
+    training = HostTraining(precision=precision, lr=0.02)
+    optimizer, scaler = training.make_optimizer(learning), training.make_scaler(CPU)
+    for seed in seeds:
+        inputs, classes = batch_of(layout, seed=seed)
+        optimizer.zero_grad()
+        with training.autocast(CPU):
+            outputs = host(inputs)
+        assert outputs.dtype is HALVES[precision]
+        loss = F.cross_entropy(outputs.float(), classes)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        gradients = {p: p.grad for p in learning.parameters() if p.grad is not None}
+        yield loss.item(), {p for p, gradient in gradients.items() if gradient.isfinite().all() and gradient.any()}
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.thinned(5)
+@pytest.mark.parametrize(("layout", "blueprint", "style", "precision"), IN_EACH_HALF)
+def test_every_tensor_of_every_seed_has_a_gradient_within_two_steps(
+    layout: Layout, blueprint: str, style: BlendStyle, precision: str
+) -> None:
+    for stage in LIFE:
+        host, slot = newborn(layout, blueprint, style, "identity", stage)
+        reached = set().union(*(found for _, found in learn(host, host, layout, precision, seeds=range(2))))
+        # A gate is trained only when it is used: see test_every_seed.
+        part = slot.seed.seed if style == "gate" and stage in ISOLATED else slot.seed
+        assert set(part.parameters()) <= reached, stage
+
+
+@pytest.mark.thinned(5)
+@pytest.mark.parametrize(("layout", "blueprint", "style", "precision"), IN_EACH_HALF)
+def test_the_loss_falls_while_the_seed_alone_learns(
+    layout: Layout, blueprint: str, style: BlendStyle, precision: str
+) -> None:
+    host, slot = newborn(layout, blueprint, style, "identity", Stage.PROBATIONARY)
+    host.requires_grad_(False)
+    slot.seed.requires_grad_()
+    losses = (loss for loss, _ in learn(host, slot.seed, layout, precision, seeds=[7] * 50))
+    first = next(losses)
+    assert any(loss < 0.99 * first for loss in losses)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
+@pytest.mark.parametrize("of_seed", [False, True], ids=["host", "seed"])
+def test_a_step_out_of_range_is_skipped_by_host_and_seeds_alike(
+    make_pool: MakePool, optimizer: str, of_seed: bool
+) -> None:
+    pool = one_step_pool(make_pool, optimizer=optimizer)
+    env, overflow = pool.envs[0], Overflow(pool, of_seed=of_seed)
+    before, skipped, scale = frozen(pool, 0), env.skipped_steps, env.scaler.get_scale()
+    step = pool.step(act(WAIT))
+
+    assert same(frozen(pool, 0), before)
+    assert (env.skipped_steps, env.scaler.get_scale()) == (skipped + 1, scale / 2)
+    assert step.observation.features.isfinite().all()
+    overflow.on = False
+    pool.step(act(WAIT))
+    assert not any(torch.equal(now, then) for now, then in zip(frozen(pool, 0), before, strict=True))
+    assert (env.skipped_steps, env.scaler.get_scale()) == (skipped + 1, scale / 2)
+    pool.reset([0])
+    assert (env.skipped_steps, env.scaler.get_scale()) == (0, INITIAL_LOSS_SCALE)
+
+
+def test_a_momentum_whose_first_step_was_skipped_begins_at_zero(make_pool: MakePool) -> None:
+    training = HostTraining(precision="fp16", batches=1, optimizer="sgd", max_grad_norm=0.1)
+    pool = make_pool(1, training=training)
+    pool.reset([1])
+    overflow, env = Overflow(pool), pool.envs[0]
+    parameters = env.optimizer.param_groups[0]["params"]
+    litter = [torch.full_like(p, 7.0) for _ in range(20) for p in parameters]
+    del litter  # its memory is reused by new tensors
+    pool.step(act(WAIT))
+
+    assert not any(env.optimizer.state[p]["momentum_buffer"].any() for p in parameters)
+    overflow.on = False
+    pool.step(act(WAIT))
+    assert all(torch.equal(env.optimizer.state[p]["momentum_buffer"], p.grad) for p in parameters)
+
+
+def test_other_hosts_notice_nothing(make_pool: MakePool) -> None:
+    states = []
+    for overflows in (False, True):
+        pool = one_step_pool(make_pool, n_envs=2)
+        Overflow(pool).on = overflows
+        for _ in range(2):
+            pool.step(act(WAIT, WAIT))
+        states.append([env.state_dict() for env in pool.envs])
+
+    assert differences(states[0][1], states[1][1]) == []
+    assert states[1][0]["skipped_steps"] == states[0][0]["skipped_steps"] + 2
+
+
+def test_a_run_goes_on_bit_for_bit_from_every_tick(make_pool: MakePool) -> None:
+    pool, other = (make_pool(2, training=HostTraining(batches=2, precision="fp16")) for _ in range(2))
+    overflow, wanderer = Overflow(pool), RandomValid(2)
+    for tick in range(pool.config.horizon):
+        other.load_state_dict(deepcopy(pool.state_dict()))
+        overflow.on = False
+        action = wanderer.act(pool)
+        pool.step(action)
+        other.step(action)
+
+        assert differences(pool.state_dict(), other.state_dict()) == []
+        overflow.on = tick == 0  # the following steps begin with another scale
+        if overflow.on:
+            pool.executor.train_epoch(pool.envs, pool.data.train)
+    assert pool.envs[0].scaler.get_scale() < pool.envs[1].scaler.get_scale()
+
+
+def test_the_precision_may_change_when_a_run_goes_on(make_pool: MakePool) -> None:
+    pools = [make_pool(1, training=HostTraining(batches=1, precision=kind)) for kind in ("fp32", *HALVES)]
+    for pool in pools:
+        pool.step(act(WAIT))
+    states = [deepcopy(pool.state_dict()) for pool in pools]
+    for pool in pools:
+        for state in states:
+            pool.load_state_dict(state)
+            pool.step(act(WAIT))
+
+
+def test_what_is_clipped_are_unscaled_gradients(make_pool: MakePool) -> None:
+    limit = 0.05
+    pool = one_step_pool(make_pool, max_grad_norm=limit)
+    env, (inputs, targets) = pool.envs[0], pool.data.train
+    generator = env.generator.get_state()
+    network, optimizer = deepcopy((env.network, env.optimizer))
+    scaler = torch.amp.GradScaler("cpu", init_scale=env.scaler.get_scale())
+    (indices,) = env.draw_batches(pool.data.train.samples).indices
+    with torch.autocast("cpu", torch.float16):
+        loss = F.cross_entropy(network.train()(inputs[indices]), targets[indices], reduction="none").mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norms = [nn.utils.clip_grad_norm_(group["params"], limit).item() for group in optimizer.param_groups]
+    scaler.step(optimizer)
+    env.generator.set_state(generator)
+
+    row = pool.executor.train_epoch([env], pool.data.train)[0]
+
+    assert same(list(env.network.state_dict().values()), list(network.state_dict().values()))
+    assert row[3].item() == pytest.approx(norms[0], rel=1e-5)  # of the host, before clipping
+    assert all(limit < norm < 100 for norm in norms)
+
+
+@in_half
+def test_a_life_does_not_depend_on_the_number_of_hosts(make_pool: MakePool, precision: str) -> None:
+    states = []
+    for seeds in ([5], [9, 5, 8]):
+        pool = make_pool(len(seeds), training=HostTraining(batches=2, precision=precision))
+        pool.reset(seeds)
+        for row in (germinate(0, 1), germinate(1, 2), WAIT, WAIT):
+            pool.step(act(*[row] * len(seeds)))
+        states.append(pool.envs[seeds.index(5)].state_dict())
+
+    assert differences(*states) == []
+
+
+@pytest.mark.parametrize("precision", rest_is_slow(HALVES, {"fp16"}))
+def test_workers_do_what_the_loop_does_bit_for_bit(
+    make_pool: MakePool, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("esper_lightning.envs.executors.threads.usable_cores", lambda: 4)
+    training = HostTraining(batches=2, precision=precision)
+    by_workers, by_loop = (episode(make_pool(5, executor=name, training=training)) for name in ("threads", "loop"))
+    assert same(by_workers, by_loop)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_hosts_train_and_are_validated_in_the_precision_of_their_setting(
+    make_pool: MakePool, precision: str, dtype: torch.dtype
+) -> None:
+    """S11: in both passes hosts compute in fp32, bf16 or fp16; the loss is scaled with the last alone."""
+    pool = make_pool(1, training=HostTraining(batches=1, precision=precision))
+    seen: set[tuple[bool, torch.dtype]] = set()
+
+    def watch(network: nn.Module, inputs: tuple[Tensor, ...], outputs: Tensor) -> None:
+        seen.add((network.training, outputs.dtype))
+
+    pool.envs[0].network.register_forward_hook(watch)
+    pool.step(act(WAIT))
+
+    assert seen == {(True, dtype), (False, dtype)}
+    assert pool.envs[0].scaler.is_enabled() is (precision == "fp16")
+
+
+@pytest.mark.parametrize(("has_bf16", "precision"), [(True, "bf16"), (False, "fp16")])
+def test_auto_is_the_half_precision_that_a_gpu_has(
+    monkeypatch: pytest.MonkeyPatch, has_bf16: bool, precision: str
+) -> None:
+    monkeypatch.setattr(host_training, "has_bf16", lambda device: has_bf16)
+    training = HostTraining(precision="auto")
+
+    assert training.precision_on(torch.device("cuda", 0)) == precision
+    assert training.precision_on(CPU) == "fp32"
+    assert not training.make_scaler(CPU).is_enabled()
+
+
+def test_tf32_is_refused_on_the_cpu(make_pool: MakePool) -> None:
+    with pytest.raises(ValueError, match=r"^training.precision tf32 needs a GPU, hosts are on cpu; use fp32"):
+        make_pool(1, training=HostTraining(precision="tf32"))

@@ -1,0 +1,140 @@
+"""Streams without a GPU: results, errors and devices of hosts. Order of events: test_stream_races.py."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from esper_lightning.controllers.random import RandomValid
+from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.envs import EnvConfig, HostPool
+from esper_lightning.envs.executors import StreamsExecutor
+from esper_lightning.growth.stages import Stage
+from esper_lightning.tasks import Digits
+from tests.conftest import SMALL, small_host
+from tests.decisions import CPU
+from tests.envs.executors.episodes import episode, same
+from tests.envs.executors.fake_cuda import FakeCuda
+from tests.runs import tiny_host
+
+MakePool = Callable[..., HostPool]
+
+SECOND = torch.device("cpu", 0)
+"""The CPU under another name, which a pool treats as another device."""
+
+
+def on_streams(pool: HostPool) -> HostPool:
+    """Return the same pool with its hosts trained on fake streams."""
+    pool.executor = StreamsExecutor(pool.task, pool.config.training)
+    return pool
+
+
+def test_streams_do_what_the_loop_does_bit_for_bit(make_pool: MakePool, fake_cuda: FakeCuda) -> None:
+    stages: set[Stage] = set()
+    streams, loop = on_streams(make_pool(5)), make_pool(5)
+
+    assert same(episode(streams, stages), episode(loop))
+    assert {Stage.BLENDING, Stage.FOSSILIZED, Stage.CULLED} <= stages
+    for committed in (True, False):
+        assert torch.equal(streams.test_accuracy(committed), loop.test_accuracy(committed))
+
+
+def test_training_alone_is_what_it_is_in_a_tick(make_pool: MakePool, fake_cuda: FakeCuda) -> None:
+    pools = [on_streams(make_pool(2)) for _ in range(2)]
+    for pool in pools:
+        pool.reset([1, 2])
+    data, clock = pools[0].data, pools[0].clock
+    both = pools[0].executor.train_and_validate(pools[0].envs, data.train, data.validation, clock=clock)
+    trained = pools[1].executor.train_epoch(pools[1].envs, data.train)
+    validated = pools[1].executor.validate(pools[1].envs, data.validation)
+
+    assert same(both, [trained, validated])
+
+
+def test_a_host_is_validated_in_inference_mode_right_after_training(make_pool: MakePool, fake_cuda: FakeCuda) -> None:
+    pool = on_streams(make_pool(2))
+    seen: list[tuple[int, bool, bool]] = []
+    for i, env in enumerate(pool.envs):
+        env.network.register_forward_hook(
+            lambda network, inputs, y, i=i: seen.append((i, y.is_inference(), y.requires_grad))
+        )
+    pool.step(RandomValid(0).act(pool))
+
+    learning = [(0, False, True), (1, False, True)]
+    assert seen == [*learning, learning[0], (0, True, False), learning[1], (1, True, False)]
+
+
+def test_after_an_error_the_hosts_are_at_rest(
+    make_pool: MakePool, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = on_streams(make_pool(2))
+    monkeypatch.setattr(pool.envs[1].network, "head", torch.nn.Linear(3, 10))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        pool.step(RandomValid(0).act(pool))
+
+    assert [event.stream for event in fake_cuda.default[CPU].log] == [pool.executor._stream(env) for env in pool.envs]
+    assert fake_cuda.entered == []
+
+
+def two_devices(n_envs: int) -> HostPool:
+    task = Digits(validation=100, test=100)
+    return HostPool(task, task.load(), small_host, config=SMALL, n_envs=n_envs, device=CPU, host_devices=[CPU, SECOND])
+
+
+def test_environments_are_dealt_out_to_devices_in_turn() -> None:
+    pool = two_devices(5)
+
+    assert [env.device for env in pool.envs] == [CPU, SECOND, CPU, SECOND, CPU]
+    assert [env.generator.device for env in pool.envs] == [CPU] * 5  # torch has only one CPU device
+
+
+def test_each_device_has_one_copy_of_the_data() -> None:
+    data = Digits(validation=100, test=100).load().copy_to([CPU, SECOND])
+    first, second = (data.train.to(device) for device in (CPU, SECOND))
+
+    assert first.inputs is data.train.inputs
+    assert torch.equal(first.inputs, second.inputs) and first.inputs.data_ptr() != second.inputs.data_ptr()
+    again = data.copy_to([CPU, SECOND])  # as for a second pool
+    assert all(again.test.to(device).inputs is data.test.to(device).inputs for device in (CPU, SECOND))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_every_environment_learns_from_the_copy_on_its_device(fake_cuda: FakeCuda, streams: bool) -> None:
+    pool = on_streams(two_devices(4)) if streams else two_devices(4)
+    pool.reset([7] * 4)
+    pool.data.train.to(SECOND).inputs.zero_()
+    pool.data.validation.to(SECOND).targets.zero_()
+    trained, validated = pool.executor.train_and_validate(
+        pool.envs, pool.data.train, pool.data.validation, clock=pool.clock
+    )
+
+    for rows in (trained, validated):
+        assert torch.equal(rows[0], rows[2]) and torch.equal(rows[1], rows[3])
+        assert not torch.equal(rows[0], rows[1])
+
+
+def test_streams_of_a_device_wait_for_that_device_and_results_for_all(fake_cuda: FakeCuda) -> None:
+    pool = on_streams(two_devices(2))
+    fake_cuda.default.clear()
+    pool.step(RandomValid(0).act(pool))
+    here, there = (pool.executor._stream(env) for env in pool.envs)
+
+    assert (here.device, there.device) == (CPU, SECOND)
+    assert [stream.log[0].stream for stream in (here, there)] == [fake_cuda.default[CPU], fake_cuda.default[SECOND]]
+    assert [event.stream for event in fake_cuda.default[CPU].log] == [here, there]
+    assert [event.stream for event in fake_cuda.default[SECOND].log] == [there]
+
+
+def test_a_data_module_builds_its_pools_on_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("esper_lightning.datamodules.hosts.find_host_devices", lambda *_, **__: [CPU, SECOND])
+    data = HostPoolData(Digits(validation=100, test=100), tiny_host, EnvConfig(), n_envs=2)
+    data.build(CPU)
+    other = data.make_pool(3)
+
+    assert [env.device for env in other.envs] == [CPU, SECOND, CPU]
+    assert other.data.train.to(SECOND).inputs is data.pool.data.train.to(SECOND).inputs
+
+
+def test_streams_are_refused_on_the_cpu(make_pool: MakePool) -> None:
+    with pytest.raises(ValueError, match=r"^executor 'streams' runs on CUDA, not on cpu; use env\.executor loop$"):
+        make_pool(1, executor="streams")

@@ -1,0 +1,147 @@
+"""Worker threads train the hosts exactly as the loop does."""
+
+import gc
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from esper_lightning.controllers.random import RandomValid
+from esper_lightning.envs import HostPool
+from esper_lightning.envs.executors.threads import CostEstimator
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.growth.stages import Stage
+from tests.decisions import WAIT, act, cull, fossilize, germinate
+from tests.envs.executors.episodes import episode, same
+
+MakePool = Callable[..., HostPool]
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Set the number of processor cores that the executor finds."""
+
+    def have(number: int) -> None:
+        monkeypatch.setattr("esper_lightning.envs.executors.threads.usable_cores", lambda: number)
+
+    have(4)
+    return have
+
+
+@pytest.mark.slow
+def test_workers_do_what_the_loop_does_bit_for_bit(make_pool: MakePool, cores: Callable[[int], None]) -> None:
+    stages: set[Stage] = set()
+    by_loop = episode(make_pool(5, executor="loop", horizon=20), stages)
+    assert {Stage.TRAINING, Stage.BLENDING, Stage.FOSSILIZED, Stage.CULLED, Stage.DORMANT} <= stages
+
+    for number in (4, 1):
+        cores(number)
+        threads = make_pool(5, executor="threads", horizon=20)
+        assert same(episode(threads), by_loop)
+        assert len(threads.executor.workers._threads) == number
+
+
+@pytest.mark.slow
+def test_the_order_of_work_changes_nothing(
+    make_pool: MakePool, cores: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ordered = episode(make_pool(5, executor="threads", horizon=20))
+    dice = random.Random(0)
+    monkeypatch.setattr(CostEstimator, "estimate", lambda self, env: dice.random())
+
+    assert same(episode(make_pool(5, executor="threads", horizon=20)), ordered)
+
+
+def test_the_costliest_environments_come_first(make_pool: MakePool, cores: Callable[[int], None]) -> None:
+    cores(1)
+    pool = make_pool(3, executor="threads", horizon=9)
+    order: list[int] = []
+
+    def watch(i: int, env: HostEnv, seconds: float) -> None:
+        def take(*_: object) -> None:
+            order.append(i)
+            end = time.thread_time() + seconds
+            while time.thread_time() < end:
+                pass
+
+        env.network.register_forward_hook(take)
+
+    for i, (env, seconds) in enumerate(zip(pool.envs, (0.0, 0.03, 0.01), strict=True)):
+        watch(i, env, seconds)
+    pool.executor.train_epoch(pool.envs, pool.data.train)
+    order.clear()
+
+    pool.executor.train_epoch(pool.envs, pool.data.train)
+    assert order == [1, 1, 2, 2, 0, 0]  # two minibatches each
+
+    pool.envs[0].growing.germinate("block3", "norm")
+    pool.executor.training_costs = CostEstimator()  # as if nothing had been measured yet
+    order.clear()
+    pool.executor.train_epoch(pool.envs, pool.data.train)
+    assert order == [0, 0, 1, 1, 2, 2]  # a host with a seed costs more than one without
+
+
+def test_a_cost_is_scaled_when_seeds_come_and_go(make_pool: MakePool) -> None:
+    pool = make_pool(1, horizon=9)
+    env, costs = pool.envs[0], CostEstimator()
+    costs.record(env, 0.3)
+    assert costs.estimate(env) == 0.3
+
+    pool.step(act(germinate(0, 1)))
+    assert costs.estimate(env) == pytest.approx(0.6)
+    pool.step(act(germinate(1, 1)))
+    assert costs.estimate(env) == pytest.approx(0.9)
+    costs.record(env, 0.6)
+    for row in (WAIT, fossilize(0)):
+        pool.step(act(row))
+    assert costs.estimate(env) == pytest.approx(0.6)
+    pool.step(act(cull(1)))
+    assert costs.estimate(env) == pytest.approx(0.4)
+
+
+def test_an_error_in_a_worker_is_not_swallowed(
+    make_pool: MakePool, cores: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool(2, executor="threads")
+    monkeypatch.setattr(pool.envs[1].network, "head", torch.nn.Linear(3, 10))
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        pool.step(RandomValid(0).act(pool))
+
+
+def test_workers_end_with_their_pool(make_pool: MakePool, cores: Callable[[int], None]) -> None:
+    for _ in range(2):
+        before = set(threading.enumerate())
+        pool = make_pool(4, executor="threads")
+        pool.step(RandomValid(0).act(pool))
+        begun = set(threading.enumerate()) - before
+        assert len(begun) > 1
+
+        del pool
+        gc.collect()
+        for thread in begun:
+            thread.join(timeout=10.0)
+        assert not begun & set(threading.enumerate())
+
+
+def test_workers_leave_torchs_number_of_threads_as_it_was(make_pool: MakePool, cores: Callable[[int], None]) -> None:
+    def threads_per_operator() -> list[int]:
+        """Return the threads per operator of this thread and of a new one."""
+        found = [torch.get_num_threads()]
+        newcomer = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        newcomer.start()
+        newcomer.join()
+        return found
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        pool = make_pool(4, executor="threads")
+
+        assert threads_per_operator() == [2, 2]
+        assert set(pool.executor.workers.map(lambda _: torch.get_num_threads(), range(20))) == {1}
+    finally:
+        torch.set_num_threads(before)
