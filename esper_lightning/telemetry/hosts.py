@@ -115,7 +115,7 @@ def _host_row(env: "HostEnv", rolled_back: bool) -> tuple[Any, ...]:
 
 def _slot_rows(env: "HostEnv", blueprints: dict[str | None, int]) -> list[tuple[Any, ...]]:
     rows = []
-    for slot, record, account in zip(env.slots, env.records, env.accounts, strict=True):
+    for slot, record, before in zip(env.slots, env.records, env.accuracy_at_germination, strict=True):
         gradient, blended = record.gradient, slot.blended
         rows.append(
             (
@@ -124,7 +124,7 @@ def _slot_rows(env: "HostEnv", blueprints: dict[str | None, int]) -> list[tuple[
                 *((np.nan, np.nan) if gradient is None else (gradient.norm, gradient.health)),
                 np.nan if record.contribution is None else record.contribution,
                 np.nan if record.potential is None or not slot.isolated else record.potential,
-                100.0 * (env.history.accuracy[-1] - account.accuracy_at_germination) if blended else np.nan,
+                100.0 * (env.history.accuracy[-1] - before) if blended else np.nan,
             )
         )
     return rows
