@@ -320,7 +320,7 @@ def test_the_controller_is_compared_with_waiting(open_guide: OpenGuide, capsys: 
 def test_the_second_reward_charges_for_seeds_that_wait(open_guide: OpenGuide) -> None:
     open_guide("extending")
     importlib.import_module("parts")
-    long, short = (SlotStatus(Stage.PROBATIONARY, ticks, 9, False) for ticks in (3, 2))
+    long, short = (SlotStatus(Stage.PROBATIONARY, ticks, 9) for ticks in (3, 2))
     step = host_step(slot_step(long), slot_step(short), slot_step(EMPTY), objective=0.75)
 
     assert compute_terms(step, RewardConfig(mode="decisive")) == {"gain": 0.25, "waiting": -0.02}
