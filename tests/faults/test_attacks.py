@@ -82,24 +82,10 @@ def test_a_checkpoint_that_is_not_of_this_run_is_refused_and_runs_no_code(
     assert not (tmp_path / "sprung").exists()
 
 
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")
-def test_a_rollout_of_another_moment_than_the_normalisers_is_refused(
-    finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    changed(lambda saved: saved["state_dict"]["observation_norm.mean"].add_(1e-6))(finished, tmp_path / "bad.ckpt")
-    capsys.readouterr()
-
-    with pytest.raises(SystemExit) as ended:
-        fit(tmp_path, "--trainer.max_epochs=2", "--ckpt_path", str(tmp_path / "bad.ckpt"))
-
-    assert ended.value.code == 2
-    assert "observation_norm.mean of the module is not that of the rollout" in capsys.readouterr().err
-
-
 def test_a_half_written_draft_beside_a_checkpoint_is_ignored(tmp_path: Path) -> None:
     fit(tmp_path, "--trainer.max_epochs=1")
     run = only_run(tmp_path)
-    (run.checkpoints / ".last.ckpt.99999999.tmp").write_bytes(run.last.read_bytes()[:1000])
+    (run.checkpoints / ".last.ckpt.tmp").write_bytes(run.last.read_bytes()[:1000])
 
     fit(tmp_path, "--trainer.max_epochs=2", "--ckpt_path=last")
 
