@@ -1,5 +1,6 @@
 """Replacement of files that leaves a whole file at every moment, whenever a process is killed."""
 
+import glob
 import os
 import shutil
 from collections.abc import Callable
@@ -11,9 +12,16 @@ from typing import BinaryIO
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write` with the path of a draft beside `path`, flush the draft to disk and rename it to `path`.
 
-    The draft of a process that was killed is overwritten by the next one.
+    Drafts of `path` that killed processes have left are removed.
     """
-    draft = path.with_name(f".{path.name}.tmp")
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        try:
+            os.kill(int(left.suffixes[-2].removeprefix(".")), 0)  # asks whether the process is there
+        except ProcessLookupError:
+            left.unlink(missing_ok=True)
+        except (ValueError, PermissionError):
+            continue
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # two processes may write one file
     draft.unlink(missing_ok=True)
     try:
         write(draft)

@@ -85,7 +85,7 @@ def test_a_checkpoint_that_is_not_of_this_run_is_refused_and_runs_no_code(
 def test_a_half_written_draft_beside_a_checkpoint_is_ignored(tmp_path: Path) -> None:
     fit(tmp_path, "--trainer.max_epochs=1")
     run = only_run(tmp_path)
-    (run.checkpoints / ".last.ckpt.tmp").write_bytes(run.last.read_bytes()[:1000])
+    (run.checkpoints / ".last.ckpt.99999999.tmp").write_bytes(run.last.read_bytes()[:1000])
 
     fit(tmp_path, "--trainer.max_epochs=2", "--ckpt_path=last")
 

@@ -45,12 +45,14 @@ def test_a_config_is_whole_whenever_a_process_is_killed_that_replaces_it(
     assert "old" * 1000 in earlier and earlier <= {"old" * 1000, "new" * 2000}
 
 
-def test_the_draft_of_a_killed_process_is_overwritten(tmp_path: Path) -> None:
-    (tmp_path / ".a.ckpt.tmp").write_bytes(b"half of a checkpoint")
+def test_the_draft_of_a_killed_process_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".a.ckpt.99999999.tmp").write_bytes(b"half of a checkpoint")
+    (tmp_path / f".a.ckpt.{os.getppid()}.tmp").write_bytes(b"of a process that runs")
 
     replace_durably(tmp_path / "a.ckpt", lambda file: file.write(b"whole"))
 
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a.ckpt": b"whole"}
+    assert {path.name for path in tmp_path.iterdir()} == {"a.ckpt", f".a.ckpt.{os.getppid()}.tmp"}
+    assert (tmp_path / "a.ckpt").read_bytes() == b"whole"
 
 
 def test_what_is_set_aside_gets_the_next_number(tmp_path: Path) -> None:
