@@ -36,12 +36,12 @@ from esper_lightning.envs.spaces.action_discovery import probe_action_space
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.envs.subject import Subject
 from esper_lightning.growth import GrowingNetwork, SeedEvent, attach_from_state_dict, attach_slots, slots_of
-from esper_lightning.growth.attach import attach_from_records, attachment_records
+from esper_lightning.growth.attach import attach_at, attached_places
 from esper_lightning.growth.counterfactual import ScoreFunction
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.nested import batch_size, call_network, iter_tensors
-from esper_lightning.growth.schedules import follow, host_groups
+from esper_lightning.growth.param_groups import follow, host_groups
 from esper_lightning.rewards import ObjectiveConfig
 
 STATE_FORMAT = 4
@@ -121,11 +121,6 @@ class Grow(Callback):
         rules = getattr(self.decider, "rules", None) or TrainingRules(LifecycleConfig(), ActionConfig())
         self.lifecycle: LifecycleConfig = lifecycle or rules.lifecycle
         self.actions: ActionConfig = actions or rules.actions
-        if self.lifecycle.isolation == "trial":
-            raise ValueError(
-                "Grow: lifecycle.isolation trial needs a backward pass of its own, which a Trainer does not make; use "
-                "proximal or straight_through"
-            )
         if blueprints is not None:
             if self.actions.blueprints is not None:
                 raise ValueError("Grow: blueprints are named twice; leave actions.blueprints out")
@@ -194,8 +189,8 @@ class Grow(Callback):
         def attach_first(checkpoint: dict[str, Any]) -> None:
             # Callbacks are restored after the module, whose weights are loaded strictly.
             self._restored, self._resumes = checkpoint.get("callbacks", {}).get(self.state_key, {}), True
-            existing, records = slots_of(network), (self._restored or {}).get("attached", [])
-            attach_from_records(network, [record for record in records if record["slot"] not in existing])
+            records = (self._restored or {}).get("attached", [])
+            attach_at(network, records)
             attach_from_state_dict(network, checkpoint["state_dict"], prefix=f"{self.network_name}.")
             load(checkpoint)
 
@@ -493,7 +488,7 @@ class Grow(Callback):
             "format": STATE_FORMAT,
             "settings": self._settings(),
             "slots": pool.space.slot,
-            "attached": attachment_records(self.network),
+            "attached": attached_places(self.network),
             "blueprints": pool.space.blueprint,
             "growable": pool.growable.tolist(),
             "record": pool.subject.record_state(),

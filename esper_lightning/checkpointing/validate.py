@@ -15,7 +15,7 @@ from esper_lightning.machine import CPU
 from esper_lightning.serialization.checks import check_finite
 from esper_lightning.serialization.excerpt import excerpt
 
-SCHEMA = 7
+SCHEMA = 8
 """Version number of the checkpoint format; increased whenever checkpoints of the previous version cannot be resumed."""
 
 SCHEMA_KEY = "esper_schema"

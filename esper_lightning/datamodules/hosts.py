@@ -22,7 +22,7 @@ from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.envs.vector_env import VectorEnv
 from esper_lightning.ranks import Ranks, share_machine
 from esper_lightning.registry import describe_factory
-from esper_lightning.tasks import Task, TaskData, check_data, find_doubts, fingerprint
+from esper_lightning.tasks import Task, TaskData, check_data, fingerprint
 
 SIGHT_KEY = "data.env.sight"
 """Key of the observation in the identity of a run whose observation is in rows."""
@@ -151,7 +151,6 @@ def load_task(config: TaskConfig, env: EnvConfig, device: torch.device, *, alone
     if not isinstance(data, TaskData):
         raise ValueError(f"task {name}: load returned a {type(data).__name__}; return a TaskData")
     check_data(data, name)
-    print_status(*find_doubts(data, name))
     host_devices = find_host_devices(own.devices, own.executor, device, alone=alone)
     return LoadedTask(own, data.copy_to(host_devices), host_devices, fingerprint(data))
 

@@ -18,10 +18,6 @@ from esper_lightning.tasks import TaskData
 REQUIRED_DEVICE_TYPE: dict[str, str] = {"threads": "cpu", "streams": "cuda"}
 """Device type required by each executor that supports only one."""
 
-TRIAL_EXECUTORS = frozenset({"loop", "threads", "streams"})
-"""Executors that support trial passes. Fused is excluded: its hosts share one pass, and their seeds are in different
-slots."""
-
 STACKING_EXECUTORS = frozenset({"fused"})
 """Executors that compute several hosts by one operation, and so have several methods for convolutions."""
 
@@ -110,11 +106,6 @@ def check_compatible(config: EnvConfig, data: TaskData, n_envs: int, *, device: 
             f"training samples"
         )
     config.training.augment.check(data.input_shape)
-    if config.lifecycle.isolation == "trial" and config.executor not in (*TRIAL_EXECUTORS, "auto"):
-        raise ValueError(
-            f"executor {config.executor!r} cannot run lifecycle.isolation trial; use env.executor loop, or isolation "
-            f"proximal"
-        )
     if config.training.precision == "tf32" and device.type != "cuda":
         raise ValueError(f"training.precision tf32 needs a GPU, hosts are on {device}; use fp32, bf16 or auto")
     if config.training.convolutions is not None and config.executor not in (*STACKING_EXECUTORS, "auto"):

@@ -143,7 +143,7 @@ class HostPool:
         inputs = math.prod(self.data.input_shape)
         are_small = all(env.host_parameters * inputs <= SMALL_HOST for env in kinds)
         without = "threads" if self.device.type == "cpu" and min(self.n_envs, usable_cores()) > 1 else "loop"
-        if not are_small or self.n_envs == 1 or self.config.lifecycle.isolation == "trial":
+        if not are_small or self.n_envs == 1:
             return without
         try:
             FusedExecutor(self.task, self.config.training).prepare(kinds, self.data.train)

@@ -10,7 +10,7 @@ from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.growing_network import GrowingNetwork, SeedMeasurements
 from esper_lightning.growth.lifecycle import SeedEvent, count_parameters
-from esper_lightning.growth.schedules import host_groups, nominal_lr
+from esper_lightning.growth.param_groups import host_groups, nominal_lr
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import ObjectiveConfig, Prices, SeedAccount

@@ -47,9 +47,9 @@ def set_measurements(
     env["tick"] = len(accuracy) - 1
     if "contribution" in seed:
         env["growing"]["records"][slot][0] = seed["contribution"]
-    if "ticks" in seed:
-        env["growing"]["manifest"][slot]["ticks_in_stage"] = seed["ticks"]
     pool.load_state_dict(state)
+    if "ticks" in seed:
+        pool.envs[0].slots[slot].ticks_in_stage = int(seed["ticks"])
 
 
 def decision(rule: Heuristic, pool: HostPool) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """One host epoch, minibatch by minibatch: shared by all executors that train hosts one by one."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from esper_lightning.envs.device_transfer import pack_training
 from esper_lightning.envs.host_env import HostEnv
@@ -73,17 +73,11 @@ class HostEpoch:
         env.timer.record(train=1.0)
         inputs, targets = fetch(self.data, batch, env.training.augment)
         env.timer.record(data=1.0)
-        measured: list[Tensor] = []  # loss and accuracy of the host, then those of trial passes
-
-        def scaled_loss(network: nn.Module) -> Tensor:
-            with env.training.autocast(env.device):
-                measures = self.task.measure(network(inputs), targets)
-                loss = measures.loss.mean() / self.micro_batches
-            measured.append(torch.stack([loss.detach(), measures.correct.mean() / self.micro_batches]))
-            return env.scaler.scale(loss)
-
-        env.growing.backward(scaled_loss)
-        self.totals += measured[0]
+        with env.training.autocast(env.device):
+            measures = self.task.measure(env.network(inputs), targets)
+            loss = measures.loss.mean() / self.micro_batches
+        env.scaler.scale(loss).backward()
+        self.totals += torch.stack([loss.detach(), measures.correct.mean() / self.micro_batches])
 
     def result(self) -> Tensor:  # a row as `pack_training` makes it
         """Return the packed `TrainingStats` of the epoch, on the host's device."""

@@ -15,7 +15,7 @@ from esper_lightning.envs.executors.fused.stacked_slot import StackedSeeds, Stac
 from esper_lightning.envs.executors.fused.stacking import StackIndex, stack_inputs, unstack_outputs
 from esper_lightning.envs.executors.fused.variant_batch import StackEntries
 from esper_lightning.envs.host_training import ConvolutionMethod
-from esper_lightning.growth.attach import attach_from_records, attachment_records, detach_slots
+from esper_lightning.growth.attach import attach_at, attached_places, detach_slots
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.slot import SeedSlot
@@ -38,11 +38,11 @@ class HostStack:
         self.slots: dict[str, StackedSlot] = {}
         with torch.inference_mode(False):
             network = deepcopy(host)
-        attached = attachment_records(network)
+        attached = attached_places(network)
         if attached:
             detach_slots(network)  # from layers that are about to be replaced
         self.network = stack_layers(network, self.stack_index).eval()
-        attach_from_records(self.network, attached)
+        attach_at(self.network, attached)
         self.stacked_host = StackedModule(self.network)
         self.dropouts = {path: layer for path, layer in self.network.named_modules() if isinstance(layer, Dropout)}
         for name, slot in slots_of(self.network).items():
