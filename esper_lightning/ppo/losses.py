@@ -194,9 +194,9 @@ def means(sums: PPOTerms, learned: Tensor, active: Tensor, ranks: Ranks) -> PPOT
         flat = torch.cat([scalars, sums.head_entropy, sums.head_choice_share]).double()
         of_all = ranks.sum_with_gradient(flat).to(scalars.dtype)
         scalars, *of_heads = of_all.split([len(scalars), *[len(sums.head_entropy)] * 2])
-        *scalars, learned, active = scalars.unbind()
+        *own, learned, active = scalars.unbind()
         low, high = ranks.maximum(torch.stack([-sums.ratio_low, sums.ratio_high]))
-        sums = PPOTerms(*scalars, -low, high, *of_heads, sums.ratio)
+        sums = PPOTerms._make([*own, -low, high, *of_heads, sums.ratio])
     learned, active = learned.detach().clamp(min=1), active.detach().clamp(min=1)
     free = sums.head_choice_share.detach()
     return sums._replace(
@@ -216,7 +216,8 @@ def empty_sums(policy: Policy, minibatch: Rollout) -> PPOTerms:
     """Return the sums of a minibatch without environments: a rank takes part in the averaging with gradients of 0."""
     zero = torch.stack([(parameter * 0.0).sum() for parameter in policy.parameters()]).sum()
     none, heads = zero.detach(), zero.detach().expand(len(policy.heads.sizes))
-    return PPOTerms(*[zero] * 3, *[none] * 3, none + torch.inf, none - torch.inf, heads, heads, minibatch.log_prob)
+    extremes = none + torch.inf, none - torch.inf
+    return PPOTerms._make([*[zero] * 3, *[none] * 3, *extremes, heads, heads, minibatch.log_prob])
 
 
 def update_metrics(
