@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.governor.kinds import KINDS, QUICK, open_pool
-from esper_lightning.controllers.heuristic import Heuristic
 from esper_lightning.controllers.random import RandomValid, WaitOnly
+from esper_lightning.controllers.rules import Heuristic
 from esper_lightning.governor.judge import EpochStats, Judgement, Verdict
 from esper_lightning.governor.monitor import HostMonitor
 from esper_lightning.growth.gates import LifecycleConfig
@@ -83,7 +83,7 @@ class Recorder(HostMonitor):
 
     def judge(self, stats: EpochStats, skipped_steps: int, alphas: list[float]) -> Judgement:
         self.ticks.append(GovernorInput(stats, skipped_steps, alphas))
-        return Judgement(Verdict.HEALTHY, "", stats.loss, math.nan, math.nan, 0, 0)
+        return Judgement(Verdict.HEALTHY)
 
     def take_snapshot(self, state: dict[str, Any]) -> None:
         pass

@@ -56,32 +56,6 @@ def test_a_write_that_fails_half_way_leaves_the_old_checkpoint(tmp_path: Path, m
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_until_a_write_is_whole_readers_see_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "a.ckpt"
-    AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(3)}, target)
-    save = torch.save
-
-    def watched(checkpoint: Checkpoint, file: BinaryIO) -> None:
-        save(checkpoint, file)
-        assert torch.equal(load(target)["weights"], torch.ones(3))
-
-    monkeypatch.setattr(torch, "save", watched)
-    AtomicCheckpointIO().save_checkpoint({"weights": torch.zeros(3)}, target)
-
-    assert torch.equal(load(target)["weights"], torch.zeros(3))
-
-
-def test_the_drafts_that_killed_processes_have_left_are_removed(tmp_path: Path) -> None:
-    left, other = tmp_path / ".a.ckpt.123.tmp", tmp_path / ".b.ckpt.123.tmp"
-    for draft in (left, other):
-        draft.write_bytes(b"half of a checkpoint")
-
-    AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(3)}, tmp_path / "a.ckpt")
-
-    assert not left.exists()
-    assert other.exists(), "another process may be writing it"
-
-
 def test_a_run_is_continued_by_its_like_alone() -> None:
     ours = {"data.env.horizon": 5, "host": "CNN", "choices of the op head": ["WAIT", "CULL"]}
     check_identity({**ours, "what is known of it besides": 1}, ours)
