@@ -22,7 +22,7 @@ from esper_lightning.ppo.losses import PPOConfig, ppo_terms
 from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.rewards import ObjectiveConfig
 from esper_lightning.tamiyo.policy import Policy
-from esper_lightning.tasks import Digits, Split, Task, TaskData, Variant
+from esper_lightning.tasks import Digits, Task, TaskData, Variant
 from tests.conftest import SMALL
 from tests.decisions import WAIT, act, fossilize, germinate
 from tests.tiers import rest_is_slow
@@ -351,38 +351,6 @@ def test_a_held_out_context_may_not_be_one_of_training() -> None:
         ContextDistribution(FamilyConfig(train=[{"host.kernel": [3]}]), held_out=True)
 
 
-def test_held_out_hosts_must_offer_what_those_of_training_do(make_pool: MakePool) -> None:
-    for facts, said in (({"host.slots": [["block3"]]}, "other slots or seeds"), ({"host.kernel": [2]}, "must be odd")):
-        config = FamilyConfig(train=[{"host.kernel": [1]}], held_out=[facts])
-        with pytest.raises(ValueError, match=said):
-            make_pool(1, host=cnn, family=config)
-
-
-def test_a_pool_says_of_which_hosts_and_which_family_it_is(make_pool: MakePool) -> None:
-    def kind(base: int, held_out: Any = (), **facts: list[Any]) -> str:
-        config = FamilyConfig(train=[facts] if facts else [], held_out=list(held_out))
-        return make_pool(1, host=partial(cnn, base=base), family=config).host_kind
-
-    price = {"objective.price": [0.1, 0.2]}
-    kinds = [kind(4), kind(8), kind(4, **price), kind(8, **price), kind(4, **{"data.transform": ["inverted"]})]
-    assert len(set(kinds)) == 5
-    assert kind(4, [{"objective.price": [0.3]}], **price) == kind(4, **price), "held-out contexts do not matter"
-
-
 def test_a_variable_that_only_some_contexts_have_counts() -> None:
     whole = ContextDistribution(FamilyConfig(train=[{"host.kernel": [1]}, {"host.base": [8]}, {}]))
     assert [whole.encode(member) for member in whole.contexts] == [[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]
-
-
-def test_without_variables_there_is_one_context(make_pool: MakePool) -> None:
-    pool = make_pool(1)
-    assert pool.env_factory.context_distribution.contexts == [Context()]
-    assert pool.data.train.variants == 1 and isinstance(pool.data.train, Split)
-
-
-@pytest.mark.parametrize(
-    "grid", [{f"host.size{i}": list(range(100)) for i in range(10)}, {"training.lr": [i / 1e4 for i in range(1, 2002)]}]
-)
-def test_more_contexts_than_can_be_listed_are_refused(grid: dict[str, list[Any]]) -> None:
-    with pytest.raises(ValueError, match=r"family\.train has \d+ contexts, more than 2000; leave out values"):
-        FamilyConfig(train=[grid])
