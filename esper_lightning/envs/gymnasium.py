@@ -105,8 +105,9 @@ class GymVector:
         self._store(observation, info)
         self.episode_starts.copy_(torch.as_tensor(ended))
         rewards = torch.as_tensor(reward, dtype=torch.float32, device=self.device)
-        flags = (torch.as_tensor(one, device=self.device) for one in (terminated, truncated & ~terminated))
-        return VectorStep(action, rewards, *flags, final, self._log)
+        at_end = torch.as_tensor(terminated, device=self.device)
+        cut = torch.as_tensor(truncated & ~terminated, device=self.device)
+        return VectorStep(action, rewards, at_end, cut, final, self._log)
 
     def _flatten(self, rows: np.ndarray) -> Tensor:  # [N, …] -> [N, …flat] float
         return torch.as_tensor(rows, dtype=torch.float32, device=self.device).reshape(self.n_envs, -1)

@@ -256,7 +256,7 @@ def test_a_shorter_episode_is_that_of_a_pool_with_its_horizon_and_then_idle(
 def test_nothing_is_learned_from_the_ticks_behind_a_shorter_episode(
     uneven: HostPool, make_policy: Callable[..., Policy]
 ) -> None:
-    norm, values = RunningMeanStd((len(uneven.feature_names),)), RunningMeanStd((), clip=float("inf"))
+    norm, values = RunningMeanStd((uneven.observation.features.shape[-1],)), RunningMeanStd((), clip=float("inf"))
     drawn = uneven.env_factory.context_distribution.draw
     run = next(
         run for run in range(99) if len({drawn(seed) for seed in episode_rng_seeds(run, TRAINING, 0, n_envs=2)}) == 2
