@@ -32,7 +32,7 @@ def trajectory(pool: HostPool, seed: int, wanderer: int) -> list[Tensor]:
     seen = [pool.reset([seed]).features.clone()]
     for _ in range(pool.config.horizon):
         step = pool.step(controller.act(pool))
-        seen += [step.observation.features.clone(), step.observation.blueprints.clone(), step.reward]
+        seen += [step.observation.features.clone(), step.reward]
     return seen + [weights.clone() for weights in pool.envs[0].network.state_dict().values()]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from esper_lightning.envs import HostPool, StepResult
+from esper_lightning.envs import HostPool, Op, StepResult
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.stages import Stage
 from tests.decisions import WAIT, act, cull, fossilize, germinate
@@ -135,7 +135,7 @@ def test_what_builds_on_a_suspicious_host_is_refused_and_it_waits_instead(make_p
         assert str(veto).endswith(f"vetoed at tick {veto.tick}: {reason}")
         assert torch.stack(step.action).T.tolist() == [list(WAIT), list(decision)]
         assert [event.host for event in step.events if event.seed_event.cause in ("germinate", "fossilize")] == [1]
-        assert step.observation.features[0, pool.feature_names.index("last_op.WAIT")] == 1
+        assert pool.envs[0].last_op is Op.WAIT
     assert [slot.stage for env in pool.envs for slot in env.slots[:2]] == [
         Stage.PROBATIONARY, Stage.DORMANT, Stage.FOSSILIZED, Stage.BLENDING,
     ]  # fmt: skip
