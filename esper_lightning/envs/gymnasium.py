@@ -15,7 +15,7 @@ from torch import Tensor
 
 from esper_lightning.envs.spaces.choices import ChoiceAction, ChoiceSpace
 from esper_lightning.envs.vector_env import FinalObservation, Observation, VectorStep
-from esper_lightning.profiling import PhaseClock, make_timer
+from esper_lightning.profiling import PhaseClock
 
 EPISODE_WINDOW = 100
 """Number of recent episodes over which return and length are averaged."""
@@ -62,7 +62,7 @@ class GymVector:
         self._action_start = np.asarray(actions.start)  # gymnasium may not number actions from 0
         self._is_discrete = isinstance(actions, Discrete)
         self._mask_key = mask
-        self.clock = PhaseClock(make_timer(self.device))
+        self.clock = PhaseClock(self.device)
         features = torch.zeros(self.n_envs, int(np.prod(seen.shape)), device=self.device)
         self.observation = Observation(features)
         self.masks = self.space.full_masks(self.n_envs, self.device)
