@@ -46,7 +46,6 @@ from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.periodic import Periodic, PeriodicConfig
 from esper_lightning.controllers.random import WaitOnly
 from esper_lightning.controllers.schedule import Schedule, read_schedule, write_schedule
-from esper_lightning.controllers.transfer import SetTransferController
 from esper_lightning.envs import EnvConfig, HostPool, Overseer
 from esper_lightning.envs.config import HostFactory
 from esper_lightning.envs.context.distribution import FamilyConfig
@@ -258,14 +257,6 @@ def fit_schedule(schedule: Schedule, pool: HostPool, horizon: int) -> Schedule:
     return Schedule(tuple(space.slot), entries)
 
 
-def load_set_policy(path: Path) -> SetTransferController:
-    """Return the controller of a policy over sets. Raises ValueError if the file has another policy."""
-    controller = load_controller(path)
-    if not isinstance(controller, SetTransferController):
-        raise ValueError(f"{path}: its policy is made for a number of slots; train it with data.env.sight.layout rows")
-    return controller
-
-
 def make_pool(
     setting: Setting, env: EnvConfig, blueprints: Sequence[str] | None, overseer: Overseer | None
 ) -> HostPool:
@@ -321,8 +312,8 @@ def measure(
                     append(play(pool, title, key, "", make(pool)))
             for path, seed in seeds.items():
                 if (title, name, seed) not in done:
-                    policy = load_set_policy(path)
-                    pool = make_hosts(replace(data.env, sight=policy.sight))
+                    policy = load_controller(path)
+                    pool = make_hosts(replace(data.env, sight=policy.sight or data.env.sight))
                     append(play(pool, title, name, seed, policy))
 
 

@@ -149,11 +149,11 @@ def evaluate(
     if isinstance(policy, TrainedRun):
         data = data or policy.data
         data.build(torch.device("cpu"))
-        if config.transfer:
-            policy = policy.checkpoint
-        else:
+        if data is policy.data:
             module = policy.module.to(data.pool.device)
             own = TrainedPolicy(data.seed, str(policy.checkpoint), module.policy, module.observation_norm)
+        else:
+            policy = policy.checkpoint
     if data is None:
         raise ValueError("evaluate needs hosts; give data")
     if own is None:

@@ -27,7 +27,7 @@ def grow(config: str, controller: str, *, out: str = "runs/grown") -> None:
     data.build(made.trainer.strategy.root_device)
     data.oversee(governor_of(made.trainer))
     chosen = find_controller(controller, rules, data.pool.device)
-    pool = data.make_pool(1, sight=getattr(chosen, "sight", None))  # that of a policy over sets
+    pool = data.make_pool(1, sight=getattr(chosen, "sight", None))  # that of a policy's training
     (rng_seed,) = episode_rng_seeds(data.seed, EVALUATION, 0, n_envs=1)
     grow_host(pool, controller, chosen, rng_seed=rng_seed, folder=Path(out))
     print_status(f"written to {out}")

@@ -39,8 +39,7 @@ from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.ppo.running_norm import NormalizeConfig, RunningMeanStd, make_norm
 from esper_lightning.ranks import ALONE
 from esper_lightning.serialization.checks import load_settings
-from esper_lightning.tamiyo.policy import PolicyConfig, PolicyShape, policy_shape, use_ieee_float32
-from esper_lightning.tamiyo.set_policy import make_policy
+from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, policy_shape, use_ieee_float32
 
 ADAM_EPS = 1e-5
 """Adam's epsilon, larger than usual, so that steps do not grow when PPO's gradients get small."""
@@ -51,7 +50,7 @@ KL_SLACK = 1.5
 MAX_SKIPS = 3
 """Consecutive skipped minibatches that end the run."""
 
-POLICY_IDENTITY = ("width", "blueprint_embedding", "memory", "asymmetric", "probability_floors")
+POLICY_IDENTITY = ("width", "memory", "asymmetric")
 NORMALIZE_IDENTITY = ("observations", "momentum", "rewards")
 """Names of the settings that determine the weights of a checkpoint and their meaning: a resumed run must share them."""
 
@@ -148,13 +147,12 @@ class TamiyoModule(LightningModule):
     def build(self, shape: PolicyShape) -> None:
         """Build the policy and its normalisers.
 
-        Raises ValueError if the critic needs privileged features and there are none, or if the settings do not fit the
-        action heads.
+        Raises ValueError if the critic needs privileged features and there are none.
         """
         use_ieee_float32()
         self.policy_shape = shape
-        self.policy = make_policy(shape, self.policy_config)
-        self.observation_norm = make_norm(shape.features if shape.rows is None else shape.rows, self.normalize)
+        self.policy = Policy(shape, self.policy_config)
+        self.observation_norm = make_norm(shape.rows or shape.features, self.normalize)
         self.value_norm = RunningMeanStd((), clip=float("inf"))
         self.privileged_norm = make_norm(shape.privileged, self.normalize) if self.policy_config.asymmetric else None
         self.reward_norm = RunningMeanStd((), clip=float("inf")) if self.normalize.rewards else None

@@ -47,13 +47,10 @@ TINY = (
 """2 hosts, 3 rollouts of 5 ticks, two minibatches per tick: one second once torch is imported."""
 
 FREE_CHOICE = (
-    "--data.env.actions.styles=[linear_add, sigmoid12_multiply, cosine_gate]",
-    *("--data.env.actions.set_alpha=true", "--data.env.actions.slow_cull=true", "--data.env.actions.advance=true"),
-    *("--data.env.actions.speeds=[0, 2]", "--data.env.actions.curves=[linear, cosine]"),
-    *("--data.env.lifecycle.birth=random", "--data.env.lifecycle.auto_blend=false"),
-    "--data.env.training.micro_batches=2",
+    "--data.env.actions.styles=[linear_add, sigmoid12_multiply, linear_gate]",
+    *("--data.env.lifecycle.birth=random", "--data.env.training.micro_batches=2"),
 )
-"""Settings with every operation and every head, where hosts train on parts of a batch."""
+"""Settings with every head, where hosts train on parts of a batch."""
 
 
 def tiny_host(input_shape: Sequence[int], outputs: int) -> nn.Module:

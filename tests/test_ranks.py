@@ -16,7 +16,7 @@ from esper_lightning.ppo.collector import RolloutSummary
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
 from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.ranks import Ranks
-from esper_lightning.tamiyo.heads import draw_rows
+from esper_lightning.tamiyo.distribution import draw_rows
 from esper_lightning.tasks import Digits
 from tests.cue import CueMemory
 from tests.ppo.loops import cue_loop, play, total

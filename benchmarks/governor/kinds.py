@@ -71,10 +71,8 @@ KINDS = {
 ACTIONS = ActionConfig(
     styles=["linear_add", "sigmoid12_multiply", "linear_gate"],
     tempos={"FAST": 2, "SLOW": 5},
-    set_alpha=True,
-    slow_cull=True,
 )
-"""Action space with every operation but ADVANCE, and every head."""
+"""Action space with choices in every head."""
 
 QUICK = LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0)
 """Lifecycle of configs/digits.yaml: short episodes, and no automatic judgement of seeds."""

@@ -27,7 +27,7 @@ from esper_lightning.callbacks.grow.refusals import check_network, check_trainer
 from esper_lightning.callbacks.grow.report import GrowthReport, growth_metrics
 from esper_lightning.callbacks.grow.scale import Measured, Scale
 from esper_lightning.callbacks.grow.scoring import VariantMeter, first_rows
-from esper_lightning.controllers.transfer import TrainingRules
+from esper_lightning.controllers.learned import TrainingRules
 from esper_lightning.envs import ActionConfig, EnvConfig
 from esper_lightning.envs.flops import count_flops
 from esper_lightning.envs.measurements import EpochResult, TrainingStats
@@ -79,7 +79,7 @@ class Grow(Callback):
         horizon: Ticks of the whole training; afterwards nothing is decided. None: from the trainer's `max_epochs`.
         price: Share of the metric (0 to 1) that a growth by a factor of e must add to be worth it.
         lifecycle: When seeds change their stage. None: as in the training of a trained policy, else the defaults.
-        actions: Further choices of the decider, such as the speeds of blending. None: as for `lifecycle`.
+        actions: Further choices of the decider, such as the durations of blending. None: as for `lifecycle`.
         seed_options: Options of the optimizer for seeds, such as `lr`; all others are those of its first group.
         rng_seed: RNG seed of the seeds' weights.
     """
@@ -156,7 +156,7 @@ class Grow(Callback):
 
     def _config(self, horizon: int) -> EnvConfig:
         """Return the settings that deciders see."""
-        sight = getattr(self.decider, "sight", ObservationConfig())  # that of a policy over sets
+        sight = getattr(self.decider, "sight", None) or ObservationConfig()  # that of a policy's training
         return EnvConfig(
             horizon=horizon, lifecycle=self.lifecycle, actions=self.actions, objective=self.objective, sight=sight
         )
@@ -282,7 +282,7 @@ class Grow(Callback):
             for slot in slots_of(trial).values():
                 slot.empty()
             config = self._config(horizon)
-            flops = count_flops(trial, lambda: call_network(trial, row)) if config.sight.needs_flops else None
+            flops = count_flops(trial, lambda: call_network(trial, row))
             if state:
                 space = self.actions.make_space(state["slots"], state["blueprints"])
                 growable = torch.tensor(state["growable"])
@@ -430,9 +430,9 @@ class Grow(Callback):
         broken = trainer.strategy.broadcast(broken)  # each process has a training loss of its own
         if broken:
             rank_zero_warn(f"Grow: {' and '.join(broken)} is not finite; seeds stay as they are until it is")
-            growing.lifecycle = replace(self.lifecycle, auto_blend=False, auto_probation=False, auto_cull=False)
+            growing.lifecycle = replace(self.lifecycle, auto_cull=False)
         # The accuracy on training data is unknown; deciders see that of validation.
-        events = pool.record(EpochResult(TrainingStats(loss, score.accuracy, 0, host, seeds), validation))
+        events = pool.record(EpochResult(TrainingStats(loss, score.accuracy, 0, host, seeds), validation), bool(broken))
         growing.lifecycle = self.lifecycle
         self.scale.warn_if_stuck(pool.subject.history)
         if pool.subject.tick < pool.subject.horizon and not broken:

@@ -26,6 +26,9 @@ MODULE_KEY = "esper_module"
 RULES_KEY = "esper_rules"
 """Key of the lifecycle, the actions and the observation of the training hosts, for those that the policy is to grow."""
 
+FEATURES_KEY = "observed features"
+"""Key of the names of observed features in the identity of a run on hosts."""
+
 MAX_WEIGHT = 1e18
 """Largest weight or statistic of a policy: with larger ones products of two numbers overflow."""
 

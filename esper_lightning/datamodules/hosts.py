@@ -9,6 +9,7 @@ import torch
 from lightning import LightningDataModule, Trainer
 
 from esper_lightning.checkpointing.resize import move_environments, resize_environments, saved_on_another_device
+from esper_lightning.checkpointing.validate import FEATURES_KEY
 from esper_lightning.console import print_status
 from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool, Overseer, check_host_count
 from esper_lightning.envs.context.distribution import FamilyConfig
@@ -17,15 +18,11 @@ from esper_lightning.envs.host_devices import find_host_devices
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.seeding import EVALUATION, check_rng_seed, episode_rng_seeds
 from esper_lightning.envs.spaces.action_discovery import SharedSpace, union_of_slots
-from esper_lightning.envs.spaces.actions import CHOICES_KEY
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.envs.vector_env import VectorEnv
 from esper_lightning.ranks import Ranks, share_machine
 from esper_lightning.registry import describe_factory
 from esper_lightning.tasks import Task, TaskData, check_data, fingerprint
-
-SIGHT_KEY = "data.env.sight"
-"""Key of the observation in the identity of a run whose observation is in rows."""
 
 
 class TickLoader:
@@ -120,7 +117,7 @@ class TaskConfig:
     there."""
 
     family: FamilyConfig | None = None
-    """Contexts of these hosts, for observations in rows. None: all are alike."""
+    """Contexts of these hosts. None: all are alike."""
 
     def env_config(self, env: EnvConfig) -> EnvConfig:
         """Return the environment settings of these hosts: `env` with the changes of this task."""
@@ -160,12 +157,6 @@ def by_task(first: TaskConfig, others: Mapping[str, TaskConfig], env: EnvConfig)
     first_name = type(first.task).__name__
     if first_name in others:
         raise ValueError(f"data.also: {first_name!r} is the name of data.task; choose another one")
-    families = [env.family, *(config.family for config in others.values() if config.family is not None)]
-    if others and env.sight.layout == "flat" and any(family.train or family.held_out for family in families):
-        raise ValueError(
-            "data.also and data.env.family: hosts of several tasks cannot be a family; leave one out, or set "
-            "data.env.sight.layout to rows"
-        )
     for name, config in {"": first, **others}.items():
         check_host_count(f"data.also.{name}.n_envs" if name else "data.n_envs", config.n_envs)
     return {first_name: replace(first, blueprints=env.actions.blueprints, family=env.family), **others}
@@ -315,9 +306,9 @@ class HostPoolData(LightningDataModule):
         return {
             "data.env.horizon": pool.config.horizon,
             "data.env.training.optimizer": "; ".join(one.config.training.optimizer for one in self.pools.values()),
-            **{CHOICES_KEY.format(head): choices for head, choices in zip(HEADS, pool.space, strict=True)},
-            "observed features": pool.feature_names,
-            **({} if pool.rows is None else {SIGHT_KEY: asdict(pool.config.sight)}),
+            **{f"choices of the {head} head": choices for head, choices in zip(HEADS, pool.space, strict=True)},
+            FEATURES_KEY: pool.feature_names,
+            "data.env.sight": asdict(pool.config.sight),
             "host": "; ".join(hosts) if len(self.pools) > 1 else next(iter(self.pools.values())).host_kind,
             "data set": "; ".join(one.fingerprint for one in self.loaded_tasks.values()),
         }

@@ -6,8 +6,8 @@ from esper_lightning.envs.host_pool import HostPool
 from esper_lightning.envs.multi_task import MixedPool
 from esper_lightning.envs.spaces.actions import HEADS, Action, ActionConfig, ActionSpace, Op
 from esper_lightning.envs.spaces.masks import Masks
-from esper_lightning.envs.spaces.observation import Observation
 from esper_lightning.envs.step_result import HostEvent, HostVerdict, HostVeto, PoolMetrics, StepResult
+from esper_lightning.envs.vector_env import Observation
 
 __all__ = [
     "HEADS",

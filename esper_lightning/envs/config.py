@@ -80,13 +80,6 @@ class EnvConfig:
             raise ValueError(
                 f"objective.price_to and a variable {PRICE_VARIABLE}: the price cannot be drawn twice; leave one out"
             )
-        advances_automatically = self.lifecycle.auto_blend and self.lifecycle.auto_probation
-        if advances_automatically and self.actions.advance:
-            raise ValueError("actions.advance has nothing to do; switch off lifecycle.auto_blend or auto_probation")
-        if not advances_automatically and not self.actions.advance:
-            raise ValueError(
-                "lifecycle.auto_blend or auto_probation is off, so no seed gets on; switch on actions.advance"
-            )
 
 
 def check_host_count(setting: str, hosts: int, least: int = 1) -> None:

@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from torch import Tensor
 
 from esper_lightning.envs.spaces.choices import ChoiceAction, ChoiceSpace
-from esper_lightning.envs.vector_env import FinalObservation, VectorObservation, VectorStep
+from esper_lightning.envs.vector_env import FinalObservation, Observation, VectorStep
 from esper_lightning.profiling import PhaseClock, make_timer
 
 EPISODE_WINDOW = 100
@@ -38,7 +38,6 @@ class GymVector:
     """
 
     autoreset = True
-    num_categories = 0
 
     def __init__(
         self,
@@ -71,13 +70,13 @@ class GymVector:
         self._mask_key, self._privileged_key = mask, privileged
         self.clock = PhaseClock(make_timer(device))
         observation, info = envs.reset(seed=0)
-        self.observation = VectorObservation(self._flatten(observation).clone())
+        self.observation = Observation(self._flatten(observation).clone())
         self.masks = self.space.full_masks(self.n_envs, device)
         self.privileged = None if privileged is None else self._flatten(info[privileged]).clone()
         self.episode_starts = torch.zeros(self.n_envs, dtype=torch.bool, device=device)
         self._start_episodes(observation, info)
 
-    def reset(self, rng_seeds: Sequence[int]) -> VectorObservation:
+    def reset(self, rng_seeds: Sequence[int]) -> Observation:
         """Start an episode in every environment; `seeds` holds one RNG seed for each."""
         one_per_env: Any = list(rng_seeds)  # gymnasium declares a single number, but its vector environments take these
         self._start_episodes(*self.envs.reset(seed=one_per_env))
@@ -128,11 +127,11 @@ class GymVector:
         for i in ended_indices:
             final[i] = info["final_obs"][i]
         if self._privileged_key is None or self.privileged is None:
-            return FinalObservation(VectorObservation(self._flatten(final)), None)
+            return FinalObservation(Observation(self._flatten(final)), None)
         privileged = np.zeros((self.n_envs, self.privileged.shape[1]), dtype=np.float32)
         for i in ended_indices:
             privileged[i] = np.ravel(info["final_info"][self._privileged_key][i])
-        return FinalObservation(VectorObservation(self._flatten(final)), self._flatten(privileged))
+        return FinalObservation(Observation(self._flatten(final)), self._flatten(privileged))
 
     def _update_returns(self, reward: np.ndarray, ended: np.ndarray) -> None:
         self.returns += reward

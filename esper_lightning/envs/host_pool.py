@@ -26,10 +26,9 @@ from esper_lightning.envs.packing import unpack
 from esper_lightning.envs.reward import host_status, make_step_record, reward_terms, status_after_action
 from esper_lightning.envs.spaces.action_discovery import SharedSpace
 from esper_lightning.envs.spaces.actions import HEADS, Action, ActionError, check_is_action, to_action
-from esper_lightning.envs.spaces.observation import Observation
 from esper_lightning.envs.spaces.observation_builder import ObservationBuilder
 from esper_lightning.envs.step_result import HostEvent, PoolMetrics, StepResult, Transition
-from esper_lightning.envs.vector_env import VectorObservation
+from esper_lightning.envs.vector_env import Observation
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.stages import Stage
 from esper_lightning.profiling import PhaseClock, make_timer
@@ -67,7 +66,7 @@ class HostPool:
         growable: True where a blueprint can grow in a slot of some host, whatever its episode offers, [K, blueprints].
         privileged: Hidden context variables of each episode, [N, P] float, for the critic alone. None: nothing is
             hidden.
-        rows: Sizes of the parts of a row of the observation. None: the observation is flat.
+        rows: Sizes of the parts of a row of the observation.
     """
 
     autoreset = False  # a rollout is exactly one episode of every host
@@ -165,21 +164,16 @@ class HostPool:
         """Length T of the longest episodes in environment steps."""
         return self.config.horizon
 
-    @property
-    def num_categories(self) -> int:
-        """Number of blueprint ids in a flat observation; id 0 is an empty slot. Rows have no ids."""
-        return len(self.space.blueprint) + 1 if self.rows is None else 0
-
     def _offered(self) -> Tensor:  # [N, K, blueprints] bool
         """Return which blueprint can grow in which slot of each host in its present episode."""
         return torch.stack([self.env_factory.growable_in(env) for env in self.envs])
 
-    def reset(self, rng_seeds: Sequence[int]) -> Observation | VectorObservation:
+    def reset(self, rng_seeds: Sequence[int]) -> Observation:
         """Start an episode in every environment; environment i depends on the RNG seed `rng_seeds[i]` alone."""
         assert len(rng_seeds) == self.n_envs, "one RNG seed per environment"
         return self.reset_hosts(range(self.n_envs), rng_seeds)
 
-    def reset_hosts(self, hosts: Sequence[int], rng_seeds: Sequence[int]) -> Observation | VectorObservation:
+    def reset_hosts(self, hosts: Sequence[int], rng_seeds: Sequence[int]) -> Observation:
         """Start an episode in some environments. The others continue theirs, so hosts may be at different ticks.
 
         Args:

@@ -74,7 +74,7 @@ def status_after_action(env: HostEnv) -> AfterAction:
 
 def seed_state(slot: SeedSlot) -> SlotStatus:
     """Return the part of a slot's state that rewards depend on."""
-    return SlotStatus(slot.stage, slot.ticks_in_stage, slot.age, slot.fading)
+    return SlotStatus(slot.stage, slot.ticks_in_stage, slot.age)
 
 
 def reward_terms(tick: HostStep, config: RewardConfig, penalty: float | None) -> dict[str, float]:

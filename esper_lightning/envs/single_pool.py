@@ -9,10 +9,9 @@ from esper_lightning.envs.config import EnvConfig
 from esper_lightning.envs.device_transfer import download
 from esper_lightning.envs.measurements import EpochResult, Validation
 from esper_lightning.envs.spaces.actions import Action, ActionError, Op, check_is_action
-from esper_lightning.envs.spaces.observation import Observation
 from esper_lightning.envs.spaces.observation_builder import ObservationBuilder
 from esper_lightning.envs.subject import Subject
-from esper_lightning.envs.vector_env import VectorObservation
+from esper_lightning.envs.vector_env import Observation
 from esper_lightning.growth.lifecycle import SeedEvent
 
 CPU = torch.device("cpu")
@@ -51,7 +50,7 @@ class SinglePool:
         self.episode_starts = torch.zeros(1, dtype=torch.bool)
 
     @property
-    def observation(self) -> Observation | VectorObservation:
+    def observation(self) -> Observation:
         """Observation of the network. It is computed when it is asked for, because rules do not read it."""
         if not self._is_observed:
             self._builder.update_observation()
@@ -63,9 +62,9 @@ class SinglePool:
         self.subject.record_validation(validation)
         self.update()
 
-    def record(self, result: EpochResult) -> list[SeedEvent]:
+    def record(self, result: EpochResult, hold_stages: bool = False) -> list[SeedEvent]:
         """Record the result of an epoch, and return the changes of seeds that happen by themselves."""
-        events = self.subject.record_epoch(result)
+        events = self.subject.record_epoch(result, hold_stages)
         self.update()
         return events
 

@@ -10,8 +10,7 @@ from esper_lightning.envs.measurements import EpochResult
 from esper_lightning.envs.reward import AfterAction, HostStatus
 from esper_lightning.envs.spaces.actions import Action, Op
 from esper_lightning.envs.spaces.masks import Masks
-from esper_lightning.envs.spaces.observation import Observation
-from esper_lightning.envs.vector_env import VectorObservation
+from esper_lightning.envs.vector_env import Observation
 from esper_lightning.governor.judge import Judgement
 from esper_lightning.growth.growing_network import RefusalReasons
 from esper_lightning.growth.lifecycle import SeedEvent
@@ -107,7 +106,7 @@ class StepResult(NamedTuple):
 
     action: Action  # to learn from: the given action, with WAIT after a veto
     ops: Tensor  # [N] int64, on the CPU: op that each host executed
-    observation: Observation | VectorObservation
+    observation: Observation
     reward: Tensor  # [N]
     terminated: Tensor  # [N] bool: a rollback ends the trajectory; the host continues unless `masks.ended`
     truncated: Tensor  # [N] bool: the horizon was reached

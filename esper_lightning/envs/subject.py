@@ -118,15 +118,11 @@ class Subject:
                 )
                 return [event]
             case Op.CULL:
-                return [growing.cull(chosen.slot, ticks=chosen.speed, curve=chosen.curve)]
+                return [growing.cull(chosen.slot)]
             case Op.FOSSILIZE:
                 event = growing.fossilize(chosen.slot)
                 self._update_account(chosen.slot, ticks_left=self.horizon - self.tick)
                 return [event]
-            case Op.ADVANCE:
-                return [growing.advance(chosen.slot)]
-            case Op.SET_ALPHA:
-                return [growing.set_alpha(chosen.slot, chosen.target, ticks=chosen.speed, curve=chosen.curve)]
 
     def _update_account(self, slot: str, account: SeedAccount | None = None, **changes: int) -> None:
         k = list(self.growing.slots).index(slot)
@@ -158,7 +154,7 @@ class Subject:
         gradients = dict(zip(self.growing.slots, training.seed_gradients, strict=True))
         is_measured = self.lifecycle.min_potential is not None
         potentials = dict(zip(self.growing.slots, validation.potentials, strict=True)) if is_measured else None
-        return self.growing.end_epoch(contributions, gradients, potentials=potentials, pause_auto_advance=hold_stages)
+        return self.growing.end_epoch(contributions, gradients, potentials=potentials, hold=hold_stages)
 
     def seed_parameters(self, stages: frozenset[Stage]) -> int:
         """Return the number of parameters of all seeds in one of `stages`."""

@@ -8,7 +8,7 @@ from esper_lightning.controllers.random import WaitOnly
 from esper_lightning.envs import Action, HostPool
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.evaluation.play import Outcome, Topology
-from esper_lightning.growth.alpha import DEFAULT_RAMP
+from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.stages import Stage
 
 STAGES_TO_FOSSILIZED = (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED)
@@ -43,7 +43,7 @@ def build_topology(env: HostEnv, topology: Topology) -> None:
     for slot, blueprint, style in topology:
         env.growing.germinate(slot, blueprint, style=style)
         seed_slot = env.growing.slots[slot]
-        seed_slot.start_ramp(DEFAULT_RAMP)
+        seed_slot.start_ramp(Ramp())
         for stage in STAGES_TO_FOSSILIZED:
             seed_slot.move_to(stage)
     if env.monitor is not None:

@@ -226,7 +226,7 @@ def guessing_reason(loss: float, trained_epochs: int, chance_loss: float, *, con
     return None
 
 
-OPS_VETOED_DURING_ANOMALY = frozenset({"GERMINATE", "ADVANCE", "FOSSILIZE"})
+OPS_VETOED_DURING_ANOMALY = frozenset({"GERMINATE", "FOSSILIZE"})
 """Ops that are vetoed while the host's loss is out of range or near that of guessing: they build on its present
 state."""
 

@@ -14,7 +14,6 @@ from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_pool import WAIT_ACTION
 from esper_lightning.envs.seeding import TRAINING, draw_rng_seed
 from esper_lightning.envs.spaces.actions import to_action
-from esper_lightning.envs.spaces.observation import Observation
 from esper_lightning.gym.spaces import (
     flatten_masks,
     flatten_observation,
@@ -28,7 +27,7 @@ from esper_lightning.telemetry.figures import growth_timeline, set_margins
 METADATA: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 2}
 VECTOR_METADATA = METADATA | {"autoreset_mode": AutoresetMode.SAME_STEP}
 
-CONDITIONAL_MASKS = ("slot", "blueprint", "target", "speed", "curve")
+CONDITIONAL_MASKS = ("slot", "blueprint")
 """Fields of `Masks` that the info contains: what a head offers under each choice of the earlier heads."""
 
 
@@ -52,11 +51,9 @@ class GymHosts:
     def __init__(self, pool: HostPool, render_mode: str | None) -> None:
         if render_mode not in (None, *METADATA["render_modes"]):
             raise ValueError(f"render_mode must be rgb_array or None, got {render_mode!r}")
-        if pool.rows is not None:
-            raise ValueError("an environment of Gymnasium has flat observations; set data.env.sight.layout to flat")
         self.pool = pool
         self.action_space = make_action_space(pool.space)
-        self.observation_space = make_observation_space(pool.space, len(pool.feature_names))
+        self.observation_space = make_observation_space(len(self.names))
         self.traces = None if render_mode is None else [self._make_trace() for _ in pool.envs]
 
     def _make_trace(self) -> EpisodeTrace:
@@ -65,7 +62,7 @@ class GymHosts:
     @property
     def names(self) -> list[str]:
         """Name of each number of an observation."""
-        return observation_names(self.pool.space, self.pool.feature_names)
+        return observation_names(self.pool)
 
     def begin(self, hosts: Sequence[int], generators: Sequence[np.random.Generator]) -> None:
         """Start an episode of these hosts, whose RNG seed is drawn from the generator of each."""
@@ -76,9 +73,7 @@ class GymHosts:
 
     def observe(self) -> np.ndarray:  # [N, observation]
         """Return the observation of each host, in new storage."""
-        observation = self.pool.observation
-        assert isinstance(observation, Observation), "the layout is flat"
-        return flatten_observation(observation, self.pool.space)
+        return flatten_observation(self.pool)
 
     def action_masks(self) -> np.ndarray:  # [N, sum of choices] bool
         """Return the possible choices of each host, the heads one after the other; see `choice_masks`."""

@@ -56,7 +56,7 @@ def op_cost(step: HostStep, config: RewardConfig) -> float:
 
 
 def auto_cull_cost(step: HostStep, config: RewardConfig) -> float:
-    return -AUTO_CULL_COST * sum(slot.removed_after_training and not slot.after_action.fading for slot in step.slots)
+    return -AUTO_CULL_COST * sum(slot.removed_after_training for slot in step.slots)
 
 
 def accuracy_gain_at_end(step: HostStep, config: RewardConfig) -> float:
@@ -79,10 +79,8 @@ def seed_attribution(step: HostStep, config: RewardConfig) -> float:
     )
     paid = 0.0
     for slot in step.slots:
-        # A seed whose slow cull ends in this step is not paid; one that is culled automatically is paid a last time.
-        if slot.after_action.stage in BLENDED and not (slot.removed_after_training and slot.after_action.fading):
+        if slot.after_action.stage in BLENDED:  # a seed that is culled automatically is paid a last time
             paid += terms.attribution(slot.contribution, points_since_germination(slot, step.accuracy), clean)
-        # True after a cull at once, and at the end of a slow cull.
         if slot.culled_by_action and slot.before.stage in BLENDED:
             paid -= terms.attribution(
                 slot.contribution_before, points_since_germination(slot, step.accuracy_before), clean_before

@@ -25,8 +25,6 @@ class SlotStatus(NamedTuple):
     """Ticks that the seed has spent in its stage."""
     age: int
     """Ticks since the seed was germinated."""
-    fading: bool
-    """A slow cull is under way."""
 
 
 class SlotStep(NamedTuple):
@@ -52,21 +50,14 @@ class SlotStep(NamedTuple):
     """Number of parameters of the seed that trained in this step, fossilized or not; 0 if there was none."""
 
     @property
-    def cull_decided(self) -> bool:
-        """True if the action of this step culls the seed, at once or by starting to fade it out."""
-        begins_to_fade = self.after_action.fading and not self.before.fading
-        return self.before.stage in LIVE and (self.after_action.stage is Stage.CULLED or begins_to_fade)
-
-    @property
     def removed_after_training(self) -> bool:
-        """True if the seed was removed after it trained in this step: automatically, or because it had faded out."""
+        """True if the seed was removed automatically, after it trained in this step."""
         return self.after_action.stage in LIVE and self.after.stage not in OCCUPIED
 
     @property
     def culled_by_action(self) -> bool:
-        """True if the seed was removed in this step by an action: at once, or at the end of fading out."""
-        immediately = self.before.stage in LIVE and self.after_action.stage is Stage.CULLED
-        return immediately or (self.removed_after_training and self.after_action.fading)
+        """True if the seed was removed in this step by an action."""
+        return self.before.stage in LIVE and self.after_action.stage is Stage.CULLED
 
     @property
     def newly_fossilized(self) -> bool:

@@ -111,7 +111,7 @@ class Scoreboard:
                 self._count_transition(host, seed, envs[host])
         for host, env in enumerate(envs):
             for k, (slot, record) in enumerate(zip(env.slots, env.records, strict=True)):
-                if slot.blended and not slot.fading and record.contribution is not None:
+                if slot.blended and record.contribution is not None:
                     self.last_contributions[host, k] = record.contribution
 
     def _count_transition(self, host: int, seed: "SeedEvent", env: "HostEnv") -> None:

@@ -19,8 +19,6 @@ OP_COLOURS = {
     "GERMINATE": "#2ca02c",
     "CULL": "#d62728",
     "FOSSILIZE": "#1f77b4",
-    "ADVANCE": "#ff7f0e",
-    "SET_ALPHA": "#9467bd",
 }
 """Colour of each op, in the order of the op indices."""
 

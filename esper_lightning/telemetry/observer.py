@@ -119,8 +119,8 @@ def refusal_reasons(env: "HostEnv", refusals: Sequence["RefusalReasons"]) -> Ite
     min_ticks = env.lifecycle.training_ticks
     for slot, refused in zip(env.slots, refusals, strict=True):
         if slot.stage is Stage.TRAINING and slot.ticks_in_stage >= min_ticks:
-            reasons = refused.advancing
-        elif slot.stage is Stage.PROBATIONARY and not slot.fading and slot.alpha_before == slot.ramp.target:
+            reasons = refused.blending
+        elif slot.stage is Stage.PROBATIONARY and slot.alpha_before == 1.0:
             reasons = refused.fossilizing
         else:
             continue

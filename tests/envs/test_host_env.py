@@ -15,7 +15,7 @@ from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.stages import Stage
 from tests.conftest import FREE
-from tests.decisions import WAIT, Row, act, advance, cull, fossilize, germinate
+from tests.decisions import WAIT, Row, act, cull, fossilize, germinate
 
 CALM = GradientStats(norm=1.0, rms=0.1, vanished=0.0, exploded=0.0)
 
@@ -148,8 +148,7 @@ def test_the_host_and_other_seeds_keep_their_momentum_through_germination_and_cu
 
 MOVES = {
     "germination": [germinate(0, 1)],
-    "advance": [germinate(0, 1), WAIT, advance(0)],
-    "fossilization": [germinate(0, 1), WAIT, advance(0), advance(0), fossilize(0)],
+    "fossilization": [germinate(0, 1), WAIT, WAIT, fossilize(0)],
     "cull": [germinate(0, 1), WAIT, cull(0)],
 }
 """Actions, of which the last one is named."""

@@ -169,8 +169,7 @@ def test_another_seed_or_other_heads_cannot_go_on_from_a_checkpoint(
     more = ("--trainer.max_epochs=2", "--ckpt_path", str(finished.last))
 
     assert "data.seed: the checkpoint has 0, this run 1" in answer(tmp_path, capsys, *more, "--seed_everything=1")
-    heads = "--data.env.actions.advance=true", "--data.env.lifecycle.auto_blend=false"
-    assert "choices of the op head" in answer(tmp_path, capsys, *more, *heads)
+    assert "choices of the style head" in answer(tmp_path, capsys, *more, "--data.env.actions.styles=[linear_gate]")
 
 
 class Stops(Callback):

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import initialise
-from esper_lightning.growth.alpha import DEFAULT_RAMP, Ramp
-from esper_lightning.growth.blend import BlendStyle
+from esper_lightning.growth.blend import BlendStyle, Ramp
 from esper_lightning.growth.fold import FoldResult, fold
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.slot import Layout, SeedSlot
@@ -57,7 +56,7 @@ def example(layout: Layout, samples: int = 4) -> Tensor:
 
 
 def fossilize_seed(
-    slot: SeedSlot, blueprint: str, ramp: Ramp = DEFAULT_RAMP, style: BlendStyle = "add", bias: bool = True
+    slot: SeedSlot, blueprint: str, ramp: Ramp = Ramp(), style: BlendStyle = "add", bias: bool = True
 ) -> None:
     """Put a fossilized seed in `slot`; without `bias`, its biases are zero."""
     grow(slot, Stage.FOSSILIZED, blueprint, ramp, style=style)

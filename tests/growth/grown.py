@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper_lightning.blueprints import build_on
-from esper_lightning.growth.alpha import DEFAULT_RAMP, Ramp
-from esper_lightning.growth.blend import BlendStyle
+from esper_lightning.growth.blend import BlendStyle, Ramp
 from esper_lightning.growth.gates import Evidence
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.lifecycle import germinate, slots_of
@@ -108,7 +107,7 @@ def grow(
     slot: SeedSlot,
     stage: Stage,
     blueprint: str = "conv_light",
-    ramp: Ramp = DEFAULT_RAMP,
+    ramp: Ramp = Ramp(),
     seed: int = 0,
     style: BlendStyle = "add",
 ) -> None:

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from esper_lightning.growth.alpha import DEFAULT_RAMP, Ramp
-from esper_lightning.growth.blend import BlendStyle, GatedSeed, SampleGate, add, multiply, straight_through
+from esper_lightning.growth.blend import BlendStyle, GatedSeed, Ramp, SampleGate, add, multiply, straight_through
 from esper_lightning.growth.lifecycle import count_parameters, cull
 from esper_lightning.growth.slot import Layout, SeedSlot, new_seed
 from esper_lightning.growth.stages import Stage
@@ -44,9 +43,7 @@ def feature(layout: Layout, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(SHAPES[layout], generator=generator_of(3), dtype=torch.float64).to(dtype)
 
 
-def grown_slot(
-    layout: Layout, style: BlendStyle, stage: Stage = Stage.PROBATIONARY, ramp: Ramp = DEFAULT_RAMP
-) -> SeedSlot:
+def grown_slot(layout: Layout, style: BlendStyle, stage: Stage = Stage.PROBATIONARY, ramp: Ramp = Ramp()) -> SeedSlot:
     slot = SeedSlot("place", layout, 8)
     grow(slot, stage, BLUEPRINT[layout], ramp, style=style)
     return slot

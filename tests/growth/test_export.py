@@ -19,9 +19,8 @@ from torchvision import models
 
 from esper_lightning.blueprints import blueprint_names
 from esper_lightning.growth import export as export_module
-from esper_lightning.growth.alpha import DEFAULT_RAMP, Ramp
 from esper_lightning.growth.attach import attach_slots, detach_slots
-from esper_lightning.growth.blend import BlendStyle
+from esper_lightning.growth.blend import BlendStyle, Ramp
 from esper_lightning.growth.export import ONNX_PACKAGES, export
 from esper_lightning.growth.fold import fold
 from esper_lightning.growth.lifecycle import slots_of
@@ -32,7 +31,7 @@ from tests.growth.grown import STYLES, generator_of, grow, slot_named, small_bat
 from tests.runs import ROOT
 from tests.tiers import rest_is_slow
 
-HALF = Ramp(0.0, 0.5, 1, "linear")
+HALF = Ramp(2)
 
 
 def cnn() -> nn.Module:

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from esper_lightning.blueprints import blueprint_names, get_blueprint
-from esper_lightning.growth.alpha import Ramp
-from esper_lightning.growth.blend import BlendStyle
+from esper_lightning.growth.blend import BlendStyle, Ramp
 from esper_lightning.growth.fold import FoldResult, fold
 from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.slot import Layout

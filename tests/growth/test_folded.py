@@ -9,8 +9,8 @@ from torch import nn
 from torchvision import models
 
 from esper_lightning.blueprints import Residual, registry
-from esper_lightning.growth.alpha import DEFAULT_RAMP, Ramp
 from esper_lightning.growth.attach import attach_slots
+from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.export import load, save
 from esper_lightning.growth.fold import FoldResult, affine_map_of, fold
 from esper_lightning.growth.lifecycle import count_parameters, germinate, slots_of
@@ -127,7 +127,7 @@ def test_our_cnn_takes_seeds_in_where_its_layers_touch_them() -> None:
     network(x)  # moves BatchNorm's statistics
     fossilize_seed(slot_named(network, "block1"), "conv_light")
     fossilize_seed(slot_named(network, "block1.pool"), "conv_small", bias=False)
-    fossilize_seed(slot_named(network, "block2"), "conv_small", Ramp(0.0, 0.5, 1, "linear"))
+    fossilize_seed(slot_named(network, "block2"), "conv_small", Ramp(2))
     fossilize_seed(slot_named(network, "block3.pool"), "attention")
     into = {folding.slot: folding.target_layer for folding in fold_and_check(network, x)}
     assert into == {"block1": "block1", "block1.pool": "convs.1", "block2": "block2", "block3.pool": None}
@@ -183,7 +183,7 @@ def test_a_blueprint_of_ones_own_folds_where_it_is_one_small_convolution(
     monkeypatch.setattr(registry, "_BLUEPRINTS", dict(registry._BLUEPRINTS))
     registry.register("own", {"image"}, parameters=lambda c: 0, flops=lambda c, n: 0)(build)
     network, x = chain("image", nn.Tanh(), nn.Tanh()).double(), example("image").double()
-    germinate(network.slot, "own", DEFAULT_RAMP, generator=generator_of(), birth="random")
+    germinate(network.slot, "own", generator=generator_of(), birth="random")
     add_noise(network.slot.seed)
     for stage in LIFE[1:]:
         network.slot.move_to(stage)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from esper_lightning.growth.alpha import DEFAULT_RAMP, Ramp
+from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.lifecycle import (
     SeedEvent,
@@ -23,7 +23,7 @@ from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from tests.growth.grown import CALM, LIFE, SLOTS, evidence_of, generator_of, grow, loss_of, slot_named, small_cnn
 
-THREE_TICKS = Ramp(start=0.0, target=1.0, ticks=3, curve="linear")
+THREE_TICKS = Ramp(3)
 
 
 def image_slot() -> SeedSlot:
@@ -74,7 +74,7 @@ def test_without_waiting_times_a_seed_blends_after_its_first_tick_and_its_slot_r
     assert pass_tick(slot, config) == ["PROBATIONARY: alpha reached its target"]
     cull(slot)
     assert pass_tick(slot, config) == ["EMBARGOED: removed", "DORMANT: embargo over"]
-    germinate(slot, "norm", DEFAULT_RAMP, generator=generator_of())
+    germinate(slot, "norm", generator=generator_of())
 
 
 def test_the_tick_of_germination_does_not_count_as_training() -> None:
@@ -105,7 +105,7 @@ def test_culling_removes_every_trace_of_a_seed_and_closes_the_slot(stage: Stage)
     assert list(network.state_dict()) == list(expected)
     assert torch.equal(loss_of(network), loss_of(bare))
     with pytest.raises(ValueError, match="CULLED cannot become GERMINATED; allowed: EMBARGOED"):
-        germinate(slot, "norm", DEFAULT_RAMP, generator=generator_of())
+        germinate(slot, "norm", generator=generator_of())
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_seed_that_is_stuck_in_training_says_so_once_with_the_reasons(
 
 def test_a_seed_that_no_optimizer_holds_waits() -> None:
     slot, config = image_slot(), LifecycleConfig(training_ticks=1)
-    germinate(slot, "norm", DEFAULT_RAMP, generator=generator_of())
+    germinate(slot, "norm", generator=generator_of())
     for _ in range(3):
         slot.end_epoch()
         assert auto_transition(slot, evidence_of(slot, in_optimizer=False), config, horizon=50) == []
@@ -227,7 +227,7 @@ def test_operations_out_of_turn_are_refused_and_change_nothing(stage: Stage) -> 
     ramping = {Stage.BLENDING, Stage.PROBATIONARY}
     operations: list[tuple[Callable[[SeedSlot], SeedEvent], set[Stage], str]] = [
         (
-            lambda slot: germinate(slot, "norm", DEFAULT_RAMP, generator=generator_of()),
+            lambda slot: germinate(slot, "norm", generator=generator_of()),
             {Stage.DORMANT},
             f"{stage.name} cannot become",
         ),
@@ -258,7 +258,7 @@ def test_operations_out_of_turn_are_refused_and_change_nothing(stage: Stage) -> 
 def test_a_blueprint_that_cannot_grow_leaves_the_slot_empty(blueprint: str, layout: str, message: str) -> None:
     slot = SeedSlot("block1", layout, 4)
     with pytest.raises(ValueError, match=message):
-        germinate(slot, blueprint, DEFAULT_RAMP, generator=generator_of())
+        germinate(slot, blueprint, generator=generator_of())
     assert (slot.stage, slot.blueprint) == (Stage.DORMANT, None)
 
 

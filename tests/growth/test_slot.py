@@ -5,8 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import blueprint_names
-from esper_lightning.growth.alpha import Ramp
-from esper_lightning.growth.blend import BlendStyle
+from esper_lightning.growth.blend import BlendStyle, Ramp
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.growth.stages import Stage
@@ -26,7 +25,7 @@ from tests.growth.grown import (
     small_cnn,
 )
 
-SLOW = Ramp(start=0.0, target=1.0, ticks=4, curve="linear")
+SLOW = Ramp(4)
 
 
 def feature() -> Tensor:  # [B, C, H, W]

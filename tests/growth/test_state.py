@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from esper_lightning.growth.alpha import Ramp
 from esper_lightning.growth.attach import attach_from_state_dict, attach_slots, detach_slots
+from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.export import load, save
 from esper_lightning.growth.fold import fold
 from esper_lightning.growth.growing_network import GrowingNetwork

@@ -42,8 +42,7 @@ class EnvFactory:
     Attributes:
         data: All data variants that the contexts need, on the devices.
         space: Action space, the same for hosts of every architecture.
-        growable: True where a blueprint can grow in a slot, by architecture, [K, blueprints] bool each. All are equal
-            unless the policy observes rows.
+        growable: True where a blueprint can grow in a slot, by architecture, [K, blueprints] bool each.
 
     Raises ValueError if contexts do not fit the task, the host, or each other.
     """
@@ -97,26 +96,19 @@ class EnvFactory:
 
         action_spaces = discover()
         (_, (first_space, first_growable)), *further_spaces = action_spaces.items()
-        for architecture, (space, growable) in further_spaces:
+        for _, (space, growable) in further_spaces:
             if space == first_space and torch.equal(growable, first_growable):
                 continue
-            if config.sight.layout == "flat":
-                raise ValueError(
-                    f"family: on hosts with {architecture} other slots or seeds can grow than on the first; all "
-                    f"contexts need the same, name slots and blueprints that fit all, or set env.sight.layout to rows"
-                )
             if self.shared_space is None:
                 self.shared_space = union_of_slots(list(action_spaces.values()))
                 action_spaces = discover()
             break
         self.space = next(iter(action_spaces.values()))[0]
         self.growable = {architecture: growable for architecture, (_, growable) in action_spaces.items()}
-        self.host_flops = None
-        if config.objective.charges_compute or config.sight.needs_flops:
-            self.host_flops = {
-                architecture: measure_flops(self._build_host(context, devices[0]), batch.inputs[:1])
-                for architecture, context in architectures.items()
-            }
+        self.host_flops = {
+            architecture: measure_flops(self._build_host(context, devices[0]), batch.inputs[:1])
+            for architecture, context in architectures.items()
+        }
         self.host_kind = self._describe()
         self.host_contexts = {repr(context): self._make_host_context(context) for context in contexts}
         self.overseer: Overseer | None = None
@@ -232,7 +224,7 @@ class EnvFactory:
             device=device,
             timer=HostTimer(make_timer(device)),
             measure_host_only=config.reward.needs_host_only,
-            flops=self.host_flops[architecture] if self.host_flops is not None else None,
+            flops=self.host_flops[architecture],
             architecture=architecture,
         )
         self._attach_monitor(env)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from esper_lightning.envs import ActionConfig, HostPool
 from esper_lightning.envs.executors.streams import StreamsExecutor
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.envs.spaces.observation import compute_features
+from esper_lightning.envs.spaces.observation import slot_features
 from esper_lightning.growth.blend import Isolation
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.lifecycle import slots_of
@@ -145,11 +145,10 @@ def test_potentials_are_those_of_the_seeds_switched_on_one_by_one(make_pool: Mak
     plotted = (env.records[1].potential + env.records[2].potential) / 2
     assert potential_metrics(pool.envs) == {"growth/potential": pytest.approx(plotted)}
     names = [name for name in pool.feature_names if "potential" in name]
-    assert names == [f"{slot.name}.{name}" for slot in env.slots for name in ("potential.known", "potential")]
-    shown = compute_features(env)
-    second = env.slots[1].name
-    assert shown[f"{second}.potential.known"] == 1.0
-    assert shown[f"{second}.potential"] == pytest.approx(max(-1.0, min(1.0, env.records[1].potential / 10.0)))
+    assert names == ["slot.potential.known", "slot.potential"]
+    shown = slot_features(env, 1)
+    assert shown["potential.known"] == 1.0
+    assert shown["potential"] == pytest.approx(max(-1.0, min(1.0, env.records[1].potential / 10.0)))
 
 
 def test_potentials_that_nobody_asks_for_are_neither_measured_nor_observed(make_pool: MakePool) -> None:
