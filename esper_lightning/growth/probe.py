@@ -79,7 +79,7 @@ def probe_seeds(
 
 def _reasons_against(slot: SeedSlot, is_reached: bool) -> list[str]:
     if not slot.occupied:
-        return [f"does not grow on {slot.layout} features on {slot.alpha.device.type}"]
+        return [f"does not grow on {slot.layout} features"]
     if not is_reached:
         return ["the host's forward pass does not reach the slot"]
     if count_parameters(slot.seed) == 0:

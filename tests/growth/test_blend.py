@@ -1,5 +1,9 @@
 """Blending of a seed's output into the host's feature."""
 
+import math
+from itertools import pairwise
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from esper_lightning.growth.blend import BlendStyle, GatedSeed, Ramp, SampleGate, add, multiply, straight_through
+from esper_lightning.growth.blend import (
+    BlendStyle,
+    Curve,
+    GatedSeed,
+    Ramp,
+    SampleGate,
+    add,
+    multiply,
+    straight_through,
+)
 from esper_lightning.growth.lifecycle import count_parameters, cull
 from esper_lightning.growth.slot import Layout, SeedSlot, new_seed
 from esper_lightning.growth.stages import Stage
@@ -173,25 +186,14 @@ def test_a_feature_that_needs_no_gradient_still_lets_the_seed_learn() -> None:
     assert all(parameter.grad.any() for parameter in seed.parameters())
 
 
-@given(h=finite, s=finite)
-def test_adding_is_the_host_at_alpha_0_and_the_seed_at_alpha_1(h: float, s: float) -> None:
-    assert torch.equal(add(row(h), row(s), torch.tensor(0.0)), row(h))
-    assert torch.equal(add(row(h), row(s), torch.tensor(1.0)), row(s))
-
-
-@given(h=finite, s=finite)
-def test_multiplying_is_the_host_at_alpha_0(h: float, s: float) -> None:
-    assert torch.equal(multiply(row(h), row(s), row(h), alpha=torch.tensor(0.0)), row(h))
-
-
-@given(h=st.floats(-10, 10, width=32), s=st.floats(-10, 10, width=32), alpha=st.floats(0, 1, width=32))
-def test_adding_stays_between_host_and_seed(h: float, s: float, alpha: float) -> None:
-    blended = add(scalar(h), scalar(s), torch.tensor(alpha)).item()
-    assert min(h, s) - 1e-5 <= blended <= max(h, s) + 1e-5
-
-
 @given(h=finite, s=finite, alpha=st.floats(0, 1, width=32))
-def test_multiplying_neither_turns_a_number_round_nor_more_than_doubles_it(h: float, s: float, alpha: float) -> None:
+def test_adding_and_multiplying_keep_their_bounds_and_are_exact_at_the_ends(h: float, s: float, alpha: float) -> None:
+    zero, one = torch.tensor(0.0), torch.tensor(1.0)
+    assert torch.equal(add(row(h), row(s), zero), row(h))
+    assert torch.equal(add(row(h), row(s), one), row(s))
+    assert torch.equal(multiply(row(h), row(s), row(h), alpha=zero), row(h))
+    blended = add(scalar(h), scalar(s), torch.tensor(alpha)).item()
+    assert min(h, s) - 1e-5 * max(abs(h), abs(s)) <= blended <= max(h, s) + 1e-5 * max(abs(h), abs(s))
     factor = multiply(scalar(h), scalar(s), scalar(h), alpha=torch.tensor(alpha)).item() / h if h else 1.0
     assert 0.0 <= factor <= 2.0 + 1e-6
 
@@ -259,3 +261,22 @@ def test_a_gated_seed_and_a_plain_one_from_one_generator_are_the_same_seed() -> 
 
     plain, gated = make("add").state_dict(), make("gate").seed.state_dict()
     assert all(torch.equal(plain[name], gated[name]) for name in plain)
+
+
+# Ramps of alpha.
+
+
+@pytest.mark.parametrize("curve", get_args(Curve))
+@pytest.mark.parametrize("ticks", [0, 1, 2, 7, 300])
+def test_a_ramp_rises_at_every_tick_from_exactly_0_to_exactly_1(curve: Curve, ticks: int) -> None:
+    values = [Ramp(ticks, curve).value(tick) for tick in range(max(1, ticks) + 1)]
+    assert (values[0], values[-1], Ramp(ticks, curve).value(ticks + 5)) == (0.0, 1.0, 1.0)
+    assert all(earlier < later for earlier, later in pairwise(values))
+    assert [1.0 - value for value in reversed(values)] == pytest.approx(values, abs=1e-12), "symmetric"
+
+
+def test_ramps_pass_through_hand_computed_values() -> None:
+    assert [Ramp(4).value(tick) for tick in range(-1, 7)] == [0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    tangents = [math.tanh(6.0 * (tick / 10 - 0.5)) / math.tanh(3.0) for tick in range(11)]
+    expected = [0.5 + 0.5 * tangent for tangent in tangents]  # a sigmoid is a scaled hyperbolic tangent
+    assert [Ramp(10, "sigmoid12").value(tick) for tick in range(11)] == pytest.approx(expected, abs=1e-12)

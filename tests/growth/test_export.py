@@ -76,9 +76,10 @@ SIMPLE = {"image": "conv_light", "sequence": "lora", "vector": "lora"}
 
 
 def grown(network: nn.Module) -> nn.Module:
-    """Return a network with a fossilized seed of each style, the first two at alpha 1/2."""
-    for slot, style, ramp in zip(slots_of(network).values(), STYLES, [HALF, HALF, DEFAULT_RAMP], strict=True):
-        grow(slot, Stage.FOSSILIZED, SIMPLE[slot.layout], ramp, style=style)
+    """Return a network with seeds of each style, the second at alpha 1/2."""
+    stages = [Stage.FOSSILIZED, Stage.BLENDING, Stage.FOSSILIZED]
+    for slot, style, stage in zip(slots_of(network).values(), STYLES, stages, strict=True):
+        grow(slot, stage, SIMPLE[slot.layout], Ramp(2), style=style)
     return network.eval()
 
 

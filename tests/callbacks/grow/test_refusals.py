@@ -22,7 +22,6 @@ from esper_lightning.callbacks import Grow
 from esper_lightning.callbacks.grow.refusals import check_trainer, find_network
 from esper_lightning.envs import ActionConfig
 from esper_lightning.growth import attach_slots
-from esper_lightning.growth.gates import LifecycleConfig
 from tests.callbacks.grow.modules import Classifier, DigitsData
 from tests.callbacks.grow.trainings import grow, trainer
 
