@@ -21,7 +21,7 @@ def main(args: list[str] | None = None) -> None:
         sys.path.append(str(Path.cwd()))
     quiet_lightning()
 
-    from esper_lightning.commands import run  # imported late: importing torch and Lightning takes seconds
+    from esper_lightning.cli import run  # imported late: importing torch and Lightning takes seconds
     from esper_lightning.errors import DivergedError
 
     try:

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from esper_lightning.cli import Parser, make_cli
-from esper_lightning.commands import COMMANDS
+from esper_lightning.cli import COMMANDS, Parser, make_cli
 from esper_lightning.config_files import find_config
 from tests.runs import ROOT
 
