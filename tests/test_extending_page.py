@@ -92,7 +92,7 @@ def test_the_reward_trains_alone_and_the_controller_is_compared_and_grows_a_netw
 
 def test_the_second_reward_charges_for_seeds_that_wait(folder: Path) -> None:
     importlib.import_module("parts")
-    long, short = (SlotStatus(Stage.PROBATIONARY, ticks, 9, False) for ticks in (3, 2))
+    long, short = (SlotStatus(Stage.PROBATIONARY, ticks, 9) for ticks in (3, 2))
     step = host_step(slot_step(long), slot_step(short), slot_step(EMPTY), objective=0.75)
 
     assert compute_terms(step, RewardConfig(mode="decisive")) == {"gain": 0.25, "waiting": -0.02}

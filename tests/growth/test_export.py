@@ -24,7 +24,6 @@ from esper_lightning.growth.blend import BlendStyle, Ramp
 from esper_lightning.growth.export import ONNX_PACKAGES, export
 from esper_lightning.growth.fold import fold
 from esper_lightning.growth.lifecycle import slots_of
-from esper_lightning.growth.slot import EXTRA_STATE
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import GPT, MLP
 from tests.growth.grown import STYLES, generator_of, grow, slot_named, small_batch, small_cnn
@@ -104,13 +103,6 @@ def test_an_exported_network_says_the_same_on_batches_of_any_size(
             torch.testing.assert_close(each.module()(inputs(samples)), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_exported_is_the_grown_network_and_no_more() -> None:
-    network = grown(cnn())
-    program = exported(network, digits(2))
-    assert set(program.state_dict) == {name for name in network.state_dict() if not name.endswith(EXTRA_STATE)}
-    assert not torch.allclose(program.module()(digits(4)), cnn().eval()(digits(4)))
-
-
 IMAGE_SEEDS = list(zip(blueprint_names("image"), cycle(STYLES), strict=False))
 """Each of them in a style, and each style with some of them."""
 
@@ -154,17 +146,6 @@ def test_a_network_may_be_exported_in_the_middle_of_growth(stage: Stage) -> None
         grow(slot_named(network, "block1"), stage, "conv_light", HALF)
     program = exported(network, digits(2))
     torch.testing.assert_close(program.module()(digits(5)), network(digits(5)), rtol=1e-5, atol=1e-6)
-
-
-def test_a_folded_network_is_exported() -> None:
-    network = small_cnn(["block1", "block2"]).eval()
-    grow(slot_named(network, "block1"), Stage.FOSSILIZED, "conv_light")
-    grow(slot_named(network, "block2"), Stage.FOSSILIZED, "conv_small")
-    before = network(digits(5))
-    assert [folding.target_layer for folding in fold(network, digits(4))] == ["block1", "block2"]
-    program = exported(network, digits(2))
-    torch.testing.assert_close(program.module()(digits(5)), network(digits(5)), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(program.module()(digits(5)), before, rtol=1e-4, atol=1e-5)
 
 
 def resnet_with_a_kept_and_a_folded_seed() -> nn.Module:

@@ -121,14 +121,6 @@ def test_every_layout_grows(layout: Layout, style: str) -> None:
     check_optimizer_matches(network)
 
 
-def test_a_ramp_without_ticks_is_at_its_end_at_once() -> None:
-    network = growing()
-    network.germinate("block1", "norm", ticks=0)
-    assert describe_events(epoch(network)) == ["block1: TRAINING", "block1: BLENDING"]
-    assert network.slots["block1"].alpha.item() == 1.0
-    assert describe_events(epoch(network)) == ["block1: PROBATIONARY"]
-
-
 def test_a_seed_may_be_blended_from_the_start_without_any_gate() -> None:
     network = growing(LifecycleConfig(training_ticks=9, min_potential=50.0))
     event = network.germinate("block1", "conv_light", ticks=2, stage="BLENDING")

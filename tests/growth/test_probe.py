@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import blueprint_names, build_on, registry
+from esper_lightning.blueprints import blueprint_names, registry
 from esper_lightning.growth.probe import probe_seeds
 from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.hosts import CNN
-from tests.growth.grown import CPU, LAYOUTS, SLOTS, batch_of, generator_of, host_of, loss_of, loss_on, small_cnn
+from tests.growth.grown import LAYOUTS, SLOTS, batch_of, host_of, loss_of, loss_on, small_cnn
 
 Register = Callable[[str, Callable[[int], nn.Module]], None]
 
@@ -100,8 +100,7 @@ def test_a_seed_that_does_not_fit_a_slot_is_found_out(
 
 
 def test_slots_that_the_forward_pass_misses_and_other_layouts_are_named() -> None:
-    host = build_on(CPU, Detour, generator_of())
-    reasons = probe_seeds(host, ["conv_light"], loss_of)
+    reasons = probe_seeds(Detour(), ["conv_light"], loss_of)
     assert {slot: reason for (slot, _), reason in reasons.items()} == {
         "block1": [],
         "unreached": ["the host's forward pass does not reach the slot"],

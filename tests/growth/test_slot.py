@@ -162,17 +162,6 @@ def test_the_gradient_that_reaches_the_host_is_the_one_computed_by_hand(
     assert all(p.grad.any() for p in slot.seed.parameters())
 
 
-@every_style
-def test_isolation_costs_the_seed_nothing_of_its_own_gradient(style: BlendStyle) -> None:
-    gradients = []
-    for isolate in (True, False):
-        slot, x = SeedSlot("layer1", "vector", 6, detach_input=isolate), torch.randn(4, 6, generator=generator_of(3))
-        grow(slot, Stage.PROBATIONARY, "mlp_small", SLOW, style=style)
-        slot(x).square().sum().backward()
-        gradients.append([p.grad for p in slot.seed.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
 @pytest.mark.parametrize(("isolate", "slope"), [(True, 0.75), (None, 0.75), (False, 0.75 + 0.25 * 3.0)])
 def test_isolation_keeps_the_host_from_learning_through_a_blending_seed(isolate: bool | None, slope: float) -> None:
     slot, x = tripling_slot(Stage.BLENDING, isolate), feature()
@@ -189,22 +178,6 @@ def test_a_fossil_is_never_isolated() -> None:
     y.sum().backward()
     torch.testing.assert_close(y, 3.0 * x)
     torch.testing.assert_close(x.grad, torch.full_like(x, 3.0))
-
-
-@pytest.mark.parametrize(("layout", "isolated"), [("image", True), ("sequence", False), ("vector", False)])
-def test_images_isolate_their_seeds_unless_told_otherwise(layout: Layout, isolated: bool) -> None:
-    assert SeedSlot("a", layout, 4).detach_input is isolated
-    assert SeedSlot("a", layout, 4, detach_input=not isolated).detach_input is not isolated
-
-
-@every_style
-def test_fossilizing_does_not_change_what_a_full_seed_says(style: BlendStyle) -> None:
-    slot, x = SeedSlot("block1", "image", 4), feature()
-    grow(slot, Stage.PROBATIONARY, style=style)
-    before = slot(x)
-    slot.move_to(Stage.FOSSILIZED)
-    assert torch.equal(slot(x), before)
-    assert not torch.equal(before, x)
 
 
 @pytest.mark.parametrize("stage", [Stage.GERMINATED, Stage.TRAINING], ids=lambda stage: stage.name)

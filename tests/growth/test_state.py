@@ -49,7 +49,7 @@ from tests.growth.grown import (
 )
 from tests.runs import ROOT
 
-HALF = Ramp(0.0, 0.5, 4, "linear")
+HALF = Ramp(4)
 
 PLACES, SLOT = f"grown_slots.{EXTRA_STATE}", f"grown_slots.at/2.{EXTRA_STATE}"
 

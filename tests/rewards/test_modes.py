@@ -33,10 +33,10 @@ from tests.rewards.ticks import (
 
 ALL = get_args(ModeName)
 
-KEPT = SlotStatus(Stage.FOSSILIZED, 0, 4, False)
-ON_PROBATION = SlotStatus(Stage.PROBATIONARY, 3, 4, False)
-BLENDING = SlotStatus(Stage.BLENDING, 2, 3, False)
-CULLED = SlotStatus(Stage.CULLED, 0, 0, False)
+KEPT = SlotStatus(Stage.FOSSILIZED, 0, 4)
+ON_PROBATION = SlotStatus(Stage.PROBATIONARY, 3, 4)
+BLENDING = SlotStatus(Stage.BLENDING, 2, 3)
+CULLED = SlotStatus(Stage.CULLED, 0, 0)
 
 
 def reward(step: HostStep, mode: ModeName, **settings: float) -> float:
@@ -98,7 +98,7 @@ def test_a_seed_that_does_harm_earns_nothing_by_being_culled(
 
 @pytest.mark.parametrize("mode", ["shaped", "basic", "basic_plus"])
 def test_shaping_of_a_whole_episode_is_nothing_unless_it_goes_on_beyond_the_horizon(mode: ModeName) -> None:
-    first = slot_step(EMPTY, SlotStatus(Stage.GERMINATED, 0, 0, False), ON_PROBATION)
+    first = slot_step(EMPTY, SlotStatus(Stage.GERMINATED, 0, 0), ON_PROBATION)
     last = slot_step(ON_PROBATION, KEPT, KEPT._replace(ticks_in_stage=1))
     config = RewardConfig(mode=mode)
     assert compute_terms(host_step(first), config)["shaping"] == pytest.approx(0.3 * 6.4)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import HostStep, ModeName, RewardConfig, SeedAccount, SlotStatus, SlotStep
 
-EMPTY = SlotStatus(Stage.DORMANT, 0, 0, False)
+EMPTY = SlotStatus(Stage.DORMANT, 0, 0)
 NEXT = {Stage.GERMINATED: Stage.TRAINING, Stage.TRAINING: Stage.BLENDING, Stage.BLENDING: Stage.PROBATIONARY}
 
 
@@ -89,23 +89,23 @@ def seed_life(advances: Sequence[bool], growth: float = 0.3, start: float = 0.5)
     """Return op and slot, tick by tick, of a seed that is germinated, advances at the end of the ticks in `advances`,
     and is culled; nothing depends on the seed."""
     ticks: list[tuple[str, SlotStep]] = []
-    before, acted, op = EMPTY, SlotStatus(Stage.GERMINATED, 0, 0, False), "GERMINATE"
+    before, acted, op = EMPTY, SlotStatus(Stage.GERMINATED, 0, 0), "GERMINATE"
     account = SeedAccount(accuracy_at_germination=start)
     for age, advance in enumerate(advances, 1):
         stage = NEXT.get(acted.stage, acted.stage) if advance else acted.stage
-        after = SlotStatus(stage, 0 if stage is not acted.stage else acted.ticks_in_stage + 1, age, False)
+        after = SlotStatus(stage, 0 if stage is not acted.stage else acted.ticks_in_stage + 1, age)
         ticks.append((op, slot_step(before, acted, after, account=account, growth=growth, alpha=0.5)))
         before = acted = after
         op = "WAIT"
-    culled = SlotStatus(Stage.CULLED, 0, 0, False)
-    ticks.append(("CULL", slot_step(before, culled, SlotStatus(Stage.EMBARGOED, 0, 0, False), account=account)))
+    culled = SlotStatus(Stage.CULLED, 0, 0)
+    ticks.append(("CULL", slot_step(before, culled, SlotStatus(Stage.EMBARGOED, 0, 0), account=account)))
     return ticks
 
 
 shares = st.floats(0.0, 1.0)
 points = st.floats(-100.0, 100.0)
 losses = st.floats(0.0) | st.just(float("nan"))
-seeds = st.builds(SlotStatus, st.sampled_from(Stage), st.integers(0, 200), st.integers(0, 200), st.booleans())
+seeds = st.builds(SlotStatus, st.sampled_from(Stage), st.integers(0, 200), st.integers(0, 200))
 accounts = st.builds(SeedAccount, shares, st.integers(0, 200), st.floats(0.0, 100.0))
 slots = st.builds(
     SlotStep,
