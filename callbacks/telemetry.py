@@ -281,7 +281,7 @@ class Telemetry(Callback):
         found = numbers.tick_metrics(step) | numbers.growth_metrics(pool.envs)
         found |= numbers.skipped_step_metrics(pool.envs, self._module.collector.ranks.own)
         found |= numbers.gradient_metrics(pool.envs) | numbers.potential_metrics(pool.envs)
-        if pool.overseer is not None:
+        if pool.governor is not None:
             found |= numbers.governor_metrics(step, pool.envs)
         found |= numbers.phase_seconds(
             self._unwritten_seconds, loop.ticks - self._last_written_tick, pool.clock.timer.name

@@ -22,7 +22,6 @@ from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
 from esper_lightning.cli import CHECKPOINTS_FOLDER, run_folder
 from esper_lightning.console import quieter_lightning
 from esper_lightning.datamodules.hosts import HostPoolData
-from esper_lightning.envs import Overseer
 from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.comparison import ComparisonResult, EvaluationConfig
 from esper_lightning.evaluation.run import compare
@@ -161,7 +160,7 @@ def evaluate(
     data.build(torch.device("cpu"))
     if task is None and len(data.pools) > 1:
         raise ValueError(f"evaluate returns the result of one task; give task: {', '.join(data.pools)}")
-    data.oversee(None if governor is None else Overseer(governor))
+    data.oversee(governor)
     try:
         out = None if folder is None else Path(folder)
         results = compare(config, data, own, folder=out, settings=dict(data.hparams), executor=executor)

@@ -23,6 +23,7 @@ from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
 from esper_lightning.evaluation.comparison import Comparison
 from esper_lightning.evaluation.growing import find_controller, grow_host
 from esper_lightning.evaluation.networks import export_grown
+from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ranks import local_world
 from esper_lightning.registry import is_of_this_package
@@ -129,9 +130,9 @@ def last_of_each_class(callbacks: Sequence[Any]) -> list[Any]:
     return [one for one in callbacks if one is last[type(one)] or not is_of_this_package(type(one))]
 
 
-def governor_of(trainer: Any) -> Governor | None:
-    """Return the Governor among the callbacks of a trainer."""
-    return next((one for one in trainer.callbacks if isinstance(one, Governor)), None)
+def governor_of(trainer: Any) -> GovernorConfig | None:
+    """Return the rules of the Governor among the callbacks of a trainer."""
+    return next((one.rules for one in trainer.callbacks if isinstance(one, Governor)), None)
 
 
 def run_folder(checkpoint: str | Path | None) -> Path | None:

@@ -12,7 +12,7 @@ from hypothesis import settings
 from jsonargparse import _core, _subcommands
 from torch import Tensor, nn
 
-from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, Overseer
+from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
 from esper_lightning.envs.executors.fused.equivalence import check_stack
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import ConvolutionMethod, HostTraining
@@ -143,9 +143,9 @@ def make_pool() -> Callable[..., HostPool]:
         governor: GovernorConfig | None = GovernorConfig(),
         **changes: Any,
     ) -> HostPool:
-        config, overseer = replace(SMALL, **changes), None if governor is None else Overseer(governor)
+        config = replace(SMALL, **changes)
         device = torch.device("cpu")
-        return HostPool(task, data, host, config=config, n_envs=n_envs, device=device, overseer=overseer)
+        return HostPool(task, data, host, config=config, n_envs=n_envs, device=device, governor=governor)
 
     return make
 

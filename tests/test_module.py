@@ -17,8 +17,8 @@ from esper_lightning.cli import EsperCLI
 from esper_lightning.controllers.learned import SampledController
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import ActionConfig, EnvConfig
+from esper_lightning.envs.host_pool import LOGGED_METRICS
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.envs.step_result import LOGGED_METRICS
 from esper_lightning.errors import DivergedError
 from esper_lightning.module import ADAM_EPS, NormalizeConfig, TamiyoModule
 from esper_lightning.ppo.collector import RolloutSummary

@@ -30,11 +30,11 @@ from esper_lightning.callbacks.grow.scoring import VariantMeter, first_rows
 from esper_lightning.controllers.learned import TrainingRules
 from esper_lightning.envs import ActionConfig, EnvConfig
 from esper_lightning.envs.flops import count_flops
+from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.measurements import EpochResult, TrainingStats
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.action_discovery import probe_action_space
 from esper_lightning.envs.spaces.observation import ObservationConfig
-from esper_lightning.envs.subject import Subject
 from esper_lightning.growth import GrowingNetwork, SeedEvent, attach_from_state_dict, attach_slots, slots_of
 from esper_lightning.growth.attach import attach_at, attached_places
 from esper_lightning.growth.counterfactual import ScoreFunction

@@ -7,8 +7,8 @@ from typing import Any
 
 from esper_lightning.controllers.learned import Hosts
 from esper_lightning.envs import Action, Op
+from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.actions import to_action
-from esper_lightning.envs.subject import Subject
 from esper_lightning.growth.gates import LifecycleConfig
 
 

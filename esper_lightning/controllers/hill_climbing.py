@@ -11,8 +11,8 @@ from esper_lightning.blueprints import get_blueprint, suggest_name
 from esper_lightning.controllers.fixed_schedule import WAIT_ACTION, is_possible
 from esper_lightning.controllers.learned import Hosts
 from esper_lightning.envs import Action, Op
+from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.actions import to_action
-from esper_lightning.envs.subject import Subject
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.lifecycle import count_parameters

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.envs import Action, ActionConfig, ActionSpace, EnvConfig, HostPool, Masks
+from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.observation import ObservationConfig
-from esper_lightning.envs.subject import Subject
 from esper_lightning.envs.vector_env import Observation
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.serialization.excerpt import excerpt

@@ -11,7 +11,7 @@ from lightning import LightningDataModule, Trainer
 from esper_lightning.checkpointing.resize import move_environments, resize_environments, saved_on_another_device
 from esper_lightning.checkpointing.validate import FEATURES_KEY
 from esper_lightning.console import print_status
-from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool, Overseer, check_host_count
+from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool, check_host_count
 from esper_lightning.envs.context.distribution import FamilyConfig
 from esper_lightning.envs.context.env_factory import EnvFactory
 from esper_lightning.envs.host_devices import find_host_devices
@@ -20,6 +20,7 @@ from esper_lightning.envs.seeding import EVALUATION, check_rng_seed, episode_rng
 from esper_lightning.envs.spaces.action_discovery import SharedSpace, union_of_slots
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.envs.vector_env import VectorEnv
+from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.ranks import Ranks, share_machine
 from esper_lightning.registry import describe_factory
 from esper_lightning.tasks import Task, TaskData, check_data, fingerprint
@@ -195,7 +196,7 @@ class HostPoolData(LightningDataModule):
         self.task_configs = by_task(TaskConfig(task=task, host=host, n_envs=n_envs), also or {}, env)
         self.ranks = Ranks([one.n_envs for one in self.task_configs.values()])
         self.n_envs = self.ranks.total
-        self.overseer: Overseer | None = None
+        self.governor: GovernorConfig | None = None
         self.loaded_tasks: dict[str, LoadedTask] = {}
         self.pools: dict[str, HostPool] = {}  # by task
         self._shared_space: SharedSpace | None = None  # of the hosts of several tasks
@@ -252,7 +253,7 @@ class HostPoolData(LightningDataModule):
     def make_pool(
         self, n_envs: int, held_out: bool = False, task: str | None = None, *, sight: ObservationConfig | None = None
     ) -> HostPool:
-        """Return another pool with the same task, hosts, rules, executor and overseer.
+        """Return another pool with the same task, hosts, rules, executor and Governor.
 
         Args:
             n_envs: Number of hosts.
@@ -275,14 +276,14 @@ class HostPoolData(LightningDataModule):
             host_devices=loaded.host_devices,
             held_out=held_out,
             shared_space=self._shared_space,
-            overseer=self.overseer,
+            governor=self.governor,
         )
 
-    def oversee(self, overseer: Overseer | None) -> None:
-        """Let an overseer watch all hosts, those of pools made later too. None: stop watching."""
-        self.overseer = overseer
+    def oversee(self, governor: GovernorConfig | None) -> None:
+        """Let the Governor watch all hosts by these rules, those of pools made later too. None: stop watching."""
+        self.governor = governor
         for pool in self.pools.values():
-            pool.oversee(overseer)
+            pool.oversee(governor)
 
     @property
     def pool(self) -> HostPool | MixedPool:
@@ -351,7 +352,7 @@ class HostPoolData(LightningDataModule):
         if not self._validation_pools or self._validation_pools[0].n_envs != n_envs:
             self._validation_pools = [self.make_pool(n_envs, task=task) for task in self.pools]
         for pool in self._validation_pools:
-            pool.oversee(self.overseer)
+            pool.oversee(self.governor)
         return self._validation_pools
 
     def state_dict(self) -> dict[str, Any]:

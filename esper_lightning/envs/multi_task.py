@@ -6,13 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper_lightning.envs.governing import Overseer
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.host_pool import HostPool
+from esper_lightning.envs.host_pool import HostPool, PoolMetrics, StepResult
 from esper_lightning.envs.spaces.actions import Action
 from esper_lightning.envs.spaces.masks import Masks
-from esper_lightning.envs.step_result import PoolMetrics, StepResult
 from esper_lightning.envs.vector_env import Observation
+from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.profiling import PhaseClock
 from esper_lightning.serialization.checks import check_keys
 
@@ -80,9 +79,9 @@ class MixedPool:
         return {name: span for name, (_, span) in zip(self.pools, self._pool_slices(), strict=True)}
 
     @property
-    def overseer(self) -> Overseer | None:
-        """Overseer of the first pool; all pools of a run have the same one. None: the hosts are not watched."""
-        return next(iter(self.pools.values())).overseer
+    def governor(self) -> GovernorConfig | None:
+        """Rules by which all hosts are watched. None: they are not watched."""
+        return next(iter(self.pools.values())).governor
 
     @property
     def envs(self) -> list[HostEnv]:

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from esper_lightning.envs.config import EnvConfig
 from esper_lightning.envs.device_transfer import download
+from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.measurements import EpochResult, Validation
 from esper_lightning.envs.spaces.actions import Action, ActionError, Op, check_is_action
 from esper_lightning.envs.spaces.observation_builder import ObservationBuilder
-from esper_lightning.envs.subject import Subject
 from esper_lightning.envs.vector_env import Observation
 from esper_lightning.growth.lifecycle import SeedEvent
 

@@ -50,14 +50,14 @@ class FlopsMeter:
         self.compute = [host_compute(env, example) for env in self.pool.envs]  # hosts may differ
         # All executors ask each host for its batches once per tick, after the actions and before it trains.
         for i, env in enumerate(self.pool.envs):
-            env.set_batch_hooks(epoch_rng_seed, partial(self._count_epoch, i, env))
+            env.data_order, env.on_batches = epoch_rng_seed, partial(self._count_epoch, i, env)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for env in self.pool.envs:
-            env.set_batch_hooks()
+            env.data_order = env.on_batches = None
 
     def _count_epoch(self, i: int, env: HostEnv, batches: Batches) -> None:
         self.flops[i] += step_flops(self.compute[i], env.slots) * batches.indices.numel()

@@ -107,9 +107,9 @@ def host_anomaly_metrics(envs: Sequence["HostEnv"], most_reliance: float) -> dic
 
 def reliance_ratios(env: "HostEnv") -> Iterable[float]:
     """Yield each blended seed's contribution over the host's improvement since the seed was germinated."""
-    for slot, record, account in zip(env.slots, env.records, env.accounts, strict=True):
+    for slot, record, before in zip(env.slots, env.records, env.accuracy_at_germination, strict=True):
         if slot.blended and record.contribution is not None and math.isfinite(record.contribution):
-            improvement = 100.0 * (env.history.accuracy[-1] - account.accuracy_at_germination)
+            improvement = 100.0 * (env.history.accuracy[-1] - before)
             large = record.contribution >= MIN_RELIED_CONTRIBUTION_POINTS
             yield record.contribution / max(improvement, MIN_IMPROVEMENT_POINTS) if large else 0.0
 

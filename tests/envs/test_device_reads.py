@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from esper_lightning.envs import HostPool, Masks, Overseer
+from esper_lightning.envs import HostPool, Masks
 from esper_lightning.envs.device_transfer import download
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.nested import iter_tensors
@@ -97,8 +97,8 @@ def test_nothing_in_a_tick_waits_for_the_gpu_but_the_two_reads(
     """S3: a step waits for the GPU only in its two transfers. Torch raises an error at any other synchronisation, also
     at copies from pageable memory."""
     gpu, task = torch.device("cuda", 0), Digits(validation=100, test=100)
-    config, overseer = replace(SMALL, executor=executor), Overseer(GovernorConfig())
-    pool = HostPool(task, task.load(), small_host, config=config, n_envs=3, device=gpu, overseer=overseer)
+    config, governor = replace(SMALL, executor=executor), GovernorConfig()
+    pool = HostPool(task, task.load(), small_host, config=config, n_envs=3, device=gpu, governor=governor)
     norms = RunningMeanStd((len(pool.feature_names),)).to(gpu), RunningMeanStd((), clip=float("inf")).to(gpu)
     loop = RolloutCollector(
         pool,

@@ -9,9 +9,9 @@ import pytest
 from lightning import Callback, Trainer
 
 from esper_lightning.checkpointing.validate import open_checkpoint
-from esper_lightning.envs import reward
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.losses import ppo_terms
+from esper_lightning.rewards import compute_terms
 from tests.runs import EPOCHS, HORIZON, Run, fit, load, only_run, with_callback
 from tests.tiers import rest_is_slow
 
@@ -29,10 +29,10 @@ def break_rewards(monkeypatch: pytest.MonkeyPatch, tick: int, hosts: tuple[int, 
         nonlocal calls
         at, host = divmod(calls, 2)
         calls += 1
-        terms = reward.reward_terms(*args)
+        terms = compute_terms(*args)
         return terms | {"objective": value} if at + 1 == at_call and host in hosts else terms
 
-    monkeypatch.setattr("esper_lightning.envs.host_pool.reward_terms", broken)
+    monkeypatch.setattr("esper_lightning.envs.host_pool.compute_terms", broken)
 
 
 class PoisonAt(Callback):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from esper_lightning.controllers.random import RandomValid
-from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, Op, Overseer
+from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, Op
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.gates import LifecycleConfig
@@ -29,8 +29,8 @@ def make_pool(lr: float = 0.05, **lifecycle: object) -> HostPool:
         lifecycle=LifecycleConfig(**{"training_ticks": 1, "min_contribution": None, "embargo_ticks": 1, **lifecycle}),
         actions=ActionConfig(tempos={"FAST": 2}, slow_cull=True, set_alpha=True, speeds=[0, 2]),
     )
-    device, overseer = torch.device("cpu"), Overseer(GovernorConfig())
-    return HostPool(task, task.load(), tiny_host, config=config, n_envs=HOSTS, device=device, overseer=overseer)
+    device, governor = torch.device("cpu"), GovernorConfig()
+    return HostPool(task, task.load(), tiny_host, config=config, n_envs=HOSTS, device=device, governor=governor)
 
 
 def observe_steps(pool: HostPool, episodes: int = 2) -> Iterator[tuple[Observer, object]]:

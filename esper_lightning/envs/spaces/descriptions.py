@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import blueprint_names, get_blueprint
+from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.observation import LOG_SIZE_SCALE, clip
-from esper_lightning.envs.subject import Subject
 from esper_lightning.growth.slot import ABSENT, Layout, SeedSlot
 
 LAYOUTS = get_args(Layout)

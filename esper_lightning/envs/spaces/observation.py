@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from esper_lightning.blueprints import suggest_name
+from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.actions import STYLES
-from esper_lightning.envs.subject import Subject
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.stages import LIVE, Stage

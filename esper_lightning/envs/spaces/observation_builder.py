@@ -8,10 +8,10 @@ from torch import Tensor
 
 from esper_lightning.envs.config import EnvConfig
 from esper_lightning.envs.device_transfer import copy_to_device
+from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.actions import ActionSpace, Op
 from esper_lightning.envs.spaces.masks import Masks, make_masks, possible_ops
 from esper_lightning.envs.spaces.rows import Descriptions, RowSizes, compute_features
-from esper_lightning.envs.subject import Subject
 from esper_lightning.envs.vector_env import Observation
 
 PARTS = ("", "slot.", "blueprint.")

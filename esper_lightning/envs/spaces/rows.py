@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.descriptions import (
     BLUEPRINT_DESCRIPTION,
     SLOT_DESCRIPTION,
@@ -18,7 +19,6 @@ from esper_lightning.envs.spaces.descriptions import (
     describe,
 )
 from esper_lightning.envs.spaces.observation import CONTRIBUTION_SCALE, clip, host_features, slot_features
-from esper_lightning.envs.subject import Subject
 from esper_lightning.growth.lifecycle import count_parameters
 
 RENT_SCALE = 0.2

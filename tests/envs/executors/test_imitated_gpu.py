@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from esper_lightning.callbacks import Governor, RolloutState
 from esper_lightning.datamodules.hosts import HostPoolData
-from esper_lightning.envs import HostPool, Overseer
+from esper_lightning.envs import HostPool
 from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.evaluation.comparison import EvaluationConfig
 from esper_lightning.governor.judge import GovernorConfig
@@ -46,8 +46,8 @@ def make_collector(executor: str, precision: str) -> RolloutCollector:
     task = Digits(validation=50, test=50)
     training = replace(SMALL.training, precision=precision)
     config = replace(SMALL, executor=executor, training=training, horizon=HORIZON)
-    overseer = Overseer(GovernorConfig(snapshot_every=1))
-    pool = HostPool(task, task.load(), small_host, config=config, n_envs=N_HOSTS, device=GPU, overseer=overseer)
+    governor = GovernorConfig(snapshot_every=1)
+    pool = HostPool(task, task.load(), small_host, config=config, n_envs=N_HOSTS, device=GPU, governor=governor)
     torch.manual_seed(0)
     return RolloutCollector(
         pool,

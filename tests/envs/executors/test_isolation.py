@@ -46,7 +46,7 @@ def train_hosts(pool: HostPool, seeded: bool) -> tuple[list[dict[str, Tensor]], 
     Returns the hosts' weights, and accuracy and loss of each tick.
     """
     for i, env in enumerate(pool.envs):
-        env.set_batch_hooks(data_order=lambda rng_seed, tick, i=i: 100 * i + tick)
+        env.data_order = lambda rng_seed, tick, i=i: 100 * i + tick
     actions = [act(WAIT, germinate(k, blueprint=k, style=k) if seeded else WAIT) for k in range(TICKS)]
     metrics = []
     for action in actions:
