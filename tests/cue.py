@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot
 
 from esper_lightning.envs.spaces.choices import ChoiceAction, ChoiceSpace
 from esper_lightning.envs.vector_env import FinalObservation, Observation, VectorStep
-from esper_lightning.profiling import PhaseClock, make_timer
+from esper_lightning.profiling import PhaseClock
 
 ROWS, COLUMNS = 4, 3
 WAIT_ROW, WAIT_COLUMN = ROWS, COLUMNS
@@ -37,7 +37,7 @@ class CueMemory:
     def __init__(self, n_envs: int, horizon: int, delay: int = 16, time_limit: int | None = None) -> None:
         self.n_envs, self.horizon, self.delay, self.time_limit = n_envs, horizon, delay, time_limit
         self.space = ChoiceSpace({"row": ROWS + 1, "column": COLUMNS + 1}, {"column": "row"}, masked=True)
-        self.clock = PhaseClock(make_timer(self.device))
+        self.clock = PhaseClock(self.device)
         self.masks = self.space.full_masks(n_envs, self.device)
         self.observation = Observation(torch.zeros(n_envs, CUE + 1))
         self.privileged: Tensor | None = torch.zeros(n_envs, CUE)

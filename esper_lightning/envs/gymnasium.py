@@ -15,7 +15,7 @@ from torch import Tensor
 
 from esper_lightning.envs.spaces.choices import ChoiceAction, ChoiceSpace
 from esper_lightning.envs.vector_env import FinalObservation, Observation, VectorStep
-from esper_lightning.profiling import PhaseClock, make_timer
+from esper_lightning.profiling import PhaseClock
 
 EPISODE_WINDOW = 100
 """Number of recent episodes over which return and length are averaged."""
@@ -68,7 +68,7 @@ class GymVector:
         self._action_start = np.asarray(envs.single_action_space.start)  # gymnasium may not number actions from 0
         self._is_discrete = isinstance(envs.single_action_space, Discrete)
         self._mask_key, self._privileged_key = mask, privileged
-        self.clock = PhaseClock(make_timer(device))
+        self.clock = PhaseClock(device)
         observation, info = envs.reset(seed=0)
         self.observation = Observation(self._flatten(observation).clone())
         self.masks = self.space.full_masks(self.n_envs, device)

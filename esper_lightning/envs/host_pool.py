@@ -33,7 +33,7 @@ from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.growing_network import RefusalReasons
 from esper_lightning.growth.lifecycle import SeedEvent
 from esper_lightning.growth.stages import Stage
-from esper_lightning.profiling import PhaseClock, make_timer
+from esper_lightning.profiling import PhaseClock
 from esper_lightning.rewards import ROLLBACK_TERM, compute_terms
 from esper_lightning.tasks import Split, Task, TaskData
 
@@ -168,7 +168,7 @@ class HostPool:
         self.device = device
         devices = [device] if host_devices is None else host_devices
         self.task = task
-        self.clock = PhaseClock(make_timer(device))
+        self.clock = PhaseClock(device)
         self.env_factory = EnvFactory(
             task,
             data.copy_to(devices),

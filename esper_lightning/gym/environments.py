@@ -21,8 +21,10 @@ from esper_lightning.gym.spaces import (
     make_observation_space,
     observation_names,
 )
-from esper_lightning.telemetry.episode_trace import EpisodeTrace
+from esper_lightning.ranks import ALONE
 from esper_lightning.telemetry.figures import growth_timeline, set_margins
+from esper_lightning.telemetry.hosts import join, observe
+from esper_lightning.telemetry.observer import Trace
 
 METADATA: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 2}
 VECTOR_METADATA = METADATA | {"autoreset_mode": AutoresetMode.SAME_STEP}
@@ -56,8 +58,8 @@ class GymHosts:
         self.observation_space = make_observation_space(len(self.names))
         self.traces = None if render_mode is None else [self._make_trace() for _ in pool.envs]
 
-    def _make_trace(self) -> EpisodeTrace:
-        return EpisodeTrace(self.pool.horizon, 1, len(self.pool.space.slot))
+    def _make_trace(self) -> Trace:
+        return Trace(self.pool.horizon, 1, len(self.pool.space.slot))
 
     @property
     def names(self) -> list[str]:
@@ -113,10 +115,10 @@ class GymHosts:
         executed = [row if allowed else WAIT_ACTION for row, allowed in zip(rows, possible, strict=True)]
         step = self.pool.step(to_action(executed, self.pool.device))
         verdicts = {verdict.host: verdict for verdict in step.verdicts}
-        for i, trace in enumerate(self.traces or ()):
-            own = [verdicts[i]._replace(host=0)] if i in verdicts else []
-            action = type(step.action)(*(head[i : i + 1] for head in step.action))
-            trace.update(step._replace(action=action, verdicts=own), self.pool.envs[i : i + 1])
+        if self.traces is not None:
+            seen = join([observe(self.pool, step, 0)], ALONE)
+            for i, trace in enumerate(self.traces):
+                trace.update(self.pool.envs[i].tick, seen.hosts[i : i + 1], seen.slots[i : i + 1])
         infos = self.infos()
         for i, info in enumerate(infos):
             info["action_possible"] = possible[i]
@@ -137,7 +139,7 @@ class GymHosts:
         return [draw_timeline(trace, self.pool.space.slot) for trace in self.traces]
 
 
-def draw_timeline(trace: EpisodeTrace, slots: Sequence[str]) -> np.ndarray:  # [height, width, 3] uint8
+def draw_timeline(trace: Trace, slots: Sequence[str]) -> np.ndarray:  # [height, width, 3] uint8
     """Draw the timeline of one host as an image whose size depends on horizon and number of slots alone."""
     ticks, horizon = trace.length, len(trace.op)
     trace.length = horizon  # the rest of the episode is shown as empty slots

@@ -18,7 +18,7 @@ from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.tamiyo.policy import Policy
 from esper_lightning.tasks import Digits
-from esper_lightning.telemetry.metrics import growth_metrics, tick_metrics
+from esper_lightning.telemetry.hosts import observe
 from tests.conftest import SMALL, small_host
 
 READING = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "nonzero"}
@@ -78,8 +78,7 @@ def test_a_tick_reads_the_device_twice(
     reads = Reads(monkeypatch, pool)
     with reads:
         for _ in range(pool.config.horizon):
-            tick_metrics(loop.step())
-            growth_metrics(pool.envs)
+            observe(pool, loop.step(), loop.ticks)
 
     heads, slots = len(loop.buffer.action), len(pool.space.slot)
     measured = 3 + 4 * (1 + slots) + 2 * (2 * slots + 2)
@@ -123,7 +122,7 @@ def test_nothing_in_a_tick_waits_for_the_gpu_but_the_two_reads(
     try:
         torch.cuda.set_sync_debug_mode("error")
         for _ in range(pool.config.horizon - 1):
-            tick_metrics(loop.step())
+            observe(pool, loop.step(), loop.ticks)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

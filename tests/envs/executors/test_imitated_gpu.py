@@ -22,8 +22,10 @@ from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms, update_metrics
 from esper_lightning.ppo.running_norm import RunningMeanStd
+from esper_lightning.ranks import ALONE
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
 from esper_lightning.tasks import Digits
+from esper_lightning.telemetry.hosts import join, observe
 from esper_lightning.telemetry.metrics import tick_metrics
 from esper_lightning.telemetry.observer import Observer
 from tests.conftest import SMALL, small_host
@@ -63,14 +65,16 @@ def make_collector(executor: str, precision: str) -> RolloutCollector:
 def test_a_tick_waits_for_the_gpu_twice_and_nothing_is_on_the_wrong_device(executor: str, precision: str) -> None:
     with ImitatedGpu() as gpu:
         collector = make_collector(executor, precision)
-        pool, observer = collector.pool, Observer(collector.pool)
+        pool, space = collector.pool, collector.pool.space
+        observer = Observer(space.slot, space.blueprint, horizon=pool.horizon, n_envs=pool.n_envs)
         collector.reset()
         collector.step()  # creates what is cached
         gpu.waits.clear()
         for tick in range(1, pool.horizon):
             step = collector.step()
-            tick_metrics(step)
-            observer.update(step, pool.envs, tick, all_events=True)
+            seen = join([observe(pool, step, tick)], ALONE)
+            tick_metrics(seen, space.slot)
+            observer.update(seen)
         assert sum(gpu.waits.values()) == 2 * (pool.horizon - 1), gpu.waits
         assert {wait.partition(" < ")[0] for wait in gpu.waits} == {"event"}
 

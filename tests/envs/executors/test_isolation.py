@@ -19,7 +19,9 @@ from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
-from esper_lightning.telemetry.metrics import potential_metrics
+from esper_lightning.ranks import ALONE
+from esper_lightning.telemetry.hosts import join, observe
+from esper_lightning.telemetry.metrics import tick_metrics
 from tests.decisions import WAIT, act, germinate
 from tests.envs.executors.episodes import episode, same
 from tests.envs.executors.fake_cuda import FakeCuda
@@ -125,7 +127,7 @@ def test_potentials_are_those_of_the_seeds_switched_on_one_by_one(make_pool: Mak
         actions=ActionConfig(styles=STYLES),
     )
     for row in (germinate(0, 2), WAIT, WAIT, germinate(1, 1, style=1), germinate(2, 2, style=2)):
-        pool.step(act(WAIT, row))
+        step = pool.step(act(WAIT, row))
     idle, env = pool.envs
     assert [slot.stage for slot in env.slots] == [Stage.BLENDING, Stage.TRAINING, Stage.TRAINING]
     assert [record.potential for record in idle.records] == [None] * 3
@@ -143,7 +145,8 @@ def test_potentials_are_those_of_the_seeds_switched_on_one_by_one(make_pool: Mak
         expected = 100.0 * (accuracy - env.history.accuracy[-1])
         assert env.records[k].potential == pytest.approx(expected, abs=1e-4)
     plotted = (env.records[1].potential + env.records[2].potential) / 2
-    assert potential_metrics(pool.envs) == {"growth/potential": pytest.approx(plotted)}
+    written = tick_metrics(join([observe(pool, step, 5)], ALONE), pool.space.slot)
+    assert written["growth/potential"] == pytest.approx(plotted)
     names = [name for name in pool.feature_names if "potential" in name]
     assert names == ["slot.potential.known", "slot.potential"]
     shown = slot_features(env, 1)

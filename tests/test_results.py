@@ -1,10 +1,10 @@
-"""README.md: its example grows a network; it and docs/results show the kept results."""
+"""README.md and docs/results show the kept results."""
 
+import csv
 import re
 from collections.abc import Container
 
 import pytest
-import torch
 
 from esper_lightning.evaluation.statistics import mean_interval
 from tests.runs import ROOT
@@ -22,17 +22,6 @@ def kept(name: str, controllers: Container[str] | None = None) -> list[str]:
     results = tables.read(ROOT / "benchmarks" / "results" / f"{name}.csv")
     wanted = [one for one in results if controllers is None or one == "tamiyo" or one in controllers]
     return tables.markdown({one: results[one] for one in wanted})
-
-
-_, GROWING = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-
-
-def test_the_example_grows_a_network_and_keeps_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
-    torch.manual_seed(0)
-
-    exec(GROWING, {})
-
-    assert "{'2': 'norm FOSSILIZED'}" in capsys.readouterr().out
 
 
 def cells(line: str) -> list[str]:
@@ -90,3 +79,32 @@ def test_the_page_says_the_lead_over_the_best_schedule_that_is_known(name: str) 
         tables.shown(mean_interval(ours - best), signed=True) for ours in results["tamiyo"].values()
     )
     assert f"{first}, {second} and {third}" in (RESULTS / "family.md").read_text()
+
+
+def test_the_returns_on_the_page_of_ppo_are_those_of_the_kept_results() -> None:
+    rows = csv.DictReader((ROOT / "benchmarks" / "results" / "peers.csv").read_text().splitlines())
+    measured: dict[str, list[float]] = {}  # runs of 50,000 steps come first
+    for row in rows:
+        if row["program"] == "ours":
+            measured.setdefault(row["seed"], []).extend(float(row[name]) for name in ("mean_return", "last_return"))
+
+    shown = re.findall(r"^\| (\d+) \| ([\d. |]+) \|$", (RESULTS / "ppo.md").read_text(), re.MULTILINE)
+
+    assert len(shown) == 5
+    for seed, numbers in shown:
+        assert [float(number) for number in numbers.split(" | ")] == pytest.approx(measured[seed], abs=0.051)
+
+
+@pytest.mark.slow
+def test_the_tables_of_transfer_are_those_of_the_kept_results() -> None:
+    tables = script("tables")
+    kept = {
+        line
+        for pattern in ("transfer_*.csv", "mixed_*.csv")
+        for path in (ROOT / "benchmarks" / "results").glob(pattern)
+        for line in tables.markdown(tables.read(path))
+    }
+    page = (RESULTS / "transfer.md").read_text()
+    rows = re.findall(r"^\| (?:tamiyo|random|small static|periodic|climbing) \|.*$", page, re.MULTILINE)
+    assert len(rows) == 9 * 5
+    assert set(rows) <= kept
