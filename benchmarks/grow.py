@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.rows import appended_rows, read_rows
 from esper_lightning.blueprints import build_seed
 from esper_lightning.callbacks import Grow
-from esper_lightning.controllers.schedule import Schedule, ScheduledAction, write_schedule
+from esper_lightning.controllers.schedules import Schedule, ScheduledAction, write_schedule
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.actions import HEADS, Action, to_action
 from esper_lightning.growth import GrowingNetwork, LifecycleConfig, attach_slots, slots_of
