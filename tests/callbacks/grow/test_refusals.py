@@ -22,7 +22,6 @@ from esper_lightning.callbacks import Grow
 from esper_lightning.callbacks.grow.checks import check_trainer, find_network
 from esper_lightning.envs import ActionConfig
 from esper_lightning.growth import attach_slots
-from esper_lightning.growth.gates import LifecycleConfig
 from tests.callbacks.grow.modules import Classifier, DigitsData
 from tests.callbacks.grow.trainings import grow, trainer
 
@@ -183,7 +182,6 @@ def test_layers_of_the_lightning_module_itself_are_no_network() -> None:
         ({"blueprints": ["conv_lite"]}, "did you mean 'conv_light'"),
         ({"blueprints": "conv_lite"}, "did you mean 'conv_light'"),
         ({"blueprints": ["norm"], "actions": ActionConfig(blueprints=["norm"])}, "named twice"),
-        ({"lifecycle": LifecycleConfig(auto_blend=False)}, "switch both on"),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_refused_at_once(options: dict[str, Any], message: str) -> None:
