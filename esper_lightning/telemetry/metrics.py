@@ -174,7 +174,7 @@ def skipped_step_metrics(envs: Sequence["HostEnv"], indices: Sequence[int]) -> d
         envs: The hosts.
         indices: Index of each host among those of all processes.
     """
-    skipped = {i: float(env.skipped_steps) for i, env in zip(indices, envs, strict=True) if env.scaler.is_enabled()}
+    skipped = {i: float(env.skipped_steps) for i, env in zip(indices, envs, strict=True) if env.loss_scale is not None}
     each = {f"skipped_steps/host{i}": steps for i, steps in skipped.items()}
     return {"hosts/skipped_steps": sum(skipped.values()), **each} if skipped else {}
 

@@ -90,7 +90,7 @@ def test_hosts_of_another_number_are_not_loaded() -> None:
 
 
 def test_what_is_configured_for_hosts_is_what_runs(tmp_path: Path) -> None:
-    chosen = ("optimizer=sgd", "lr=0.007", "momentum=0.8", "weight_decay=0.001", "batch_size=16", "batches=3")
+    chosen = ("optimizer=sgd", "lr=0.007", "weight_decay=0.001", "batch_size=16", "batches=3")
     more = ("seed_lr_factor=0.5", "max_grad_norm=2", "augment.pad=1", "augment.flip=true", "augment.cutout=3")
     flags = [f"--data.env.training.{choice}" for choice in (*chosen, *more)]
 

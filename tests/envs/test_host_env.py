@@ -230,7 +230,7 @@ def test_a_seed_that_is_culled_by_time_loses_its_group_and_its_record(make_pool:
 def test_the_gradients_of_host_and_seed_are_clipped_each_for_itself(
     make_pool: Callable[..., HostPool], limit: float | None
 ) -> None:
-    training = HostTraining(optimizer="sgd", lr=1.0, momentum=0.0, batches=1, max_grad_norm=limit)
+    training = HostTraining(optimizer="sgd", lr=1.0, batches=1, max_grad_norm=limit)
     pool = make_pool(1, training=training)
     env = pool.envs[0]
     env.apply(germinate(2, 1))

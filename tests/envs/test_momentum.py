@@ -15,7 +15,7 @@ MakePool = Callable[..., HostPool]
 
 def test_a_seed_that_begins_to_blend_keeps_its_momentum(make_pool: MakePool) -> None:
     """F21: the step from TRAINING to BLENDING keeps memory and values of the seed's momentum buffers."""
-    pool = make_pool(1, training=HostTraining(optimizer="sgd", batches=2, momentum=0.9))
+    pool = make_pool(1, training=HostTraining(optimizer="sgd", batches=2))
     env, slot = pool.envs[0], pool.envs[0].slots[0]
     learned: list[Tensor] = []
 

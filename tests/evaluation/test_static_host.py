@@ -58,7 +58,7 @@ def test_a_static_host_is_the_plain_network_trained_by_hand(make_pool: MakePool)
     inputs, targets = pool.data.train
     for i, (network, seed) in enumerate(zip(controller.plain, SEEDS, strict=True)):
         assert not slots_of(network)
-        optimizer = torch.optim.SGD(network.parameters(), lr=TRAINING.lr, momentum=TRAINING.momentum)
+        optimizer = torch.optim.SGD(network.parameters(), lr=TRAINING.lr, momentum=0.9)
         network.train()
         for tick in range(6):
             order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(epoch_rng_seed(seed, tick)))

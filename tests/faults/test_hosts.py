@@ -53,7 +53,7 @@ def momentum_nan(env: HostEnv) -> None:
 def activations_overflow(env: HostEnv) -> None:
     """Make the last layer's outputs overflow float32, or half precision where it is used."""
     with torch.no_grad():
-        env.network.head.weight.fill_(1e5 if env.scaler.is_enabled() else 3e38)
+        env.network.head.weight.fill_(1e5 if env.loss_scale is not None else 3e38)
 
 
 def spoil_seed_with(value: float) -> Callable[[HostEnv], None]:
