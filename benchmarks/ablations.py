@@ -30,11 +30,8 @@ SHORT_TRAINING = ("--trainer.max_epochs", "60")
 """A quarter of the family's training, after which the policy is better than fixed schedules. Full trainings of all
 ablations would take most of a day on one core."""
 
-ROWS = ("--data.env.sight.layout", "rows")
-"""Observation in rows, which a policy over sets plays on."""
-
 SIZES = ("*parameters*", "*.flops", "*.size", "*.width", "*.widest", "*.narrowest", "*rent", "*.gain", "slot.depth")
-"""Features in rows that tell how large a host is; the family's config hides that of its flat observation."""
+"""Features that tell how large a host is, which the family's config hides."""
 
 ABLATIONS: dict[str, tuple[str, Sequence[str]]] = {
     "one kind of host, as configured": (SINGLE, ()),
@@ -46,27 +43,17 @@ ABLATIONS: dict[str, tuple[str, Sequence[str]]] = {
     "3 update epochs": (SINGLE, ("--model.ppo.epochs", "3")),
     "12 update epochs": (SINGLE, ("--model.ppo.epochs", "12")),
     "seeds born at random": (SINGLE, ("--data.env.lifecycle.birth", "random")),
-    "policy over sets": (SINGLE, ROWS),
-    "policy over sets, names alone added": (SINGLE, (*ROWS, "--data.env.sight.added", "[names]")),
-    "flat, with the features of sets": (SINGLE, ("--data.env.sight.added", "[descriptions, rents, trials]")),
     "reward sparse": (SINGLE, ("--data.env.reward.mode", "sparse")),
     "reward shaped": (SINGLE, ("--data.env.reward.mode", "shaped")),
-    "reward basic": (SINGLE, ("--data.env.reward.mode", "basic")),
-    "reward basic_plus": (SINGLE, ("--data.env.reward.mode", "basic_plus")),
-    "reward escrow": (SINGLE, ("--data.env.reward.mode", "escrow")),
     "family, shorter": (FAMILY, SHORT_TRAINING),
     "family, no memory": (FAMILY, (*SHORT_TRAINING, "--model.policy.memory", "none")),
     "family, critic sees no more": (FAMILY, (*SHORT_TRAINING, "--model.policy.asymmetric", "false")),
     "family, time alone is seen": (FAMILY, (*SHORT_TRAINING, "--data.env.sight.shown", "[progress]")),
     "family, no counterfactuals": (
         FAMILY,
-        (*SHORT_TRAINING, "--data.env.sight.hidden", "['*parameters*', '*.contribution*']"),
+        (*SHORT_TRAINING, "--data.env.sight.hidden", f"[{', '.join(map(repr, (*SIZES, '*.contribution*')))}]"),
     ),
-    "family, parameters are seen": (FAMILY, (*SHORT_TRAINING, "--data.env.sight.hidden", "[]")),
-    "family, policy over sets": (
-        FAMILY,
-        (*SHORT_TRAINING, *ROWS, "--data.env.sight.hidden", f"[{', '.join(map(repr, SIZES))}]"),
-    ),
+    "family, sizes are seen": (FAMILY, (*SHORT_TRAINING, "--data.env.sight.hidden", "[]")),
 }
 """Config and changed options of each ablation, by name."""
 

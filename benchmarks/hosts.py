@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper_lightning.blueprints import blueprint_names, build_on
-from esper_lightning.envs import EnvConfig, HostFactory, HostPool, Overseer
+from esper_lightning.envs import EnvConfig, HostFactory, HostPool
 from esper_lightning.envs.config import REQUIRED_DEVICE_TYPE
 from esper_lightning.envs.executors import EXECUTORS
 from esper_lightning.envs.host_training import HostTraining
@@ -166,8 +166,8 @@ def make_pool(
     settings = training_settings(case._replace(onednn=choice.onednn), precision)
     lifecycle = LifecycleConfig(auto_cull=False)
     config = EnvConfig(horizon=10**6, executor=choice.executor, training=settings, lifecycle=lifecycle)
-    device, overseer = data.train.inputs.device, Overseer(GovernorConfig())
-    pool = HostPool(case.task, data, case.host, config=config, n_envs=hosts, device=device, overseer=overseer)
+    device, governor = data.train.inputs.device, GovernorConfig()
+    pool = HostPool(case.task, data, case.host, config=config, n_envs=hosts, device=device, governor=governor)
     for i, env in enumerate(pool.envs if seeds != "none" else ()):
         row = 0 if seeds == "equal" else i
         for k, slot in enumerate(env.slots):

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.hosts import tiny
 from esper_lightning.controllers.random import RandomValid
-from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, Overseer
+from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.gates import LifecycleConfig
@@ -42,8 +42,8 @@ def make_pool(executor: str, hosts: int, device: torch.device) -> HostPool:
         actions=ActionConfig(tempos={"FAST": 2}),
     )
     task = Digits()
-    data, overseer = task.load().copy_to([device]), Overseer(GovernorConfig())
-    return HostPool(task, data, tiny, config=config, n_envs=hosts, device=device, overseer=overseer)
+    data, governor = task.load().copy_to([device]), GovernorConfig()
+    return HostPool(task, data, tiny, config=config, n_envs=hosts, device=device, governor=governor)
 
 
 def memory_in_use(device: torch.device) -> dict[str, float]:

@@ -8,8 +8,8 @@ import argparse
 import re
 from pathlib import Path
 
-from esper_lightning.telemetry.anomaly_rules import RULES, AnomalyConfig, Rule
-from esper_lightning.telemetry.tags import guide
+from esper_lightning.telemetry.anomalies import RULES, Rule
+from esper_lightning.telemetry.tensorboard import guide
 
 PAGES = Path(__file__).parent.parent / "docs" / "reference"
 
@@ -17,22 +17,18 @@ GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n\n).*?(\n\n<!-- end -->)", 
 """Pattern of the generated parts of a page."""
 
 
-def rule_row(rule: Rule, config: AnomalyConfig) -> str:
+def rule_row(rule: Rule) -> str:
     """Return an anomaly rule as a row of the table."""
-    bounds = config.bounds(rule)
-    sign = "> " if rule.side == "above" else "< "
-    limits = ["–" if limit is None else f"{sign}{limit:g}" for limit in (bounds.warning, bounds.critical)]
-    cause = rule.cause.format(what="`…`")
+    bound = "see below" if callable(rule.bound) else f"{rule.bound:g}"
     named = ", ".join(f"`{name}`" for name in rule.settings)
-    cells = [f"`{rule.name}`", f"`{rule.metric}`", *limits, f"{bounds.updates} / {bounds.clear}", cause, named]
-    return f"| {' | '.join(cells)} |"
+    cause = rule.cause.format(what="`…`")
+    return f"| `{rule.name}` | `{rule.metric}` | {rule.side} {bound} | {rule.updates} | {cause} | {named} |"
 
 
 def all_rules() -> str:
     """Return the table of anomaly rules."""
-    head = "| anomaly | metric | warning | critical | updates | likely cause | look at |\n|---|---|---|---|---|---|---|"
-    config = AnomalyConfig()
-    return "\n".join([head, *(rule_row(rule, config) for rule in RULES)])
+    head = "| anomaly | metric | out of bounds | updates | likely cause | look at |\n|---|---|---|---|---|---|"
+    return "\n".join([head, *map(rule_row, RULES)])
 
 
 GENERATORS = {"plots": guide, "rules": all_rules}

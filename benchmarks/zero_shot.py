@@ -46,8 +46,7 @@ from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.periodic import Periodic, PeriodicConfig
 from esper_lightning.controllers.random import WaitOnly
 from esper_lightning.controllers.schedule import Schedule, read_schedule, write_schedule
-from esper_lightning.controllers.transfer import SetTransferController
-from esper_lightning.envs import EnvConfig, HostPool, Overseer
+from esper_lightning.envs import EnvConfig, HostPool
 from esper_lightning.envs.config import HostFactory
 from esper_lightning.envs.context.distribution import FamilyConfig
 from esper_lightning.envs.host_training import HostTraining
@@ -56,6 +55,7 @@ from esper_lightning.evaluation.play import play_episode
 from esper_lightning.evaluation.search.search import SearchConfig, search
 from esper_lightning.evaluation.search.successive_halving import final_objectives
 from esper_lightning.evaluation.statistics import mean_interval
+from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.hosts import CNN, GPT, MLP, Attached
 from esper_lightning.tasks import Digits, Tabular, Task, Text
 
@@ -258,16 +258,8 @@ def fit_schedule(schedule: Schedule, pool: HostPool, horizon: int) -> Schedule:
     return Schedule(tuple(space.slot), entries)
 
 
-def load_set_policy(path: Path) -> SetTransferController:
-    """Return the controller of a policy over sets. Raises ValueError if the file has another policy."""
-    controller = load_controller(path)
-    if not isinstance(controller, SetTransferController):
-        raise ValueError(f"{path}: its policy is made for a number of slots; train it with data.env.sight.layout rows")
-    return controller
-
-
 def make_pool(
-    setting: Setting, env: EnvConfig, blueprints: Sequence[str] | None, overseer: Overseer | None
+    setting: Setting, env: EnvConfig, blueprints: Sequence[str] | None, governor: GovernorConfig | None
 ) -> HostPool:
     """Return the hosts of a setting, with the rules of the training."""
     task = setting.task()
@@ -282,7 +274,7 @@ def make_pool(
     )
     device = torch.device("cpu")
     return HostPool(
-        task, task.load(), setting.host, config=config, n_envs=setting.hosts, device=device, overseer=overseer
+        task, task.load(), setting.host, config=config, n_envs=setting.hosts, device=device, governor=governor
     )
 
 
@@ -308,7 +300,7 @@ def measure(
             horizon = searched_horizon(data.task_configs[setting.like].env_config(data.env))
             fit = partial(fit_schedule, schedule, horizon=horizon)
             blueprints = setting.blueprints or data.task_configs[setting.like].blueprints
-            make_hosts = partial(make_pool, setting, blueprints=blueprints, overseer=governor)
+            make_hosts = partial(make_pool, setting, blueprints=blueprints, governor=governor)
             baselines: dict[str, Callable[[HostPool], Controller]] = {
                 WAITING: lambda pool: WaitOnly(),
                 RULE: lambda pool: RULES[rule](),
@@ -321,8 +313,8 @@ def measure(
                     append(play(pool, title, key, "", make(pool)))
             for path, seed in seeds.items():
                 if (title, name, seed) not in done:
-                    policy = load_set_policy(path)
-                    pool = make_hosts(replace(data.env, sight=policy.sight))
+                    policy = load_controller(path)
+                    pool = make_hosts(replace(data.env, sight=policy.sight or data.env.sight))
                     append(play(pool, title, name, seed, policy))
 
 

@@ -18,25 +18,3 @@ from esper_lightning.rewards import RewardConfig as RewardConfig
 from esper_lightning.tamiyo.policy import PolicyConfig as PolicyConfig
 
 __version__: str
-
-__all__ = [
-    "ActionConfig",
-    "EnvConfig",
-    "EvaluationConfig",
-    "Grow",
-    "HostPool",
-    "HostPoolData",
-    "HostTraining",
-    "LifecycleConfig",
-    "PPOConfig",
-    "PolicyConfig",
-    "RewardConfig",
-    "TamiyoModule",
-    "__version__",
-    "default_callbacks",
-    "evaluate",
-    "from_config",
-    "grow",
-    "load_controller",
-    "train",
-]

@@ -21,15 +21,18 @@ def main(args: list[str] | None = None) -> None:
         sys.path.append(str(Path.cwd()))
     quiet_lightning()
 
-    from esper_lightning.commands import run  # imported late: importing torch and Lightning takes seconds
+    from esper_lightning.cli import run  # imported late: importing torch and Lightning takes seconds
     from esper_lightning.errors import DivergedError
 
     try:
         run(sys.argv[1:] if args is None else args)
-    except (ValueError, DivergedError) as error:
+    except (ValueError, RuntimeError, DivergedError) as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         # By the module's name: the folder of callbacks is a link, whose files lie elsewhere.
-        if frame.f_globals.get("__name__", "").partition(".")[0] != "esper_lightning":
+        is_ours = frame.f_globals.get("__name__", "").partition(".")[0] == "esper_lightning"
+        # torch's own report of the weights that a checkpoint lacks, or has beside those of the policy
+        is_about_weights = str(error).startswith("Error(s) in loading state_dict")
+        if not is_about_weights and (isinstance(error, RuntimeError) or not is_ours):
             raise
         print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         raise SystemExit(3 if isinstance(error, DivergedError) else 2) from None

@@ -22,7 +22,6 @@ from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
 from esper_lightning.cli import CHECKPOINTS_FOLDER, run_folder
 from esper_lightning.console import quieter_lightning
 from esper_lightning.datamodules.hosts import HostPoolData
-from esper_lightning.envs import Overseer
 from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.comparison import ComparisonResult, EvaluationConfig
 from esper_lightning.evaluation.run import compare
@@ -149,11 +148,11 @@ def evaluate(
     if isinstance(policy, TrainedRun):
         data = data or policy.data
         data.build(torch.device("cpu"))
-        if config.transfer:
-            policy = policy.checkpoint
-        else:
+        if data is policy.data:
             module = policy.module.to(data.pool.device)
             own = TrainedPolicy(data.seed, str(policy.checkpoint), module.policy, module.observation_norm)
+        else:
+            policy = policy.checkpoint
     if data is None:
         raise ValueError("evaluate needs hosts; give data")
     if own is None:
@@ -161,7 +160,7 @@ def evaluate(
     data.build(torch.device("cpu"))
     if task is None and len(data.pools) > 1:
         raise ValueError(f"evaluate returns the result of one task; give task: {', '.join(data.pools)}")
-    data.oversee(None if governor is None else Overseer(governor))
+    data.oversee(governor)
     try:
         out = None if folder is None else Path(folder)
         results = compare(config, data, own, folder=out, settings=dict(data.hparams), executor=executor)

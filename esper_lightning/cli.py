@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,12 +16,18 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch.distributed import is_torchelastic_launched
 
 from esper_lightning.callbacks import DEFAULT_CALLBACKS, Governor
-from esper_lightning.config_files import find_config
+from esper_lightning.config_files import configs, find_config, init
+from esper_lightning.console import print_status
 from esper_lightning.datamodules import HostPoolData
+from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
 from esper_lightning.evaluation.comparison import Comparison
+from esper_lightning.evaluation.growing import find_controller, grow_host
+from esper_lightning.evaluation.networks import export_grown
+from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ranks import local_world
 from esper_lightning.registry import is_of_this_package
+from esper_lightning.sweep import sweep
 
 PROGRAM = "esper-lightning"
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -105,7 +111,7 @@ class EsperCLI(LightningCLI):
         """Build the hosts and check the closing comparison before anything is written."""
         trainer, evaluation = self.trainer, self.model.evaluation
         self.model.check(self.datamodule)
-        self.datamodule.build(trainer.strategy.root_device, rank=trainer.global_rank, world=trainer.world_size)
+        self.datamodule.build_for(trainer)
         if evaluation.hosts and isinstance(self.datamodule, HostPoolData):
             comparison = Comparison(evaluation)
             for pool in self.datamodule.pools.values():
@@ -124,9 +130,9 @@ def last_of_each_class(callbacks: Sequence[Any]) -> list[Any]:
     return [one for one in callbacks if one is last[type(one)] or not is_of_this_package(type(one))]
 
 
-def governor_of(trainer: Any) -> Governor | None:
-    """Return the Governor among the callbacks of a trainer."""
-    return next((one for one in trainer.callbacks if isinstance(one, Governor)), None)
+def governor_of(trainer: Any) -> GovernorConfig | None:
+    """Return the rules of the Governor among the callbacks of a trainer."""
+    return next((one.rules for one in trainer.callbacks if isinstance(one, Governor)), None)
 
 
 def run_folder(checkpoint: str | Path | None) -> Path | None:
@@ -190,3 +196,52 @@ def from_config(config: str | Path, *overrides: str) -> tuple[TamiyoModule, Host
     """Return the module and the data module of a config; see `load_config`."""
     made = load_config(config, *overrides)
     return made.model, made.datamodule
+
+
+def grow(config: str, controller: str, *, out: str = "runs/grown") -> None:
+    """Train one host of a config while a controller grows it, and save the network for use in other programs.
+
+    Args:
+        config: Path of a config, or the name of one of the package, as `digits`.
+        controller: A rule (`periodic`, `climbing`, `heuristic`, `wait` …), the import path of your own, the file of a
+            schedule (.json), a trained policy (.ckpt or .safetensors), or `tamiyo`, the one of the package.
+        out: Folder for the network, its exported program, the network with folded seeds, accuracies and a figure.
+    """
+    made = load_config(config)
+    data, rules = made.datamodule, Comparison(made.model.evaluation).make_controllers()
+    data.build(made.trainer.strategy.root_device)
+    data.oversee(governor_of(made.trainer))
+    chosen = find_controller(controller, rules, data.pool.device)
+    pool = data.make_pool(1, sight=getattr(chosen, "sight", None))  # that of the policy's training
+    (rng_seed,) = episode_rng_seeds(data.seed, EVALUATION, 0, n_envs=1)
+    grow_host(pool, controller, chosen, rng_seed=rng_seed, folder=Path(out))
+    print_status(f"written to {out}")
+
+
+COMMANDS: dict[str, Callable[..., object]] = {
+    "grow": grow,
+    "export": export_grown,
+    "sweep": sweep,
+    "configs": configs,
+    "init": init,
+}
+"""Commands that are functions, by name."""
+
+
+def run(args: list[str]) -> None:
+    """Run the command line with the arguments behind the program's name."""
+    if args and args[0] in COMMANDS:
+        command = COMMANDS[args[0]]
+        parser = Parser(prog=f"{PROGRAM} {args[0]}", description=(command.__doc__ or "").partition("\n")[0])
+        # Not by `auto_cli`, which drops an argument that is called config.
+        parser.add_function_arguments(command, as_group=False, as_positional=True)
+        command(**parser.parse_args(args[1:]).as_dict())
+        return
+    # One form for both: a config may be named by its name in the package.
+    args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+    args = [
+        str(find_config(arg)) if before in ("--config", "-c") else arg
+        for before, arg in zip(["", *args], args, strict=False)
+    ]
+    epilog = f"Further commands, each with its own --help: {', '.join(COMMANDS)}."
+    make_cli(args, parser_kwargs={"prog": PROGRAM, "epilog": epilog})

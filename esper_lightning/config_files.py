@@ -1,8 +1,9 @@
 """Configs that come with the package: their paths, their list, and copies of them."""
 
 import shutil
-from difflib import get_close_matches
 from pathlib import Path
+
+from esper_lightning.registry import suggest_name
 
 CONFIGS = next(
     folder for folder in (Path(__file__).parent / "configs", Path(__file__).parents[1] / "configs") if folder.is_dir()
@@ -25,9 +26,7 @@ def find_config(name: str | Path) -> Path:
     packaged = {path.stem: path for path in config_paths()}
     if str(name) in packaged:
         return packaged[str(name)]
-    near = get_close_matches(Path(name).stem, packaged, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "`esper-lightning configs` lists those that come with the package"
-    raise ValueError(f"config {str(name)!r} does not exist; {hint}")
+    raise ValueError(f"config {str(name)!r} does not exist; {suggest_name(Path(name).stem, list(packaged))}")
 
 
 def configs() -> None:

@@ -1,5 +1,4 @@
-"""Output on the terminal: status lines, the line of an error, a console that is wide enough for tables, fewer messages
-of Lightning.
+"""Output on the terminal: status lines, a console that is wide enough for tables, fewer messages of Lightning.
 
 Texts may come from files of others. They are printed as they are: no markup of rich, no emoji codes, and characters
 that control a terminal are shown as escapes.
@@ -17,19 +16,9 @@ from rich.text import Text
 MIN_WIDTH = 110
 """Minimum width of tables in columns. A narrower terminal wraps their lines; a file has room."""
 
-MAX_LENGTH = 2000
-"""Largest length of a status line or an error in characters."""
-
 IGNORED_MESSAGES = (
-    "Tip:",
-    "GPU available",
-    "TPU available",
-    "Seed set to",
-    "Detected KeyboardInterrupt",
-    "Restor",
-    "Received SIGTERM",
-    "Initializing distributed",
-    "distributed_backend",
+    *("Tip:", "GPU available", "TPU available", "Seed set to", "Detected KeyboardInterrupt", "Restor"),
+    *("Received SIGTERM", "Initializing distributed", "distributed_backend"),
 )
 """Parts of Lightning's log messages to drop: advertisements, and settings that the saved config holds anyway."""
 
@@ -84,25 +73,16 @@ def print_status(*parts: RenderableType) -> None:
         PlainConsole().print(part, soft_wrap=isinstance(part, str))
 
 
-def printable(text: str) -> str:
-    """Return a text in which control characters, but for line ends and tabs, are escapes such as `\\x1b`.
-
-    A text longer than `MAX_LENGTH` loses its middle: an error ends with the way out.
-    """
-    half = MAX_LENGTH // 2
-    return escaped(text if len(text) <= MAX_LENGTH else f"{text[:half]} … {text[-half:]}")
-
-
-def escaped(text: str) -> str:
-    """Return a text of any length with escapes like those of `printable`."""
-    return "".join(
-        character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
-        for character in text
-    )
-
-
 def wide_console() -> Console:
     """Return a console wide enough to print tables without cutting them."""
     console = PlainConsole()
     console.width = max(console.width, MIN_WIDTH)
     return console
+
+
+def printable(text: str) -> str:
+    """Return a text in which control characters, but for line ends and tabs, are escapes such as `\\x1b`."""
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
+        for character in text
+    )

@@ -1,4 +1,4 @@
-"""Memory of the machine, and refusals of what is larger before any of it is taken."""
+"""Memory of the machine and of this process."""
 
 import os
 from pathlib import Path
@@ -25,18 +25,3 @@ def resident_memory(peak: bool = False) -> float | None:
     name = "VmHWM:" if peak else "VmRSS:"
     (line,) = (line for line in PROC_STATUS.read_text().splitlines() if line.startswith(name))
     return float(line.split()[1]) / 1024
-
-
-def check_memory(needed: int, what: str, advice: str, device: torch.device = CPU) -> None:
-    """Raise ValueError if something needs more than the device's memory.
-
-    Args:
-        needed: Least number of bytes that it needs.
-        what: Beginning of the error message, with the verb, as in "12 hosts need".
-        advice: End of the error message.
-        device: Device whose memory is taken.
-    """
-    memory = total_memory(device)
-    if needed > memory:
-        gibibytes = min(needed, 2**100) / 2**30  # a float holds no number of 400 digits
-        raise ValueError(f"{what} at least {gibibytes:.1f} GiB, and {device} has {memory / 2**30:.1f} GiB; {advice}")

@@ -1,6 +1,6 @@
 """The policy and its PPO update as a LightningModule with manual optimization."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from math import isfinite
@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning import Callback, LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import ExplainedVariance, MeanSquaredError, MetricCollection
 
 from esper_lightning.checkpointing.validate import (
@@ -28,25 +29,30 @@ from esper_lightning.checkpointing.validate import (
 from esper_lightning.console import print_status
 from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.datamodules.hosts import HostPoolData, PolicyData
+from esper_lightning.errors import DivergedError
 from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.comparison import EvaluationConfig
 from esper_lightning.evaluation.run import EVALUATION_FOLDER, compare
 from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
-from esper_lightning.ppo.guard import check_change, count_skips, is_finite_step, skip_unless
-from esper_lightning.ppo.losses import (
-    PPOConfig,
-    PPOTerms,
-    empty_terms,
-    ppo_terms,
-    terms_over_ranks,
-    update_metrics,
-)
+from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms, update_metrics
 from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.ppo.running_norm import NormalizeConfig, RunningMeanStd, make_norm
 from esper_lightning.ranks import ALONE
-from esper_lightning.serialization.checks import as_settings
-from esper_lightning.tamiyo.policy import PolicyConfig, PolicyShape, policy_shape, use_ieee_float32
-from esper_lightning.tamiyo.set_policy import make_policy
+from esper_lightning.serialization.checks import load_settings
+from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, policy_shape, use_ieee_float32
+
+ADAM_EPS = 1e-5
+"""Adam's epsilon, larger than usual, so that steps do not grow when PPO's gradients get small."""
+
+KL_SLACK = 1.5
+"""Multiple of the KL target at which an update ends early: above 1, as the target is a mean and not a bound."""
+
+MAX_SKIPS = 3
+"""Consecutive skipped minibatches that end the run."""
+
+POLICY_IDENTITY = ("width", "memory", "asymmetric")
+NORMALIZE_IDENTITY = ("observations", "momentum", "rewards")
+"""Names of the settings that determine the weights of a checkpoint and their meaning: a resumed run must share them."""
 
 
 def attached_data(trainer: Any) -> PolicyData:
@@ -60,7 +66,7 @@ class UpdateReport(NamedTuple):
     summary: RolloutSummary
     metrics: dict[str, float]
     """Metrics of the update, by name."""
-    ratios: list[torch.Tensor]
+    ratios: list[Tensor]
     """Probability ratios of the last epoch over the rollout, one tensor per minibatch that was used; NaN at steps with
     a forced action."""
 
@@ -88,18 +94,13 @@ class TamiyoModule(LightningModule):
     ) -> None:
         super().__init__()
         # A checkpoint holds the settings as plain data, which `load_from_checkpoint` hands to this constructor.
-        self.policy_config = as_settings(PolicyConfig, policy)
-        self.ppo = as_settings(PPOConfig, ppo)
-        self.normalize = as_settings(NormalizeConfig, normalize)
-        self.evaluation = as_settings(EvaluationConfig, evaluation)
-        self.save_hyperparameters(
-            {
-                "policy": asdict(self.policy_config),
-                "ppo": asdict(self.ppo),
-                "normalize": asdict(self.normalize),
-                "evaluation": asdict(self.evaluation),
-            }
-        )
+        self.policy_config = load_settings(PolicyConfig, policy)
+        self.ppo = load_settings(PPOConfig, ppo)
+        self.normalize = load_settings(NormalizeConfig, normalize)
+        self.evaluation = load_settings(EvaluationConfig, evaluation)
+        settings = {"policy": self.policy_config, "ppo": self.ppo, "normalize": self.normalize}
+        settings["evaluation"] = self.evaluation
+        self.save_hyperparameters({name: asdict(config) for name, config in settings.items()})
         self.automatic_optimization = False
         self.policy_shape: PolicyShape | None = None  # None until the policy is built
         self.ranks = ALONE
@@ -121,8 +122,7 @@ class TamiyoModule(LightningModule):
         return [] if any(isinstance(one, RolloutState) for one in trainer.callbacks) else [RolloutState()]
 
     def check(self, data: PolicyData) -> None:
-        """Raise ValueError if the module's settings do not fit the environments."""
-        # RolloutBuffer requires whole sequences.
+        """Raise ValueError if there are too few environments for the minibatches."""
         available = data.n_envs * (data.horizon // (self.ppo.sequence or data.horizon))
         if self.ppo.minibatches > available:
             kind = "environments" if available == data.n_envs else "sequences"
@@ -130,7 +130,6 @@ class TamiyoModule(LightningModule):
                 f"model.ppo.minibatches is {self.ppo.minibatches}, more than the {available} {kind} they are made of; "
                 f"lower it or raise data.n_envs"
             )
-        self.ppo.check_heads(data.heads)
 
     def setup(self, stage: str) -> None:
         """Build the policy for the environments of the Trainer's data module, unless it is built already.
@@ -148,13 +147,12 @@ class TamiyoModule(LightningModule):
     def build(self, shape: PolicyShape) -> None:
         """Build the policy and its normalisers.
 
-        Raises ValueError if the critic needs privileged features and there are none, or if the settings do not fit the
-        action heads.
+        Raises ValueError if the critic needs privileged features and there are none.
         """
         use_ieee_float32()
         self.policy_shape = shape
-        self.policy = make_policy(shape, self.policy_config)
-        self.observation_norm = make_norm(shape.features if shape.rows is None else shape.rows, self.normalize)
+        self.policy = Policy(shape, self.policy_config)
+        self.observation_norm = make_norm(shape.rows or shape.features, self.normalize)
         self.value_norm = RunningMeanStd((), clip=float("inf"))
         self.privileged_norm = make_norm(shape.privileged, self.normalize) if self.policy_config.asymmetric else None
         self.reward_norm = RunningMeanStd((), clip=float("inf")) if self.normalize.rewards else None
@@ -183,12 +181,14 @@ class TamiyoModule(LightningModule):
             )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        # On a GPU only a fused optimizer can skip a step without a transfer; one whose gradients are scaled unscales
-        # them itself, after they are clipped.
-        fused = self.device.type == "cuda" and self.trainer.scaler is None
-        return torch.optim.Adam(
-            self.policy.parameters(), lr=self.ppo.lr.at(0.0), eps=self.ppo.adam_eps, fused=fused or None
-        )
+        if self.trainer.scaler is not None:
+            raise ValueError(
+                "trainer.precision scales gradients, but the policy trains in float32; leave it out, and choose the "
+                "precision of hosts by data.env.training.precision"
+            )
+        # On a GPU only a fused optimizer can skip a step without a transfer.
+        fused = True if self.device.type == "cuda" else None
+        return torch.optim.Adam(self.policy.parameters(), lr=self.ppo.lr.at(0.0), eps=ADAM_EPS, fused=fused)
 
     def training_step(self, tick: int, batch_idx: int) -> None:
         # The trainer's autocast must not reach hosts or policy: the probability ratio would no longer start at 1.
@@ -204,64 +204,90 @@ class TamiyoModule(LightningModule):
         self.log_dict(step.log, prog_bar=True, logger=False)
 
     def update(self, rollout: Rollout, summary: RolloutSummary) -> None:
-        """Run one PPO update on a rollout and store its report.
+        """Run one PPO update on a rollout, store its report and log it.
 
         A minibatch whose loss or gradient is not finite is skipped. Raises DivergedError after three in a row, or if
         the policy's weights are not finite at the end.
         """
+        config, parameters, optimizer = self.ppo, list(self.policy.parameters()), self.optimizers()
         assert self.trainer.max_epochs is not None, "Lightning has put its default there"
+        assert isinstance(optimizer, LightningOptimizer), "there is one"
         progress = self.trainer.current_epoch / max(1, self.trainer.max_epochs - 1)  # 0 in a run of one rollout
-        optimizer = self.optimizers()
-        assert not isinstance(optimizer, list), "there is one"
+        lr, entropy_coefficient = config.lr.at(progress), config.entropy.at(progress)
         for group in optimizer.param_groups:
-            group["lr"] = self.ppo.lr.at(progress)
-        entropy_coefficient = self.ppo.entropy.at(progress)
-        value_coefficient = self.ppo.value_coefficient_at(self.trainer.current_epoch)
-        before = nn.utils.parameters_to_vector(self.policy.parameters()).detach().clone()
-        minibatch_terms: list[PPOTerms] = []
-        self.grad_norms: list[torch.Tensor] = []
-        self.finite: list[torch.Tensor] = []  # [] bool for each minibatch: False if it was skipped
-        generator, places = self.collector.generator, summary.places
-        for minibatch in rollout.minibatches(self.ppo.epochs, self.ppo.minibatches, generator, places=places):
-            terms = self._terms_over_ranks(minibatch)
-            minibatch_terms.append(PPOTerms(*(term.detach() for term in terms)))
+            group["lr"] = lr
+        before = nn.utils.parameters_to_vector(parameters).detach().clone()
+        all_terms: list[PPOTerms] = []
+        grad_norms: list[Tensor] = []
+        all_finite: list[Tensor] = []  # [] bool for each minibatch: False if it was skipped
+        for minibatch in rollout.minibatches(
+            config.epochs, config.minibatches, self.collector.generator, usable=summary.usable, ranks=self.ranks
+        ):
+            terms = ppo_terms(self.policy, minibatch, config, self.ranks)
+            all_terms.append(PPOTerms(*(term.detach() for term in terms)))
             # Reading the KL costs a device synchronisation; without it an update could diverge unnoticed.
-            if self.ppo.target_kl is not None and terms.kl.item() > self.ppo.kl_slack * self.ppo.target_kl:
+            if config.target_kl is not None and terms.kl.item() > KL_SLACK * config.target_kl:
                 break
+            loss = terms.policy + config.value_coefficient * terms.value - entropy_coefficient * terms.entropy
             optimizer.zero_grad()
-            self.loss = terms.total(value_coefficient, entropy_coefficient)
-            self.manual_backward(self.loss)
+            self.manual_backward(loss)  # averages the gradients of all ranks
+            grad_norms.append(nn.utils.clip_grad_norm_(parameters, config.max_grad_norm))
+            # The norm before clipping is squared, as Adam squares gradients. All ranks see the same numbers.
+            finite = (loss.detach() + grad_norms[-1].square()).isfinite()
+            all_finite.append(finite)
+            skip_unless(finite, optimizer.optimizer)
             optimizer.step()
-        finite = torch.stack(self.finite).tolist() if self.finite else []
-        self.skips_in_a_row = count_skips(finite, self.skips_in_a_row)
-        after = nn.utils.parameters_to_vector(self.policy.parameters()).detach()
+        finite = torch.stack(all_finite).tolist() if all_finite else []
+        for is_finite in finite:
+            self.skips_in_a_row = 0 if is_finite else self.skips_in_a_row + 1
+            if self.skips_in_a_row == MAX_SKIPS:
+                raise DivergedError(
+                    f"the loss or gradient of {MAX_SKIPS} minibatches in a row is not finite; lower model.ppo.lr, or "
+                    f"set model.ppo.target_kl"
+                )
+        after = nn.utils.parameters_to_vector(parameters).detach()
         weight_change = (torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before)).item()
-        check_change(weight_change)
-        rewards = {} if summary.reward_deviation is None else {"reward_deviation": summary.reward_deviation}
-        metrics = update_metrics(minibatch_terms, self.grad_norms, self.policy.heads.sizes, finite=finite) | {
-            **rewards,
-            "skipped": float(finite.count(False)),
-            "left_out": float(summary.left_out),
-            "weight_change": weight_change,
+        if not isfinite(weight_change):
+            raise DivergedError(
+                "the policy's weights are not finite after an update; lower model.ppo.lr, or set model.ppo.target_kl"
+            )
+        metrics = update_metrics(all_terms, grad_norms, self.policy.heads.sizes, finite=finite) | {
+            **summary.metrics,
             **self.measure_critic(summary.values, summary.value_targets),
-            "advantage_spread": summary.advantage_spread,
-            "lr": self.ppo.lr.at(progress),
+            "weight_change": weight_change,
+            "lr": lr,
             "entropy_coefficient": entropy_coefficient,
-            "value_coefficient": value_coefficient,
         }
-        last_pass = (len(minibatch_terms) - 1) // self.ppo.minibatches * self.ppo.minibatches
-        if summary.left_out:
+        last_pass = (len(all_terms) - 1) // config.minibatches * config.minibatches
+        self.report = UpdateReport(summary, metrics, [terms.ratio for terms in all_terms[last_pass:]])
+        self._log_update(self.report)
+
+    def measure_critic(self, values: Tensor, targets: Tensor) -> dict[str, float]:
+        """Return the metrics of the critic on one rollout, by name, given values and returns of its steps [steps]."""
+        # Both metrics depend on differences alone. Torchmetrics subtracts a squared mean from a mean of squares, which
+        # would cancel in float32 if the mean of the returns were not removed first.
+        offset = self.ranks.moments(targets).mean
+        self.critic_metrics.reset()
+        self.critic_metrics.update(values - offset, targets - offset)
+        return {name: value.item() for name, value in self.critic_metrics.compute().items()}
+
+    def _log_update(self, report: UpdateReport) -> None:
+        """Print what was left out of an update, and log its metrics and those of the rollout."""
+        summary, metrics, update = report.summary, report.metrics, self.trainer.current_epoch + 1
+        if left_out := int(metrics["left_out"]):
             print_status(
-                f"{summary.left_out} of {summary.left_out + len(summary.returns)} environments are left out of update "
-                f"{self.trainer.current_epoch + 1}: {summary.defect}"
+                f"{left_out} of {len(summary.usable)} environments are left out of update {update}: {summary.defect}"
             )
-        if not all(finite):
+        if skipped := int(metrics["skipped"]):
             print_status(
-                f"{finite.count(False)} of {len(finite)} minibatches of update {self.trainer.current_epoch + 1} were "
-                f"skipped: their loss or gradient is not finite"
+                f"{skipped} of {skipped + int(metrics['minibatches'])} minibatches of update {update} were skipped: "
+                f"their loss or gradient is not finite"
             )
-        self.report = UpdateReport(summary, metrics, [terms.ratio for terms in minibatch_terms[last_pass:]])
-        self.means = {"return": summary.returns.mean(), **self._log_over_ranks()}
+        log, ranks = self.collector.last_step.log, self.ranks
+        if ranks.world > 1:  # means over the environments of all ranks
+            sums = ranks.sum(torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in log.values()]))
+            log = dict(zip(log, sums / ranks.world, strict=True))
+        self.means = {"return": summary.returns.mean(), **log}
         self.metrics = {f"rollout/{name}": float(value) for name, value in self.means.items()}
         self.metrics |= {f"train/{name}": value for name, value in metrics.items()}
         # Once per rollout, so they are right after a resume, too. Lightning would write them behind the epoch's end,
@@ -269,41 +295,7 @@ class TamiyoModule(LightningModule):
         for logger in self.trainer.loggers:
             logger.log_metrics(self.metrics, step=self.collector.ticks)
         for_monitors = {"on_step": False, "on_epoch": True, "logger": False, "batch_size": 1}
-        self.log_dict(self.metrics, sync_dist=self.ranks.world > 1, **for_monitors)
-
-    def _log_over_ranks(self) -> Mapping[str, Any]:
-        """Return the scalars to log of the last step: means over the environments of all ranks."""
-        log, ranks = self.collector.last_step.log, self.ranks
-        if ranks.world == 1:
-            return log
-        means = ranks.sum(torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in log.values()]))
-        return dict(zip(log, means / ranks.world, strict=True))
-
-    def _terms_over_ranks(self, minibatch: Rollout) -> PPOTerms:
-        """Return the terms of a minibatch of all ranks, given this rank's part of it, which may be empty."""
-        is_empty = minibatch.log_prob.shape[1] == 0
-        own = empty_terms(self.policy, minibatch) if is_empty else ppo_terms(self.policy, minibatch, self.ppo)
-        return terms_over_ranks(own, list(self.policy.heads.tables), self.ppo, ranks=self.ranks)
-
-    def measure_critic(self, values: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
-        """Return the metrics of the critic on one rollout, by name.
-
-        Args:
-            values: Values [steps] that the critic estimated.
-            targets: Returns [steps] that they should equal.
-        """
-        # Both metrics depend on differences alone. Torchmetrics subtracts a squared mean from a mean of squares, which
-        # would cancel in float32 if the mean of the returns were not removed first.
-        offset = targets.mean() if self.ranks.world == 1 else self.ranks.moments(targets).mean
-        self.critic_metrics.reset()
-        self.critic_metrics.update(values - offset, targets - offset)
-        return {name: value.item() for name, value in self.critic_metrics.compute().items()}
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clip gradients and skip a step that is not finite; in this hook gradients are unscaled in every precision."""
-        self.grad_norms.append(nn.utils.clip_grad_norm_(self.policy.parameters(), self.ppo.max_grad_norm))
-        self.finite.append(is_finite_step(self.loss, self.grad_norms[-1]))
-        skip_unless(self.finite[-1], optimizer)
+        self.log_dict(self.metrics, sync_dist=ranks.world > 1, **for_monitors)
 
     def controller(self) -> LearnedController:
         """Return a controller that plays the current policy greedily."""
@@ -372,7 +364,7 @@ class TamiyoModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         data = attached_data(self.trainer)
         assert self.policy_shape is not None, "it was built"
-        write_identity(checkpoint, run_identity(self, data), self.policy_shape.state_dict(), seed=data.seed)
+        write_identity(checkpoint, self._identity(data), self.policy_shape.state_dict(), seed=data.seed)
         if (rules := data.growth_rules()) is not None:
             checkpoint[RULES_KEY] = rules
         check_saved_policy(checkpoint)
@@ -387,7 +379,7 @@ class TamiyoModule(LightningModule):
             self.build(PolicyShape.from_state_dict(checkpoint[MODULE_KEY]["shape"]))
             return
         data = attached_data(self.trainer)
-        check_identity(checkpoint[IDENTITY_KEY], run_identity(self, data))
+        check_identity(checkpoint[IDENTITY_KEY], self._identity(data))
         if self.trainer.state.fn != TrainerFn.FITTING:
             return
         check_schema(checkpoint)
@@ -399,16 +391,20 @@ class TamiyoModule(LightningModule):
             group.update(own)
         print_status(*differences(checkpoint.get("hyper_parameters", {}), self.hparams))
 
+    def _identity(self, data: PolicyData) -> dict[str, Any]:
+        """Return the properties that a resumed run must share with the saved one, by setting name."""
+        own = {f"model.policy.{name}": getattr(self.policy_config, name) for name in POLICY_IDENTITY}
+        return data.identity() | own | {f"model.normalize.{n}": getattr(self.normalize, n) for n in NORMALIZE_IDENTITY}
 
-POLICY_IDENTITY_SETTINGS = ("width", "blueprint_embedding", "memory", "asymmetric", "probability_floors")
-NORMALIZE_IDENTITY_SETTINGS = ("observations", "momentum", "rewards")
-"""Names of the settings that determine the weights of a checkpoint and their meaning."""
 
+def skip_unless(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer's next step do nothing, unless `finite` [] bool is True.
 
-def run_identity(module: TamiyoModule, data: PolicyData) -> dict[str, Any]:
-    """Return the properties that a resumed run must share with the saved one, by setting name."""
-    return (
-        data.identity()
-        | {f"model.policy.{name}": getattr(module.policy_config, name) for name in POLICY_IDENTITY_SETTINGS}
-        | {f"model.normalize.{name}": getattr(module.normalize, name) for name in NORMALIZE_IDENTITY_SETTINGS}
-    )
+    A skipped step changes neither parameters nor moments nor step counts. A fused optimizer reads the flag on the
+    device, so that the host does not wait for the GPU; any other one steps no parameter that has no gradient.
+    """
+    if optimizer.defaults.get("fused"):
+        fused: Any = optimizer  # torch does not declare these attributes, which its fused optimizers read
+        fused.grad_scale, fused.found_inf = None, (~finite).float()
+    elif not finite:
+        optimizer.zero_grad(set_to_none=True)

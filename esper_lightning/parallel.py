@@ -19,14 +19,11 @@ from lightning.pytorch.utilities.seed import isolate_rng
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-MAX_JOBS = 1024
-"""Largest number of processes; no machine has more cores."""
-
 
 def check_jobs(jobs: int) -> None:
-    """Raise ValueError unless `jobs` is a number of processes that a machine can have."""
-    if not 1 <= jobs <= MAX_JOBS:
-        raise ValueError(f"jobs must lie in 1 … {MAX_JOBS}, got {jobs}")
+    """Raise ValueError unless `jobs` is a number of processes."""
+    if jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got {jobs}")
 
 
 class Mapper(Protocol):
@@ -37,23 +34,10 @@ class Mapper(Protocol):
         ...
 
 
-@contextmanager
-def seeded_generators(rng_seed: int) -> Iterator[None]:
-    """Within this context the global generators of Python, numpy and torch begin with a seed; then as before it."""
-    with isolate_rng():
-        random.seed(rng_seed)
-        np.random.seed(rng_seed)
-        torch.manual_seed(rng_seed)
-        yield
-
-
 class Processes:
-    """Applies a function to items in processes of its own, which are started by `spawn`.
+    """Applies a function to items in `jobs` processes of its own, which are started by `spawn`.
 
     Function, items and results must be picklable; tensors are copied.
-
-    Args:
-        jobs: Number of processes.
     """
 
     def __init__(self, jobs: int) -> None:
@@ -62,8 +46,9 @@ class Processes:
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item], /) -> Iterator[Result]:
         """Yield the results in the order of the items, each as soon as all before it are there."""
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(self.jobs, context) as executor:
+        # Both are pickled here, which copies their tensors: where torch pickles arguments for another process, tensors
+        # move to memory that all of the processes share, and write to.
+        with ProcessPoolExecutor(self.jobs, multiprocessing.get_context("spawn")) as executor:
             work = [executor.submit(_call, pickle.dumps((function, item))) for item in items]
             try:
                 yield from (pickle.loads(one.result()) for one in work)
@@ -72,10 +57,15 @@ class Processes:
 
 
 def _call(pickled_work: bytes) -> bytes:
-    """Apply a function to an item.
-
-    Both are pickled beforehand, which copies their tensors: where torch pickles arguments for another process, tensors
-    move to memory that all of the processes share, and write to.
-    """
     function, item = pickle.loads(pickled_work)
     return pickle.dumps(function(item))
+
+
+@contextmanager
+def seeded_generators(rng_seed: int) -> Iterator[None]:
+    """Within this context the global generators of Python, numpy and torch begin with a seed; then as before it."""
+    with isolate_rng():
+        random.seed(rng_seed)
+        np.random.seed(rng_seed)
+        torch.manual_seed(rng_seed)
+        yield

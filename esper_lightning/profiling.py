@@ -1,12 +1,14 @@
-"""Time per phase of an environment step, by the processor's clock, or on CUDA by events in the working streams."""
+"""Time and memory by phase of an environment step: by the processor's clock, or by events in the streams of a GPU."""
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, get_args
 
 import torch
+
+from esper_lightning.machine import resident_memory
 
 Phase = Literal[
     "data", "train", "validate", "counterfactual", "policy", "update", "governor", "bookkeeping", "telemetry"
@@ -18,140 +20,76 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 validation pass spent on combinations of seeds other than all seeds, and `validate` the rest of the pass."""
 
 
-class Timer(Protocol):
-    """Source of time marks: marks are taken now and read later."""
+class Timer:
+    """Takes marks of the present moment, which are read later.
 
-    name: str
-
-    def mark(self) -> Any:
-        """Return a mark of the present moment; on an asynchronous device, of the moment when its queue gets here."""
-
-    def has_passed(self, mark: Any) -> bool:
-        """Return whether the device has reached the mark, without waiting."""
-        ...
-
-    def seconds(self, begin: Any, end: Any) -> float:
-        """Return the seconds between two marks, both of which the device has reached."""
-        ...
-
-
-class ProcessorTimer:
-    """Timer that reads the processor's clock."""
-
-    name = "perf_counter"
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def has_passed(self, mark: float) -> bool:
-        return True
-
-    def seconds(self, begin: float, end: float) -> float:
-        return end - begin
-
-
-class EventTimer:
-    """Timer that records events in the current stream of a GPU, since calls return before their kernels run.
-
-    Args:
-        device: The GPU.
+    On CUDA a mark is an event in the current stream, since calls return before their kernels run. Elsewhere it is the
+    processor's time; on Apple's `mps` a phase then takes the time in which its work is queued.
     """
-
-    name = "cuda_events"
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.name = "cuda_events" if device.type == "cuda" else "perf_counter"
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def has_passed(self, mark: torch.cuda.Event) -> bool:
-        return mark.query()
+    def has_passed(self, mark: Any) -> bool:
+        """Return whether the device has reached the mark, without waiting."""
+        return mark.query() if self.device.type == "cuda" else True
 
-    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return begin.elapsed_time(end) / 1000.0
-
-
-def make_timer(device: torch.device) -> Timer:
-    """Return the timer for work on `device`.
-
-    On Apple's `mps` it is the processor's clock, without waiting for the GPU: a phase takes the time in which its work
-    is queued, and the time of the work itself goes to the phase that next waits for a result.
-    """
-    return EventTimer(device) if device.type == "cuda" else ProcessorTimer()
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Return the seconds between two marks, both of which the device has reached."""
+        return begin.elapsed_time(end) / 1000.0 if self.device.type == "cuda" else end - begin
 
 
-class TimedInterval(NamedTuple):
-    """An interval of work on one host."""
+class HostTimer(Timer):
+    """Timer of the work on one host, used in the thread or stream that does the work."""
 
-    begin: Any  # mark of the timer
-    end: Any  # mark of the timer
-    shares: dict[str, float]  # fraction of the interval by phase; the fractions sum to 1
+    _begin: Any = None
 
-
-class HostTimer:
-    """Intervals of work on one host, recorded in the thread or stream that does the work.
-
-    Args:
-        timer: Timer of the host's device.
-    """
-
-    def __init__(self, timer: Timer) -> None:
-        self.timer = timer
-        self.intervals: list[TimedInterval] = []
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.intervals: list[tuple[Any, Any, dict[str, float]]] = []  # begin, end, and shares by phase
 
     def start(self) -> None:
         """Begin an interval; the time since the last one was not work on this host."""
-        self.last_mark = self.timer.mark()
+        self._begin = self.mark()
 
     def record(self, **shares: float) -> None:
         """End the interval, attribute it to phases in these shares, and begin the next interval."""
-        now = self.timer.mark()
-        self.intervals.append(TimedInterval(self.last_mark, now, shares))
-        self.last_mark = now
+        end = self.mark()
+        self.intervals.append((self._begin, end, shares))
+        self._begin = end
 
-    def take_intervals(self) -> list[TimedInterval]:
+    def take_intervals(self) -> list[tuple[Any, Any, dict[str, float]]]:
         """Return the intervals since the last call, and forget them."""
         taken, self.intervals = self.intervals, []
         return taken
 
 
-class _PhaseInterval(NamedTuple):
-    phase: Phase
-    begin: Any
-    end: Any
-    host_intervals: list[tuple[Timer, TimedInterval]]
-
-
-class MemoryProbe(Protocol):
-    """Measures the peak memory of a phase."""
-
-    def begin(self) -> None:
-        """Begin a phase."""
-
-    def end(self) -> float | None:
-        """End the phase. Returns its peak memory in MiB, or None if unknown."""
-
-
 class PhaseClock:
-    """Sums seconds and records the peak memory of each phase.
+    """Sums the seconds of each phase, and finds its peak memory.
 
     Args:
-        timer: Timer of the device of the pool's observations.
+        device: Device of the pool's observations.
 
     Attributes:
-        memory_probe: Measures memory; on a GPU it resets the peak counter with each phase. None: memory is not
-            measured.
+        profile: Context of each phase beside the clock's own, such as that of Lightning's profiler.
+        measures_memory: True to measure memory, too; on a GPU that resets its peak with each phase.
     """
 
-    def __init__(self, timer: Timer) -> None:
-        self.timer = timer
-        self.memory_probe: MemoryProbe | None = None
-        self.peak_memory: dict[str, float] = {}  # peak MiB by phase since the last `take_memory`
-        self.seconds: Counter[str] = Counter(dict.fromkeys(PHASES, 0.0))
-        self._pending: list[_PhaseInterval] = []
+    def __init__(self, device: torch.device) -> None:
+        self.timer = Timer(device)
+        self.profile: Callable[[str], AbstractContextManager[Any]] = nullcontext
+        self.measures_memory = False
+        self._peaks: dict[str, float] = {}  # MiB by phase
+        self._seconds: Counter[str] = Counter()
+        self._pending: list[tuple[str, Any, Any, list[tuple[HostTimer, Any]]]] = []  # phase, begin, end, intervals
 
     @contextmanager
     def measure(self, phase: Phase, host_timers: Sequence[HostTimer] = ()) -> Iterator[None]:
@@ -160,47 +98,43 @@ class PhaseClock:
         The elapsed time is divided in proportion to the intervals. Their sum would exceed it where threads or streams
         work on several hosts at the same time.
         """
+        device, on_gpu = self.timer.device, self.timer.device.type == "cuda"
         for host_timer in host_timers:
             host_timer.take_intervals()  # drops intervals from before this context
-        if self.memory_probe is not None:
-            self.memory_probe.begin()
+        if self.measures_memory and on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
         begin = self.timer.mark()
-        yield
-        if self.memory_probe is not None and (peak := self.memory_probe.end()) is not None:
-            self.peak_memory[phase] = max(peak, self.peak_memory.get(phase, 0.0))
-        host_intervals = [(host_timer.timer, lap) for host_timer in host_timers for lap in host_timer.take_intervals()]
-        self._pending.append(_PhaseInterval(phase, begin, self.timer.mark(), host_intervals))
-        self.collect()
+        with self.profile(phase):
+            yield
+        if self.measures_memory:
+            held = torch.cuda.max_memory_allocated(device) / 2**20 if on_gpu else resident_memory()
+            self._peaks |= {} if held is None else {phase: max(held, self._peaks.get(phase, 0.0))}
+        intervals = [(host_timer, lap) for host_timer in host_timers for lap in host_timer.take_intervals()]
+        self._pending.append((phase, begin, self.timer.mark(), intervals))
+        self._collect()
 
-    def collect(self) -> None:
+    def _collect(self) -> None:
         """Sum the measurements that are complete, without waiting: unfinished GPU work is left for the next call."""
         pending, self._pending = self._pending, []
-        for interval in pending:
-            if self.timer.has_passed(interval.end):
-                self._attribute(interval)
-            else:
-                self._pending.append(interval)
-
-    def _attribute(self, interval: _PhaseInterval) -> None:
-        seconds = self.timer.seconds(interval.begin, interval.end)
-        seconds_by_phase: Counter[str] = Counter()
-        for timer, host_interval in interval.host_intervals:
-            spent = timer.seconds(host_interval.begin, host_interval.end)
-            seconds_by_phase.update({phase: share * spent for phase, share in host_interval.shares.items()})
-        total = seconds_by_phase.total()
-        fractions = (
-            {phase: part / total for phase, part in seconds_by_phase.items()} if total > 0.0 else {interval.phase: 1.0}
-        )
-        self.seconds.update({phase: part * seconds for phase, part in fractions.items()})
+        for phase, begin, end, intervals in pending:
+            if not self.timer.has_passed(end):
+                self._pending.append((phase, begin, end, intervals))
+                continue
+            of_hosts: Counter[str] = Counter()
+            for host_timer, (lap_begin, lap_end, shares) in intervals:
+                spent = host_timer.seconds(lap_begin, lap_end)
+                of_hosts.update({part: share * spent for part, share in shares.items()})
+            elapsed, total = self.timer.seconds(begin, end), of_hosts.total()
+            parts = {part: spent / total for part, spent in of_hosts.items()} if total > 0.0 else {phase: 1.0}
+            self._seconds.update({part: share * elapsed for part, share in parts.items()})
 
     def take_seconds(self) -> dict[str, float]:
         """Return seconds per phase since the last call; on CUDA, of the work that the GPU has finished."""
-        self.collect()
-        taken: dict[str, float] = {**self.seconds}
-        self.seconds = Counter[str](dict.fromkeys(PHASES, 0.0))
+        self._collect()
+        taken, self._seconds = {phase: float(self._seconds[phase]) for phase in PHASES}, Counter()
         return taken
 
     def take_memory(self) -> dict[str, float]:
         """Return the peak memory in MiB since the last call, for each phase that has run."""
-        taken, self.peak_memory = self.peak_memory, {}
+        taken, self._peaks = self._peaks, {}
         return taken

@@ -9,6 +9,7 @@ module.
 import io
 import os
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,31 +23,17 @@ Record = TypeVar("Record")
 Rows = TypeVar("Rows", Tensor, list)
 
 LOCAL_WORLD_VARIABLE = "LOCAL_WORLD_SIZE"
-"""Environment variable with the number of processes of the run on this machine; torchrun sets it."""
 
 
 def local_world() -> int:
-    """Return the number of processes of the run on this machine."""
+    """Return the number of processes of the run on this machine, which torchrun and `share_machine` tell."""
     return int(os.environ.get(LOCAL_WORLD_VARIABLE, "1"))
 
 
-def pack_state(state: Any) -> bytes:
-    """Return nested plain data with tensors on any device as bytes; memory that tensors share is written once.
-
-    Pickle alone would write it for each of them.
-    """
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
-
-
-def unpack_state(content: bytes) -> Any:
-    """Return the state in the bytes of `pack_state`, with its tensors on the CPU.
-
-    The bytes must come from a process of this run: like those of `gather_object`, they are unpickled without checks,
-    which takes a fraction of the time.
-    """
-    return torch.load(io.BytesIO(content), map_location=CPU, weights_only=False)
+def share_machine(processes: int) -> None:
+    """Note, for this process and those that it starts, how many processes of the run share the machine's cores."""
+    if processes > 1:
+        os.environ.setdefault(LOCAL_WORLD_VARIABLE, str(processes))
 
 
 class Moments(NamedTuple):
@@ -80,38 +67,35 @@ class Ranks:
                     f"set their number to {f'{low} or ' if low else ''}{high}"
                 )
         self.rank, self.world = rank, world
-        self.sizes = list(sizes)
-        self.total = sum(sizes)
-        ends = list(accumulate(size // world for size in sizes))
-        # Places of a rank's own environments of each task, among those of the rank and among those of all ranks.
-        self._own_spans = [slice(end - size // world, end) for size, end in zip(sizes, ends, strict=True)]
-        starts = [end * world - size for size, end in zip(sizes, ends, strict=True)]
-        shares = [(start + rank * (size // world), size // world) for start, size in zip(starts, sizes, strict=True)]
-        self._spans = [slice(start, start + length) for start, length in shares]
-        self.own = [i for span in self._spans for i in range(span.start, span.stop)]
+        self.sizes, self.total = list(sizes), sum(sizes)
+        self.own = self.own_of(rank)
         self._cpu_group: Any = None
 
     def own_of(self, rank: int) -> list[int]:
         """Return the environments of a rank."""
-        return self.own if rank == self.rank else Ranks(self.sizes, rank, self.world).own
+        starts = accumulate(self.sizes, initial=0)
+        parts = [(start, size // self.world) for start, size in zip(starts, self.sizes, strict=False)]
+        return [env for start, part in parts for env in range(start + rank * part, start + (rank + 1) * part)]
 
     def rows(self, of_all: Rows, axis: int = 0) -> Rows:
         """Return the rows of this rank's environments, given rows of all environments along `axis`."""
         if self.world == 1:
             return of_all
         if isinstance(of_all, Tensor):
-            return torch.cat([of_all.narrow(axis, span.start, span.stop - span.start) for span in self._spans], axis)
+            return of_all.index_select(axis, torch.tensor(self.own, device=of_all.device))
         return [of_all[i] for i in self.own]
 
     def join(self, parts: Sequence[Rows], axis: int = 0) -> Rows:
         """Return rows of all environments in their order, given those of every rank along `axis`."""
         if len(parts) == 1:
             return parts[0]
+        order = [env for rank in range(self.world) for env in self.own_of(rank)]  # of the rows as they arrive
+        places = sorted(range(self.total), key=order.__getitem__)
         if isinstance(parts[0], list):
-            return [row for span in self._own_spans for part in parts for row in part[span]]
-        spans = [(span.start, span.stop - span.start) for span in self._own_spans]
+            rows = [row for part in parts for row in part]
+            return [rows[place] for place in places]
         tensors: list[Any] = list(parts)
-        return torch.cat([part.narrow(axis, *span) for span in spans for part in tensors], axis)
+        return torch.cat(tensors, axis).index_select(axis, torch.tensor(places, device=tensors[0].device))
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of tensors of the same shape over all ranks."""
@@ -160,17 +144,17 @@ class Ranks:
     def gather(self, record: Record) -> list[Record]:
         """Return the records of all ranks on rank 0, in the order of ranks; elsewhere an empty list.
 
-        Tensors in a record must be on the CPU.
+        Tensors in them may be on any device, and come to the CPU.
         """
         if self.world == 1:
             return [record]
+        file = io.BytesIO()
+        torch.save(record, file)  # pickle would write memory that tensors share for each of them
         found: list[Any] = [None] * self.world
-        dist.gather_object(record, found if self.rank == 0 else None, dst=0, group=self._group())
-        return found if self.rank == 0 else []
-
-    def gather_state(self, state: Record) -> list[Record]:
-        """Return what `gather` returns, for nested plain data with tensors on any device; they come to the CPU."""
-        return [state] if self.world == 1 else [unpack_state(part) for part in self.gather(pack_state(state))]
+        dist.gather_object(file.getvalue(), found if self.rank == 0 else None, dst=0, group=self._group())
+        # Bytes of this run's own processes need no check of what they unpickle, which takes several times as long.
+        load = partial(torch.load, map_location=CPU, weights_only=False)
+        return [load(io.BytesIO(part)) for part in found] if self.rank == 0 else []
 
     def gather_everywhere(self, record: Record) -> list[Record]:
         """Return the records of all ranks, on every rank. Tensors in a record must be on the CPU."""
@@ -182,11 +166,7 @@ class Ranks:
 
     def share(self, record: Record) -> Record:
         """Return the record of rank 0 on every rank. Tensors in it must be on the CPU."""
-        if self.world == 1:
-            return record
-        found = [record]
-        dist.broadcast_object_list(found, src=0, group=self._group())
-        return found[0]
+        return self.gather_everywhere(record)[0]
 
     def _group(self, values: Tensor | None = None) -> Any:
         """Return the process group for a tensor; None: the default one. NCCL sends nothing that is on the CPU."""

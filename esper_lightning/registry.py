@@ -100,6 +100,8 @@ def import_object(path: str, what: str) -> Any:
     Raises ValueError, which begins with `what`, if there is none. Errors of the module's own code pass.
     """
     module, _, name = path.rpartition(".")
+    if not module:
+        raise ValueError(f"{what}: {path!r} is no import path, such as package.module.name")
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -29,30 +29,15 @@ OUTPUT_FILE, RUNS_FILE, TABLE_FILE = "output.txt", "runs.csv", "table.csv"
 
 
 class SweepRun(NamedTuple):
-    """One training of a sweep."""
+    """One training of a sweep, and its result."""
 
+    arguments: list[str]
+    """Arguments of `fit`."""
     settings: dict[str, str]
     """Varied settings, by dotted name."""
     rng_seed: int
-    configs: list[str]
     folder: Path
-
-    @property
-    def arguments(self) -> list[str]:
-        """Arguments of `fit`. What is varied comes last, so that it replaces all else."""
-        return [
-            *(part for config in self.configs for part in ("--config", config)),
-            *("--model.evaluation.against=[]", "--model.evaluation.controls=false"),
-            *(f"--{name}={value}" for name, value in self.settings.items()),
-            *(f"--seed_everything={self.rng_seed}", f"--trainer.default_root_dir={self.folder}"),
-        ]
-
-
-class SweepResult(NamedTuple):
-    """Result of one training."""
-
-    run: SweepRun
-    values: dict[str, dict[str, list[float]]]
+    values: Mapping[str, Mapping[str, list[float]]] = {}
     """Values of `COLUMNS` for each host, by task and column; empty if the run failed."""
     problem: str = ""
     """Last line of the output of a run that failed."""
@@ -74,34 +59,51 @@ def sweep(
     """
     check_jobs(jobs)
     folder = Path(out)
-    varied = {
-        name: [v if isinstance(v, str) else json.dumps(v) for v in values] for name, values in (set or {}).items()
-    }
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"folder {out!r} is not empty; name another one by --out")
     folder.mkdir(parents=True, exist_ok=True)
-    runs = plan(config.split(","), varied, range(seeds), folder)
+    runs = plan(config.split(","), set or {}, range(seeds), folder)
     print_status(f"{len(runs)} runs, {min(jobs, len(runs))} at a time, each with its output in {OUTPUT_FILE}")
-    results: list[SweepResult] = []
+    results: list[SweepRun] = []
     with ThreadPoolExecutor(jobs) as threads:  # each waits for a process
-        for result in threads.map(train_once, runs):
-            results.append(result)
-            said = [*(f"{name}={value}" for name, value in result.run.settings.items()), f"seed {result.run.rng_seed}"]
-            objectives = [f"{np.mean(by_column['objective']):.3f}" for by_column in result.values.values()]
-            outcome = result.problem or f"objective {', '.join(objectives)}"
-            print_status(f"{len(results)} of {len(runs)}: {', '.join(said)}: {outcome}")
-            write_rows(folder / RUNS_FILE, run_rows(results))
+        for run in threads.map(train_once, runs):
+            results.append(run)
+            said = ", ".join([*(f"{name}={value}" for name, value in run.settings.items()), f"seed {run.rng_seed}"])
+            objectives = ", ".join(f"{np.mean(values['objective']):.3f}" for values in run.values.values())
+            print_status(f"{len(results)} of {len(runs)}: {said}: {run.problem or f'objective {objectives}'}")
+            write_rows(folder / RUNS_FILE, [row for one in results for row in run_rows(one)])
     rows = table_rows(results)
     write_rows(folder / TABLE_FILE, rows)
-    wide_console().print(printed_table(rows, list(varied)))
+    wide_console().print(printed_table(rows))
     print_status(f"written to {folder}: {TABLE_FILE}, {RUNS_FILE}")
-    failed = [result for result in results if result.problem]
+    failed = [run for run in results if run.problem]
     if failed:
         raise ValueError(f"{len(failed)} of {len(runs)} runs failed: {failed[0].problem.removeprefix('error: ')}")
 
 
-def train_once(run: SweepRun) -> SweepResult:
-    """Train one run in a process of its own, with its output in a file, and return the results of its comparison."""
+def plan(
+    configs: Sequence[str], varied: Mapping[str, Sequence[Any]], rng_seeds: Sequence[int], folder: Path
+) -> list[SweepRun]:
+    """Return one run for each combination of the varied settings and each RNG seed, each with a folder of its own."""
+    runs = []
+    for number, values in enumerate(product(*varied.values())):
+        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        settings = dict(zip(varied, texts, strict=True))
+        words = [re.sub(r"[^\w.=+-]+", "-", f"{name.rpartition('.')[2]}={value}") for name, value in settings.items()]
+        place = folder / "_".join([f"{number:03}", *words])[:100]
+        arguments = [
+            *(f"--config={config}" for config in configs),
+            *("--model.evaluation.against=[]", "--model.evaluation.controls=false"),
+            *(f"--{name}={value}" for name, value in settings.items()),  # behind all else, which it replaces
+        ]
+        for seed in rng_seeds:
+            own = [f"--seed_everything={seed}", f"--trainer.default_root_dir={place / f'seed{seed}'}"]
+            runs.append(SweepRun([*arguments, *own], settings, seed, place / f"seed{seed}"))
+    return runs
+
+
+def train_once(run: SweepRun) -> SweepRun:
+    """Train one run in a process of its own, with its output in a file, and return it with its results."""
     run.folder.mkdir(parents=True)
     output = run.folder / OUTPUT_FILE
     with output.open("w", encoding="utf-8") as file:
@@ -109,41 +111,38 @@ def train_once(run: SweepRun) -> SweepResult:
         ended = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False)
     if ended.returncode:
         lines = output.read_text(encoding="utf-8").strip().splitlines()
-        return SweepResult(run, {}, lines[-1] if lines else f"its process ended with {ended.returncode}")
+        return run._replace(problem=lines[-1] if lines else f"its process ended with {ended.returncode}")
     values = {}
     for path in sorted(run.folder.rglob("evaluation.csv")):
         with path.open(newline="", encoding="utf-8") as opened:
             rows = [row for row in csv.DictReader(opened) if row["controller"] == "tamiyo"]
         task = "" if path.parent.name == "evaluation" else path.parent.name
         values[task] = {column: [float(row[column]) for row in rows] for column in COLUMNS}
-    problem = "" if values else "there was no comparison; set model.evaluation.hosts to at least 2"
-    return SweepResult(run, values, problem)
+    missing = "" if values else "there was no comparison; set model.evaluation.hosts to at least 2"
+    return run._replace(values=values, problem=missing)
 
 
-def plan(
-    configs: Sequence[str], varied: Mapping[str, Sequence[str]], rng_seeds: Sequence[int], folder: Path
-) -> list[SweepRun]:
-    """Return one run for each combination of the varied settings and each RNG seed, each with a folder of its own."""
-    runs = []
-    for number, values in enumerate(product(*varied.values())):
-        settings = dict(zip(varied, values, strict=True))
-        words = [re.sub(r"[^\w.=+-]+", "-", f"{name.rpartition('.')[2]}={value}") for name, value in settings.items()]
-        name = "_".join([f"{number:03}", *words])[:100]
-        runs += [SweepRun(settings, seed, list(configs), folder / name / f"seed{seed}") for seed in rng_seeds]
-    return runs
+def run_rows(run: SweepRun) -> list[dict[str, str]]:
+    """Return one row per task of a run: means over hosts, the folder, and the problem if it failed."""
+    rows = []
+    for task, by_column in (run.values or {"": {}}).items():
+        means = {column: f"{np.mean(numbers):.6g}" for column, numbers in by_column.items()}
+        given = {**run.settings, **({"task": task} if task else {}), "rng_seed": str(run.rng_seed)}
+        rows.append(given | means | {"folder": str(run.folder), "problem": run.problem})
+    return rows
 
 
-def table_rows(results: Sequence[SweepResult]) -> list[dict[str, str]]:
+def table_rows(runs: Sequence[SweepRun]) -> list[dict[str, str]]:
     """Return one row per setting and task: means over RNG seeds and hosts, with 95 % intervals."""
     rows = []
-    for settings in dict.fromkeys(tuple(result.run.settings.items()) for result in results):
-        own = [result for result in results if tuple(result.run.settings.items()) == settings]
-        done = [result for result in own if not result.problem]
-        for task in list(dict.fromkeys(task for result in done for task in result.values)) or [""]:
+    for settings in dict.fromkeys(tuple(run.settings.items()) for run in runs):
+        own = [run for run in runs if tuple(run.settings.items()) == settings]
+        done = [run for run in own if not run.problem]
+        for task in done[0].values if done else [""]:
             row = {**dict(settings), **({"task": task} if task else {}), "runs": str(len(done))}
             row["failed"] = str(len(own) - len(done))
             for column in COLUMNS if done else ():
-                values = np.array([result.values[task][column] for result in done])  # [S, H]
+                values = np.array([run.values[task][column] for run in done])  # [S, H]
                 row[column] = f"{values.mean():.6g}"
                 if column in WITH_INTERVAL:
                     interval = mean_interval(values)
@@ -152,42 +151,25 @@ def table_rows(results: Sequence[SweepResult]) -> list[dict[str, str]]:
     return rows
 
 
-def run_rows(results: Sequence[SweepResult]) -> list[dict[str, str]]:
-    """Return one row per run and task: means over hosts, the folder, and the problem of a run that failed."""
-    rows = []
-    for run, values, problem in results:
-        for task, by_column in (values or {"": {}}).items():
-            means = {column: f"{np.mean(numbers):.6g}" for column, numbers in by_column.items()}
-            given = {**run.settings, **({"task": task} if task else {}), "rng_seed": str(run.rng_seed)}
-            rows.append(given | means | {"folder": str(run.folder), "problem": problem})
-    return rows
-
-
 def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
     """Write rows as CSV, replacing an existing file; a row without a column has an empty cell there."""
+    names = list(dict.fromkeys(column for row in rows for column in row))
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(
-            file, list(dict.fromkeys(column for row in rows for column in row)), lineterminator="\n"
-        )
+        writer = csv.DictWriter(file, names, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 
 
-def printed_table(rows: Sequence[Mapping[str, str]], varied: Sequence[str]) -> Table:
+def printed_table(rows: Sequence[Mapping[str, str]]) -> Table:
     """Return the table for the terminal: an interval as half its width."""
-    names = [*varied, *(["task"] if any("task" in row for row in rows) else []), "runs", *COLUMNS]
-    table = Table(title="means over runs and hosts, test data, ± 95 % interval")
-    for name in names:
-        table.add_column(name, justify="left" if name in varied else "right")
+    columns = dict.fromkeys(column for row in rows for column in row)
+    names = [name for name in columns if not name.endswith(("_low", "_high"))]
+    table = Table(*names, title="means over runs and hosts, test data, ± 95 % interval")
     for row in rows:
-        cells = []
-        for name in names:
-            text = row.get(name, "")
-            if name == "runs" and row["failed"] != "0":
-                text += f" ({row['failed']} failed)"
-            if name in WITH_INTERVAL and text:
+        cells = {name: row.get(name, "") for name in names}
+        for name in WITH_INTERVAL:
+            if name in row:
                 half = (float(row[f"{name}_high"]) - float(row[f"{name}_low"])) / 2
-                text = f"{float(text):.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}")
-            cells.append(text)
-        table.add_row(*cells)
+                cells[name] = f"{float(row[name]):.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}")
+        table.add_row(*cells.values())
     return table

@@ -12,7 +12,7 @@ from hypothesis import settings
 from jsonargparse import _core, _subcommands
 from torch import Tensor, nn
 
-from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, Overseer
+from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
 from esper_lightning.envs.executors.fused.proof import check_stack
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
@@ -22,7 +22,7 @@ from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.hosts import CNN
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig
-from esper_lightning.ppo.running_norm import RunningMeanStd
+from esper_lightning.ppo.running_norm import NormalizeConfig, RunningMeanStd, make_norm
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
 from esper_lightning.tasks import Digits
 from tests.envs.executors.fake_cuda import FakeCuda
@@ -62,20 +62,14 @@ SMALL = EnvConfig(
 
 FREE: dict[str, Any] = {
     "horizon": 12,
-    "lifecycle": replace(SMALL.lifecycle, auto_blend=False, auto_probation=False, birth="random"),
+    "lifecycle": replace(SMALL.lifecycle, birth="random"),
     "actions": ActionConfig(
         blueprints=["norm", "conv_small"],
-        styles=["linear_add", "sigmoid12_multiply", "cosine_gate"],
+        styles=["linear_add", "sigmoid12_multiply", "linear_gate"],
         tempos={"FAST": 1, "SLOW": 2},
-        advance=True,
-        set_alpha=True,
-        slow_cull=True,
-        targets=[0.5, 1.0],
-        speeds=[0, 2, 3],
-        curves=["linear", "cosine"],
     ),
 }
-"""Changes to SMALL that give a controller choices in all eight heads and switch off automatic changes of seeds."""
+"""Changes to SMALL that give a controller choices in all heads."""
 
 
 def small_host(input_shape: Sequence[int], outputs: int) -> nn.Module:
@@ -149,9 +143,9 @@ def make_pool() -> Callable[..., HostPool]:
         governor: GovernorConfig | None = GovernorConfig(),
         **changes: Any,
     ) -> HostPool:
-        config, overseer = replace(SMALL, **changes), None if governor is None else Overseer(governor)
+        config = replace(SMALL, **changes)
         device = torch.device("cpu")
-        return HostPool(task, data, host, config=config, n_envs=n_envs, device=device, overseer=overseer)
+        return HostPool(task, data, host, config=config, n_envs=n_envs, device=device, governor=governor)
 
     return make
 
@@ -182,7 +176,7 @@ def make_loop(
 
     def make(n_envs: int = 3, **ppo: Any) -> RolloutCollector:
         pool = make_pool(n_envs)
-        observation_norm = RunningMeanStd((len(pool.feature_names),))
+        observation_norm = make_norm(pool.rows, NormalizeConfig())
         value_norm = RunningMeanStd((), clip=float("inf"))
         return RolloutCollector(
             pool,

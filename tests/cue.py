@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from esper_lightning.envs.spaces.choices import ChoiceAction, ChoiceSpace
-from esper_lightning.envs.vector_env import FinalObservation, VectorObservation, VectorStep
-from esper_lightning.profiling import PhaseClock, make_timer
+from esper_lightning.envs.vector_env import FinalObservation, Observation, VectorStep
+from esper_lightning.profiling import PhaseClock
 
 ROWS, COLUMNS = 4, 3
 WAIT_ROW, WAIT_COLUMN = ROWS, COLUMNS
@@ -32,15 +32,14 @@ class CueMemory:
     """
 
     autoreset = True
-    num_categories = 0
     device = torch.device("cpu")
 
     def __init__(self, n_envs: int, horizon: int, delay: int = 16, time_limit: int | None = None) -> None:
         self.n_envs, self.horizon, self.delay, self.time_limit = n_envs, horizon, delay, time_limit
         self.space = ChoiceSpace({"row": ROWS + 1, "column": COLUMNS + 1}, {"column": "row"}, masked=True)
-        self.clock = PhaseClock(make_timer(self.device))
+        self.clock = PhaseClock(self.device)
         self.masks = self.space.full_masks(n_envs, self.device)
-        self.observation = VectorObservation(torch.zeros(n_envs, CUE + 1))
+        self.observation = Observation(torch.zeros(n_envs, CUE + 1))
         self.privileged: Tensor | None = torch.zeros(n_envs, CUE)
         self.episode_starts = torch.zeros(n_envs, dtype=torch.bool)
         self.recent: list[float] = []  # 1 for each correct answer, 0 for each wrong one
@@ -49,7 +48,7 @@ class CueMemory:
         self.step_counts = np.zeros(n_envs, dtype=np.int64)
         self.reset(range(n_envs))
 
-    def reset(self, rng_seeds: Sequence[int]) -> VectorObservation:
+    def reset(self, rng_seeds: Sequence[int]) -> Observation:
         """Begin a new episode in every environment."""
         self.generators = [np.random.default_rng(seed) for seed in rng_seeds]
         self.noise = np.zeros((self.n_envs, self.delay + 2, CUE))
@@ -77,7 +76,7 @@ class CueMemory:
         if cut.any():
             self.step_counts[answered] = 0  # final observations are read only of truncated episodes
             self._update_observation()
-            ended = FinalObservation(VectorObservation(self.observation.features.clone()), self.privileged.clone())
+            ended = FinalObservation(Observation(self.observation.features.clone()), self.privileged.clone())
         for i in np.flatnonzero(answered | cut):
             self._begin_episode(i)
         self._update_observation()

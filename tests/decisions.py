@@ -24,20 +24,12 @@ def germinate(slot: int, blueprint: int = 0, tempo: int = 0, style: int = 0) -> 
     return decide(Op.GERMINATE, slot=slot, blueprint=blueprint, tempo=tempo, style=style)
 
 
-def cull(slot: int, speed: int = 0, curve: int = 0) -> Row:
-    return decide(Op.CULL, slot=slot, speed=speed, curve=curve)
+def cull(slot: int) -> Row:
+    return decide(Op.CULL, slot=slot)
 
 
 def fossilize(slot: int) -> Row:
     return decide(Op.FOSSILIZE, slot=slot)
-
-
-def advance(slot: int) -> Row:
-    return decide(Op.ADVANCE, slot=slot)
-
-
-def set_alpha(slot: int, target: int, speed: int = 0, curve: int = 0) -> Row:
-    return decide(Op.SET_ALPHA, slot=slot, target=target, speed=speed, curve=curve)
 
 
 def act(*rows: Sequence[int]) -> Action:

@@ -24,6 +24,8 @@ from esper_lightning.callbacks.preemption import STOP_SIGNALS
 from esper_lightning.cli import EsperCLI
 from esper_lightning.controllers import CONTROLLERS
 from esper_lightning.envs.executors import EXECUTORS
+from esper_lightning.envs.packing import unpack
+from esper_lightning.growth.slot import EXTRA_STATE, decode
 from esper_lightning.hosts import CNN
 from esper_lightning.module import TamiyoModule
 from esper_lightning.rewards import REWARDS
@@ -45,13 +47,10 @@ TINY = (
 """2 hosts, 3 rollouts of 5 ticks, two minibatches per tick: one second once torch is imported."""
 
 FREE_CHOICE = (
-    "--data.env.actions.styles=[linear_add, sigmoid12_multiply, cosine_gate]",
-    *("--data.env.actions.set_alpha=true", "--data.env.actions.slow_cull=true", "--data.env.actions.advance=true"),
-    *("--data.env.actions.speeds=[0, 2]", "--data.env.actions.curves=[linear, cosine]"),
-    *("--data.env.lifecycle.birth=random", "--data.env.lifecycle.auto_blend=false"),
-    "--data.env.training.micro_batches=2",
+    "--data.env.actions.styles=[linear_add, sigmoid12_multiply, linear_gate]",
+    *("--data.env.lifecycle.birth=random", "--data.env.training.micro_batches=2"),
 )
-"""Settings with every operation and every head, where hosts train on parts of a batch."""
+"""Settings with every head, where hosts train on parts of a batch."""
 
 
 def tiny_host(input_shape: Sequence[int], outputs: int) -> nn.Module:
@@ -236,6 +235,13 @@ class SignalAt(Callback):
 def load(path: Path) -> dict[str, Any]:
     """Load a checkpoint as strictly as torch can."""
     return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def saved_stages(checkpoint: Path) -> set[str]:
+    """Return the stages of the slots of all hosts in a checkpoint."""
+    networks = [unpack(host)["growing"]["network"] for host in load(checkpoint)["HostPoolData"]["pool"]["envs"]]
+    states = [state for network in networks for name, state in network.items() if name.endswith(EXTRA_STATE)]
+    return {decode(state)["stage"] for state in states}
 
 
 def continuation(path: Path) -> dict[str, Any]:

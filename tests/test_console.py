@@ -1,17 +1,10 @@
-"""Texts of others are printed as they are: no markup, no codes that control a terminal, and not at any length."""
+"""Texts of others are printed as they are: no markup, no codes that control a terminal."""
 
 import logging
 
 import pytest
 
-from esper_lightning.console import (
-    MAX_LENGTH,
-    NOISY_LOGGERS,
-    print_status,
-    printable,
-    quieter_lightning,
-    wide_console,
-)
+from esper_lightning.console import NOISY_LOGGERS, print_status, quieter_lightning, wide_console
 
 FOREIGN = {
     "markup": ("plain [old] x [/x] [red]", "plain [old] x [/x] [red]"),
@@ -32,12 +25,6 @@ def test_a_text_of_others_is_printed_as_it_is(text: str, shown: str, capsys: pyt
 
     wide_console().print(text) if text.isprintable() else None
     assert capsys.readouterr().out == (f"{shown}\n" if text.isprintable() else "")
-
-
-def test_a_text_is_cut_in_its_middle() -> None:
-    assert printable("a" * MAX_LENGTH) == "a" * MAX_LENGTH
-    cut = printable("a" * MAX_LENGTH + "b" * MAX_LENGTH)
-    assert cut == f"{'a' * (MAX_LENGTH // 2)} … {'b' * (MAX_LENGTH // 2)}"
 
 
 def test_advertisements_are_dropped_within_the_block_and_other_messages_are_not(

@@ -1,8 +1,7 @@
-"""Notebooks in examples/ and the page docs/guides/python.md: short, without stored outputs, and they run."""
+"""Notebooks in examples/: short, without stored outputs, and they run."""
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from tests.runs import ROOT
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
-PAGE = (ROOT / "docs" / "guides" / "python.md").read_text()
 
 MOST_LINES = 20
 """Largest number of lines of code in a notebook."""
@@ -53,18 +51,3 @@ def test_a_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.Mon
         "train_and_look": "climbing",
     }[notebook.stem] in texts
     assert notebook.stem != "train_and_look" or any("image/png" in output.get("data", {}) for output in outputs)
-
-
-@pytest.mark.slow
-def test_the_page_from_python_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    train, compare, grow = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    trained: dict[str, Any] = {}
-    for text, names in ((train, trained), (compare, trained), (grow, {})):
-        assert sum(bool(line.strip()) for line in text.splitlines()) <= 15
-        exec(text, names)
-
-    said = capsys.readouterr().out
-    assert "last.ckpt" in said and "tamiyo" in said and "periodic ahead" in said and "{'2': " in said

@@ -32,7 +32,6 @@ from esper_lightning.errors import DivergedError
 from esper_lightning.evaluation.comparison import EvaluationConfig
 from esper_lightning.tasks import Digits
 from tests.callbacks.test_governor import SpoilHosts
-from tests.faults.test_attacks import FillPolicy
 from tests.runs import Run, SaveEveryTick, continuation, differences, fit, load, only_run, tiny_host, with_callback
 
 HORIZON = 4
@@ -340,7 +339,7 @@ def test_a_policy_is_trained_in_another_thread(tmp_path: Path) -> None:
     assert done and done[0].checkpoint.is_file()
 
 
-class Fills(FillPolicy):
+class Fills(Callback):
     """Callback that fills the policy's weights with NaN in the first rollout."""
 
     @torch.no_grad()
@@ -358,7 +357,7 @@ class Fills(FillPolicy):
             lambda root: train(
                 *(hosts(),),
                 ppo=PPOConfig(minibatches=2),
-                callbacks=[Fills("weights")],
+                callbacks=[Fills()],
                 folder=root,
                 accelerator="cpu",
             ),

@@ -1,37 +1,89 @@
 """Pages of the documentation: programs run as they stand, commands parse, and links lead somewhere."""
 
 import csv
+import importlib
+import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
+import lightning as L
 import pytest
+import torch
+import yaml
+from lightning.pytorch.cli import LightningCLI
+from torchvision.utils import save_image
 
-from esper_lightning.cli import Parser, make_cli
-from esper_lightning.commands import COMMANDS
+from benchmarks import reference
+from esper_lightning.__main__ import main
+from esper_lightning.callbacks import Grow, Stack
+from esper_lightning.cli import COMMANDS, Parser, make_cli
 from esper_lightning.config_files import find_config
-from tests.runs import ROOT
+from esper_lightning.controllers.schedule import read_schedule
+from esper_lightning.growth import Stage, stack
+from esper_lightning.growth.lifecycle import slots_of
+from esper_lightning.rewards import RewardConfig, SlotStatus, compute_terms
+from tests.rewards.ticks import EMPTY, host_step, slot_step
+from tests.runs import CONFIGS, ROOT, Run, cli, forgotten_parts, only_run
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(r"^```(\w+)(?: title=\"([\w.]+)\")?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r'^```(\w*)(?: title="([\w.]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
 OWN_FILES = re.compile(r"\b(?:mine|parts|leaves|my_package)\b")
 """Names of files that only a page has."""
 
-
-def blocks(page: Path, language: str, *, titled: bool = False) -> list[tuple[str, str]]:
-    """Return title and text of the code blocks of a page in a language."""
-    found = [(title, text) for kind, title, text in FENCE.findall(page.read_text()) if kind == language]
-    return [block for block in found if bool(block[0]) == titled]
+CPU = ("accelerator='cpu'", "logger=False")
 
 
-def commands() -> list[str]:
-    """Return the commands of all pages."""
-    shells = (text.replace("\\\n", " ") for page in PAGES for _, text in blocks(page, "sh"))
-    lines = (line.partition(" #")[0].strip() for text in shells for line in text.splitlines())
-    return sorted({line for line in lines if line.startswith("esper-lightning ") and not OWN_FILES.search(line)})
+class Page:
+    """Text, code blocks and files of a page."""
+
+    def __init__(self, path: Path) -> None:
+        self.text = path.read_text()
+        self.fenced: list[tuple[str, str, str]] = FENCE.findall(self.text)
+        self.files: dict[str, str] = {}  # blocks of one file, one below the other
+        for _, title, text in self.fenced:
+            if "." in title:
+                self.files[title] = self.files.get(title, "") + text + "\n\n"
+
+    def blocks(self, language: str, title: str = "") -> list[str]:
+        """Return the code blocks in a language with a title."""
+        return [text for kind, own, text in self.fenced if (kind, own) == (language, title)]
+
+    def commands(self) -> list[list[str]]:
+        """Return the words of each command of the program."""
+        lines = "\n".join(self.blocks("sh")).replace("\\\n", " ").splitlines()
+        return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("esper-lightning ")]
+
+
+def guide(name: str) -> Page:
+    return Page(ROOT / "docs" / "guides" / f"{name}.md")
+
+
+OpenGuide = Callable[[str], Page]
+
+
+@pytest.fixture
+def open_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenGuide]:
+    """`open_guide(name)` writes the files of a guide into the current folder, an empty one with modules."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    known = set(sys.modules)
+
+    def write(name: str) -> Page:
+        page = guide(name)
+        for title, text in page.files.items():
+            (tmp_path / title).write_text(text)
+        return page
+
+    with forgotten_parts(), patch.object(sys, "argv", sys.argv[:1]):  # Lightning warns of arguments of the process
+        yield write
+    for name in set(sys.modules) - known:
+        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(sys.modules[name].__file__):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +91,13 @@ def parser() -> Any:
     return make_cli(["--config", str(find_config("smoke"))], run=False, parser_kwargs={"exit_on_error": False}).parser
 
 
-@pytest.mark.parametrize("command", commands())
+ALL_COMMANDS = sorted({shlex.join(command) for path in PAGES for command in Page(path).commands()})
+
+
+@pytest.mark.parametrize("command", [command for command in ALL_COMMANDS if not OWN_FILES.search(command)])
 def test_a_command_of_a_page_is_one(command: str, parser: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # for benchmarks/settings
-    _, name, *args = shlex.split(command)
+    name, *args = shlex.split(command)
     if name in COMMANDS:
         small = Parser(exit_on_error=False)
         small.add_function_arguments(COMMANDS[name], as_group=False, as_positional=True)
@@ -60,87 +115,324 @@ def test_a_command_of_a_page_is_one(command: str, parser: Any, monkeypatch: pyte
     parser.parse_args(settings)
 
 
-PROGRAMS = {
-    "README.md": (("digits", "smoke"), ("max_epochs=30", "max_epochs=1")),
-    "docs/guides/lightning.md": (),
-    "docs/guides/python.md": (),
-    "docs/guides/ppo.md": (),
-    "docs/guides/gymnasium.md": (),
-}
-"""Pages whose programs run one after the other, with what is shortened in them."""
+class Programs(NamedTuple):
+    """Python programs of a page that run one after the other."""
+
+    page: str
+    which: slice = slice(None)
+    shorter: tuple[tuple[str, str], ...] = ()
+    """Texts that are replaced."""
+    needs: tuple[str, ...] = ()
+    said: tuple[str, ...] = ()
+    """Texts that the programs print."""
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Change to an empty folder from which modules are imported."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield tmp_path
-    for name in ("mine", "train_ppo"):
-        sys.modules.pop(name, None)
+SLOW_PROGRAMS = [
+    Programs("README.md", slice(1), (("digits", "smoke"), ("max_epochs=30", "max_epochs=1"))),
+    Programs("docs/guides/lightning.md"),
+    Programs("docs/guides/python.md", said=("last.ckpt", "tamiyo", "periodic ahead", "{'2': ")),
+    Programs("docs/guides/ppo.md", needs=("gymnasium",)),
+    Programs("docs/guides/gymnasium.md", needs=("gymnasium", "sb3_contrib")),
+]
+FAST_PROGRAMS = [
+    Programs("README.md", slice(1, 2), said=("{'2': 'norm FOSSILIZED'}",)),
+    Programs("docs/guides/growing.md", said=(*guide("growing").blocks(""), "target_layer='2', reason='')")),
+    Programs("docs/guides/your_own.md", said=("'layer1', 'layer2'",)),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_the_programs_of_a_page_run(name: str, folder: Path) -> None:
-    if name in ("docs/guides/ppo.md", "docs/guides/gymnasium.md"):
-        pytest.importorskip("gymnasium")
-    if name == "docs/guides/gymnasium.md":
-        pytest.importorskip("sb3_contrib")
-    programs = blocks(ROOT / name, "python")
-    assert programs
+@pytest.mark.parametrize(
+    "programs",
+    [*FAST_PROGRAMS, *(pytest.param(slow, marks=pytest.mark.slow) for slow in SLOW_PROGRAMS)],
+    ids=lambda programs: programs.page,
+)
+def test_the_programs_of_a_page_run(
+    programs: Programs, open_guide: OpenGuide, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in programs.needs:
+        pytest.importorskip(name)
+    texts = Page(ROOT / programs.page).blocks("python")[programs.which]
+    assert texts
+    torch.manual_seed(0)
     page: dict[str, object] = {}
-    for _, program in programs:
-        for long, short in PROGRAMS[name]:
-            program = program.replace(long, short)
-        exec(program, page)
+    for text in texts:
+        for long, short in programs.shorter:
+            text = text.replace(long, short)
+        exec(text, page)
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in programs.said), printed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("page", "program", "args"),
-    [
-        ("lightning", "mine.py", ["fit", "--config", "mine.yaml", "--trainer.max_epochs=1"]),
-        ("ppo", "train_ppo.py", ["fit", "--config", "cartpole.yaml", "--trainer.max_epochs=1"]),
-    ],
+    ("name", "program", "config"), [("lightning", "mine.py", "mine.yaml"), ("ppo", "train_ppo.py", "cartpole.yaml")]
 )
 def test_the_command_line_of_a_page_trains_from_its_config(
-    page: str, program: str, args: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, program: str, config: str, open_guide: OpenGuide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if page == "ppo":
+    if name == "ppo":
         pytest.importorskip("gymnasium")
-    for language in ("python", "yaml"):
-        for title, text in blocks(ROOT / "docs" / "guides" / f"{page}.md", language, titled=True):
-            (folder / title).write_text(text)
-    monkeypatch.setattr(sys, "argv", [program, *args])
+    page = open_guide(name)
+    monkeypatch.setattr(sys, "argv", [program, "fit", "--config", config, "--trainer.max_epochs=1"])
 
-    exec((folder / program).read_text(), {"__name__": "__main__"})
+    exec(page.files[program], {"__name__": "__main__"})
 
-    assert len(list(folder.rglob("*.ckpt"))) == 1
+    assert len(list(tmp_path.rglob("*.ckpt"))) == 1
+
+
+# Grow and Stack
+
+
+def test_grow_prints_the_lines_of_its_page_and_its_checkpoint_is_loaded_without_a_trainer(
+    open_guide: OpenGuide, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, names = open_guide("grow"), {}
+    L.seed_everything(0, verbose=False)
+
+    exec(page.files["train.py"].replace("max_epochs=12", f"max_epochs=12, {', '.join(CPU)}"), names)
+
+    (lines,), printed = page.blocks("text"), capsys.readouterr().out.splitlines()
+    assert "\n".join(line for line in printed if line.startswith("Grow, tick")).startswith(lines.strip())
+    (saved,), images = tmp_path.rglob("*.ckpt"), torch.rand(4, 1, 8, 8)
+    expected = names["trainer"].lightning_module.eval().model(images)
+    for start, find in (
+        ("import torch\n", lambda: names["model"].eval().model(images)),
+        ("class GrownClassifier", lambda: names["model"].eval().model(images)),
+        ("example = ", lambda: torch.export.load("grown.pt2").module()(images)),
+    ):
+        (program,) = (text for text in page.blocks("python") if text.startswith(start))
+        exec(program.replace("best.ckpt", str(saved)), names)
+        torch.testing.assert_close(find(), expected)
+    (tmp_path / "schedule.json").write_text(page.blocks("json")[0])
+    schedule = read_schedule(tmp_path / "schedule.json")
+    assert [(entry.tick, entry.op) for entry in schedule.entries] == [(1, "GERMINATE"), (9, "FOSSILIZE")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grow", "stack"])
+def test_a_config_grows_with_lightnings_own_command_line(name: str, open_guide: OpenGuide) -> None:
+    page = open_guide(name)
+    mine = importlib.import_module("mine")
+    small = ["--trainer.accelerator=cpu", "--trainer.logger=false"]
+    if name == "grow":
+        args = ["fit", "--config", "grow.yaml", "--trainer.max_epochs=2", *small]
+        made = LightningCLI(mine.LitClassifier, mine.Digits, args=args)
+        (callback,) = (each for each in made.trainer.callbacks if isinstance(each, Grow))
+        assert callback.growing.lifecycle.embargo_ticks == 2 and callback.growing.slots["2"].occupied
+        return
+
+    class Data(mine.LitGPT):
+        def train_dataloader(self) -> object:
+            return mine.text()
+
+    args = ["fit", "--config", "stack.yaml", "--trainer.max_steps=20", *small]
+    made = LightningCLI(Data, args=args, save_config_callback=None)
+    (callback,) = (each for each in made.trainer.callbacks if isinstance(each, Stack))
+    assert callback.depths == [2, 4, 6] and "stack.yaml" in page.files
+
+
+def test_stack_prints_the_line_of_its_page_and_its_checkpoint_is_that_of_the_plain_class(
+    open_guide: OpenGuide, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, names = open_guide("stack"), {}
+
+    exec(page.files["train.py"].replace("max_steps=100", f"max_steps=100, {', '.join(CPU)}"), names)
+
+    (told,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Stack"))
+    (words, numbers), (told_words, told_numbers) = (
+        line.strip().split("loss ") for line in (page.blocks("text")[0], told)
+    )
+    found, expected = ([float(one) for one in text.split(" → ")] for text in (told_numbers, numbers))
+    assert told_words == words and found == pytest.approx(expected, abs=0.05)
+    pairs = zip(names["model"].parameters(), names["plain"].parameters(), strict=True)
+    assert all(torch.equal(x, y) for x, y in pairs)
+
+
+def test_the_loop_of_stack_prints_its_sources_and_the_named_layers_change_nothing(
+    open_guide: OpenGuide, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = open_guide("stack")
+    (loop,) = page.blocks("python")
+    exec(loop, {})
+    assert capsys.readouterr().out.strip() in loop
+
+    mine = importlib.import_module("mine")
+    (names,) = re.findall(r"the last layers of the branches: `(\(.*?\))`", page.text)
+    model, batch = mine.LitGPT(depth=3), next(iter(mine.text()))
+    before = model.loss(batch)
+    stack(model.blocks, to=6, new="zero", zero=eval(names))
+    torch.testing.assert_close(model.loss(batch), before)
+
+
+# Extending
+
+QUICK = (
+    *("--trainer.max_epochs=1", "--data.env.horizon=4", "--data.env.training.batches=1", "--model.evaluation.hosts=2"),
+    *("--model.evaluation.controls=false", "--trainer.enable_progress_bar=false", "--data.env.executor=parts.Counting"),
+)
+
+
+def test_all_parts_train_together_from_the_config(open_guide: OpenGuide, tmp_path: Path) -> None:
+    (command, *flags), *_ = open_guide("extending").commands()
+    assert (command, *flags[:2]) == ("fit", "--config", "smoke")
+
+    built = cli(*flags, *QUICK, "--trainer.default_root_dir", str(tmp_path / "runs"))
+
+    pool, run = built.datamodule.pool, only_run(tmp_path / "runs")
+    assert (pool.space.slot, pool.space.blueprint) == (["hidden"], ["pointwise", "hidden"])
+    assert pool.data.classes == 2 and pool.executor.epochs == 2 * 4
+    assert len(run.scalars()["mine/occupied"]) == 1
+    assert {"reward/gain", "reward/size"} <= set(run.scalars())
+    assert "parts.GrowOnce" in (run.folder / "evaluation" / "evaluation.csv").read_text()
+
+
+@pytest.mark.slow
+def test_the_reward_trains_alone_and_the_controller_is_compared_and_grows_a_network(
+    open_guide: OpenGuide, tmp_path: Path
+) -> None:
+    _, compare, grow, compare_policy, train_thrifty = open_guide("extending").commands()
+    shorter = {"fit": (*QUICK[:1], "--model.evaluation.hosts=0"), "test": ("--model.evaluation.hosts=2",)}
+    for command in (train_thrifty, compare, grow, compare_policy):
+        main([*command, *shorter.get(command[0], ())])
+
+    run, of_rules = (tmp_path / "runs" / "smoke" / f"version_{i}" for i in (0, 1))
+    points = Run(run).scalars()
+    (gain,), (size,), (total,) = (points[f"rollout/{tag}"] for tag in ("reward.gain", "reward.size", "return"))
+    assert gain[1] + size[1] + points["rollout/reward.rollback"][0][1] == pytest.approx(total[1], abs=1e-5)
+    for compared, first in ((of_rules / "evaluation", "parts.GrowOnce"), (run / "evaluation", "tamiyo")):
+        with (compared / "evaluation.csv").open() as file:
+            assert next(csv.DictReader(file))["controller"] == first
+        assert (compared / "timeline.png").is_file()
+    assert (tmp_path / "grown" / "network.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_controller_is_compared_with_waiting(open_guide: OpenGuide, capsys: pytest.CaptureFixture[str]) -> None:
+    page, names = open_guide("extending"), {}
+    exec(page.files["compare.py"], names)
+
+    assert "Interval(" in capsys.readouterr().out
+    ops = names["ours"].trace.ops
+    assert ops[:2].max() == 0 < ops[2].min(), "something grows in the third tick"
+    assert names["waiting"].trace.ops.max() == 0
+
+
+def test_the_second_reward_charges_for_seeds_that_wait(open_guide: OpenGuide) -> None:
+    open_guide("extending")
+    importlib.import_module("parts")
+    long, short = (SlotStatus(Stage.PROBATIONARY, ticks, 9) for ticks in (3, 2))
+    step = host_step(slot_step(long), slot_step(short), slot_step(EMPTY), objective=0.75)
+
+    assert compute_terms(step, RewardConfig(mode="decisive")) == {"gain": 0.25, "waiting": -0.02}
+
+
+# Your own data and network
+
+SHORT = ("--trainer.max_epochs=1", "--data.n_envs=2", "--data.env.horizon=2", "--data.env.training.batches=1")
+QUIET = ("--model.evaluation.hosts=0", "--trainer.enable_progress_bar=false", "--trainer.accelerator=cpu")
+LONG = (
+    *("--trainer.max_epochs=1", "--data.n_envs=2", "--data.env.horizon=10", "--data.env.training.batch_size=16"),
+    *("--data.env.executor=loop", "--data.env.actions.blueprints=[norm]", "--trainer.default_root_dir=runs"),
+    *("--model.ppo.minibatches=2", "--data.env.training.batches=8"),  # enough for the statistics of BatchNorm
+)
+
+
+@pytest.fixture
+def leaves(open_guide: OpenGuide, tmp_path: Path) -> Page:
+    """Write the files of the page on your own data, and a few images."""
+    generator = torch.Generator().manual_seed(0)
+    for part, each in {"train": 24, "val": 8, "test": 8}.items():
+        for shade, kind in enumerate(("elm", "oak")):
+            folder = tmp_path / "leaves" / part / kind
+            folder.mkdir(parents=True)
+            for i in range(each):
+                save_image(0.4 * torch.rand(3, 20, 24, generator=generator) + 0.5 * shade, folder / f"{i}.png")
+    return open_guide("your_own")
+
+
+def with_parts(page: Page, **parts: Any) -> str:
+    """Write the page's config with other parts of `data` to a file."""
+    config = yaml.safe_load(page.files["leaves.yaml"])
+    config["data"] |= parts
+    config["data"]["env"].pop("actions")  # they are for images
+    Path("changed.yaml").write_text(yaml.safe_dump(config))
+    return "changed.yaml"
+
+
+@pytest.mark.slow
+def test_the_config_grows_a_resnet_on_a_folder_of_images(leaves: Page, tmp_path: Path) -> None:
+    pool = cli("--config", "leaves.yaml", *SHORT, *QUIET).datamodule.pool
+
+    assert pool.data.input_shape == (3, 32, 32) and pool.data.classes == 2
+    assert pool.space.slot == ["layer1", "layer2"]
+    assert pool.space.blueprint == ["norm", "attention", "depthwise", "conv_light"]
+    assert pool.data.train.samples == 48 and pool.data.test.samples == 16
+    assert only_run(tmp_path / "runs" / "leaves").last.is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["leaves.yaml", str(CONFIGS / "cifar10_resnet.yaml")], ids=lambda path: path[-9:])
+def test_a_resnet_learns_with_the_learning_rate_of_its_config(leaves: Page, config: str) -> None:
+    task = yaml.safe_load(leaves.files["leaves.yaml"])["data"]["task"]
+    built = cli("--config", config, *LONG, *QUIET, "--data.task", json.dumps(task))
+
+    events = [json.loads(line) for line in (only_run(Path("runs")).folder / "events.jsonl").read_text().splitlines()]
+    assert [event for event in events if event["type"] == "rollback"] == []
+    best = [max(env.history.accuracy) for env in built.datamodule.pool.envs]
+    assert min(best) > 0.9, "the classes differ in brightness alone"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_other_networks_of_the_page_grow(leaves: Page, number: int) -> None:
+    host = yaml.safe_load(leaves.blocks("yaml", "host")[number])
+    pool = cli("--config", with_parts(leaves, host=host), *SHORT, *QUIET).datamodule.pool
+
+    assert type(pool.envs[0].network.network).__name__ == ("VisionTransformer", "MobileNetV3")[number]
+    assert list(slots_of(pool.envs[0].network)) == host["init_args"]["slots"]
+    assert len(pool.space.blueprint) > 3
+
+
+def test_the_task_of_the_page_is_one_and_a_mistyped_layer_is_answered_with_the_nearest(
+    leaves: Page, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = yaml.safe_load(leaves.blocks("yaml", "task")[0])
+    host = {"class_path": "esper_lightning.hosts.CNN", "init_args": {"base": 2}}
+    built = cli("--config", with_parts(leaves, task=task, host=host), *SHORT, *QUIET)
+    assert [split.samples for split in built.datamodule.pool.data[:3]] == [16, 16, 16]
+
+    with pytest.raises(SystemExit) as ended:
+        cli("--config", "leaves.yaml", *SHORT, *QUIET, "--data.host.init_args.slots=[layr1]")
+    assert ended.value.code == 2
+    assert "did you mean 'layer1'?" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_settings_of_the_page_on_transfer_make_a_run(open_guide: OpenGuide, tmp_path: Path) -> None:
+    (settings,) = open_guide("transfer").blocks("yaml")
+    (tmp_path / "page.yaml").write_text(settings)
+    root = ("--trainer.default_root_dir", str(tmp_path / "runs"))
+
+    built = cli("--config", str(CONFIGS / "smoke.yaml"), "--config", "page.yaml", *SHORT, *QUIET, *root)
+
+    assert built.datamodule.pool.task_slices == {"Digits": slice(0, 2), "table": slice(2, 18)}
+
+
+# What is generated, and links
+
+
+def test_settings_plots_and_rules_of_the_reference_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    reference.main(["--check"])
+    assert capsys.readouterr().out == "not up to date: none\n"
+    pages = "".join(page.read_text() for page in reference.PAGES.glob("*.md"))
+    assert sorted(part[1] for part in reference.GENERATED.findall(pages)) == sorted(reference.GENERATORS)
 
 
 def test_the_page_on_gymnasium_names_every_id() -> None:
     gymnasium = pytest.importorskip("gymnasium")
     pytest.importorskip("esper_lightning.gym")
     registered = {spec.name for spec in gymnasium.registry.values() if spec.namespace == "esper_lightning"}
-
-    page = (ROOT / "docs" / "guides" / "gymnasium.md").read_text()
-    assert set(re.findall(r"`(?:esper_lightning/)?(\w+)-v0`", page)) == registered
-
-
-def test_the_returns_on_the_page_of_ppo_are_those_of_the_kept_results() -> None:
-    rows = csv.DictReader((ROOT / "benchmarks" / "results" / "peers.csv").read_text().splitlines())
-    measured: dict[str, list[float]] = {}  # runs of 50,000 steps come first
-    for row in rows:
-        if row["program"] == "ours":
-            measured.setdefault(row["seed"], []).extend(float(row[name]) for name in ("mean_return", "last_return"))
-
-    page = (ROOT / "docs" / "results" / "ppo.md").read_text()
-    shown = re.findall(r"^\| (\d+) \| ([\d. |]+) \|$", page, re.MULTILINE)
-
-    assert len(shown) == 5
-    for seed, numbers in shown:
-        assert [float(number) for number in numbers.split(" | ")] == pytest.approx(measured[seed], abs=0.051)
+    assert set(re.findall(r"`(?:esper_lightning/)?(\w+)-v0`", guide("gymnasium").text)) == registered
 
 
 def test_every_link_between_pages_leads_to_a_file() -> None:

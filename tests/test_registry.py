@@ -200,12 +200,10 @@ def test_parts_that_are_not_what_they_should_be_are_refused_in_a_sentence(place:
             call()
     step = host_step()
     for returned, said in (
-        ({"gain": 0.0}, r"returned the terms \['gain'\], not those declared, \['gain', 'size'\]; name them alike"),
-        (None, "returned a NoneType, None, not its terms; return a dictionary"),
-        (0.5, "returned a float, 0.5, not its terms"),
-        ({"gain": torch.zeros(3), "size": 0.0}, r"returned a Tensor of shape \(3,\) as its term 'gain'; return a num"),
-        ({"gain": None, "size": 0.0}, "returned a NoneType, None as its term 'gain'"),
-        ({"gain": "0.5", "size": 0.0}, "returned a str, '0.5' as its term 'gain'"),
+        ({"gain": 0.0}, r"returned {'gain': 0.0}, not its terms; return a dictionary of \['gain', 'size'\]"),
+        (None, "returned None, not its terms; return a dictionary"),
+        ({"gain": torch.zeros(3), "size": 0.0}, r"returned tensor.* as its term 'gain'; return a number"),
+        ({"gain": None, "size": 0.0}, "returned None as its term 'gain'"),
         ({"gain": math.nan, "size": 0.0}, "returned nan as its term 'gain'; return a finite number"),
     ):
         with forgotten_parts(), pytest.raises(ValueError, match=f"reward 'forgetful' {said}"):

@@ -20,12 +20,13 @@ from tests.runs import (
     measured,
     only_run,
     points_after,
+    saved_stages,
 )
 from tests.tiers import rest_is_slow
 
 OPTIONS = (
-    *("--model.normalize.rewards=true", "--model.ppo.value_warmup=2", "--model.ppo.log_ratio_clamp=1.0"),
-    *("--model.ppo.entropy_floors={op: 0.9}", "--model.policy.probability_floors={op: 0.05, blueprint: 0.02}"),
+    *("--model.normalize.rewards=true", "--model.normalize.momentum=0.9", "--model.ppo.value_clip=0.5"),
+    "--model.policy.probability_floors={op: 0.05, blueprint: 0.02}",
 )
 """Settings with every option of PPO that is off by default."""
 
@@ -46,11 +47,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return fit_saving_ticks(tmp_path_factory.mktemp("saved"))
 
 
-def stages(checkpoint: Path) -> set[str]:
-    hosts = load(checkpoint)["HostPoolData"]["pool"]["envs"]
-    return {slot["stage"] for host in hosts for slot in host["template"]["growing"]["manifest"]}
-
-
 def assert_same_end(run: Run, reference: Run) -> None:
     """Check policy, normalisers, optimizer, hosts, rollout, random states and Lightning's loops."""
     assert differences(continuation(run.last), continuation(reference.last)) == []
@@ -59,7 +55,7 @@ def assert_same_end(run: Run, reference: Run) -> None:
 def test_the_checkpoints_to_resume_from_are_worth_the_test(saved: Run) -> None:
     ticks = [saved.checkpoints / f"tick{tick}.ckpt" for tick in range(1, END + 1)]
 
-    assert {"DORMANT", "BLENDING", "PROBATIONARY"} <= set.union(*map(stages, ticks))  # hosts have living seeds
+    assert {"DORMANT", "BLENDING", "PROBATIONARY"} <= set.union(*map(saved_stages, ticks))  # hosts have living seeds
     assert all(differences(continuation(a), continuation(b)) for a, b in itertools.pairwise(ticks))
 
 
@@ -99,7 +95,7 @@ def test_a_run_that_chooses_in_all_heads_with_all_options_resumes_too(tmp_path: 
     whole, run = fit_saving_ticks(tmp_path / "whole", *flags), Run(tmp_path / "part" / "version_0")
     run.checkpoints.mkdir(parents=True)
     checkpoint = Path(shutil.copy(whole.checkpoints / f"tick{MID_ROLLOUT}.ckpt", run.checkpoints))
-    assert stages(checkpoint) != {"DORMANT"}
+    assert saved_stages(checkpoint) != {"DORMANT"}
     assert load(checkpoint)["state_dict"]["reward_norm.count"] == 2 * HORIZON, "one rollout of two hosts"
 
     fit(tmp_path / "part", *flags, "--ckpt_path", str(checkpoint))
@@ -133,9 +129,9 @@ def test_a_run_goes_on_in_its_folder_with_its_own_settings(tmp_path: Path, capsy
     run = only_run(tmp_path)
     capsys.readouterr()
 
-    resumed = fit(tmp_path, "--trainer.max_epochs=2", "--ckpt_path=last", "--model.ppo.adam_eps=0.01")
+    resumed = fit(tmp_path, "--trainer.max_epochs=2", "--ckpt_path=last", "--model.ppo.lr.start=0.01")
 
     assert only_run(tmp_path).folder == run.folder
-    assert "ppo.adam_eps: 1e-05 before, 0.01 now" in capsys.readouterr().out
-    assert resumed.trainer.optimizers[0].param_groups[0]["eps"] == 0.01, "this command's, not the checkpoint's"
+    assert "ppo.lr.start: 0.001 before, 0.01 now" in capsys.readouterr().out
+    assert resumed.model.ppo.lr.start == 0.01, "this command's, not the checkpoint's"
     assert yaml.safe_load((run.folder / "config.yaml").read_text())["trainer"]["max_epochs"] == 2

@@ -18,11 +18,11 @@ from lightning import Callback
 
 import esper_lightning
 from esper_lightning.__main__ import main
-from esper_lightning.callbacks import Governor, Telemetry
+from esper_lightning.callbacks import Governor
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.module import TamiyoModule
 from esper_lightning.tasks import Variant
-from esper_lightning.telemetry.anomaly_rules import RULES, Rule
+from esper_lightning.telemetry.anomalies import RULES, Rule
 from tests.runs import CONFIGS, with_callback
 
 ENTRY = "entry"
@@ -100,7 +100,7 @@ def all_groups() -> Iterator[Group]:
         yield from groups_of(callback.__name__, (), callback, known)
 
 
-CALLBACKS = (Governor, Telemetry)
+CALLBACKS = (Governor,)
 """Callbacks with classes of settings among their arguments."""
 
 GROUPS = list(all_groups())

@@ -41,7 +41,7 @@ def open_timed_pool(name: str) -> tuple[HostPool, list[float]]:
     case, hosts, choice, _ = COSTS[name]
     pool, spent = make_pool(CASES[case], CASES[case].task.load(), hosts, choice, "different"), []
     for env in pool.envs:
-        env.judge_epoch = timed(env.judge_epoch, spent)
+        env.monitor.judge = timed(env.monitor.judge, spent)
     return pool, spent
 
 
@@ -57,7 +57,7 @@ def measure_cost(pool: HostPool, spent: list[float], ticks: int) -> Cost:
     without = time.perf_counter() - begin - pool.clock.take_seconds()["governor"]
     for env in pool.envs:
         timed(env.take_snapshot, snapshot_seconds)()
-    snapshots = sum(snapshot_seconds) / pool.overseer.config.snapshot_every
+    snapshots = sum(snapshot_seconds) / pool.governor.snapshot_every
     tick = without / ticks + snapshots
     return Cost(sum(spent) / ticks / tick, snapshots / tick)
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from esper_lightning.envs import ActionConfig, EnvConfig, HostFactory, HostPool, Overseer
+from esper_lightning.envs import ActionConfig, EnvConfig, HostFactory, HostPool
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.gates import LifecycleConfig
@@ -71,10 +71,8 @@ KINDS = {
 ACTIONS = ActionConfig(
     styles=["linear_add", "sigmoid12_multiply", "linear_gate"],
     tempos={"FAST": 2, "SLOW": 5},
-    set_alpha=True,
-    slow_cull=True,
 )
-"""Action space with every operation but ADVANCE, and every head."""
+"""Action space with choices in every head."""
 
 QUICK = LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0)
 """Lifecycle of configs/digits.yaml: short episodes, and no automatic judgement of seeds."""
@@ -84,5 +82,5 @@ def open_pool(kind: HostKind, horizon: int, hosts: int, lifecycle: LifecycleConf
     """Return a pool of hosts of one kind, watched by the default rules."""
     training = HostTraining(**{"batches": 8, "lr": 0.02, "max_grad_norm": None, "onednn": False} | kind.training)
     config = EnvConfig(horizon=horizon, executor=executor, training=training, lifecycle=lifecycle, actions=ACTIONS)
-    overseer = Overseer(GovernorConfig())
-    return HostPool(kind.task, kind.task.load(), kind.host, config=config, n_envs=hosts, device=CPU, overseer=overseer)
+    governor = GovernorConfig()
+    return HostPool(kind.task, kind.task.load(), kind.host, config=config, n_envs=hosts, device=CPU, governor=governor)

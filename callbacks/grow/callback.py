@@ -27,21 +27,21 @@ from esper_lightning.callbacks.grow.refusals import check_network, check_trainer
 from esper_lightning.callbacks.grow.report import GrowthReport, growth_metrics
 from esper_lightning.callbacks.grow.scale import Measured, Scale
 from esper_lightning.callbacks.grow.scoring import VariantMeter, first_rows
-from esper_lightning.controllers.transfer import TrainingRules
+from esper_lightning.controllers.learned import TrainingRules
 from esper_lightning.envs import ActionConfig, EnvConfig
 from esper_lightning.envs.flops import count_flops
+from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.measurements import EpochResult, TrainingStats
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.action_discovery import probe_action_space
 from esper_lightning.envs.spaces.observation import ObservationConfig
-from esper_lightning.envs.subject import Subject
 from esper_lightning.growth import GrowingNetwork, SeedEvent, attach_from_state_dict, attach_slots, slots_of
-from esper_lightning.growth.attach import attach_from_records, attachment_records
+from esper_lightning.growth.attach import attach_at, attached_places
 from esper_lightning.growth.counterfactual import ScoreFunction
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.nested import batch_size, call_network, iter_tensors
-from esper_lightning.growth.schedules import follow, host_groups
+from esper_lightning.growth.param_groups import follow, host_groups
 from esper_lightning.rewards import ObjectiveConfig
 
 STATE_FORMAT = 4
@@ -79,7 +79,7 @@ class Grow(Callback):
         horizon: Ticks of the whole training; afterwards nothing is decided. None: from the trainer's `max_epochs`.
         price: Share of the metric (0 to 1) that a growth by a factor of e must add to be worth it.
         lifecycle: When seeds change their stage. None: as in the training of a trained policy, else the defaults.
-        actions: Further choices of the decider, such as the speeds of blending. None: as for `lifecycle`.
+        actions: Further choices of the decider, such as the durations of blending. None: as for `lifecycle`.
         seed_options: Options of the optimizer for seeds, such as `lr`; all others are those of its first group.
         rng_seed: RNG seed of the seeds' weights.
     """
@@ -121,11 +121,6 @@ class Grow(Callback):
         rules = getattr(self.decider, "rules", None) or TrainingRules(LifecycleConfig(), ActionConfig())
         self.lifecycle: LifecycleConfig = lifecycle or rules.lifecycle
         self.actions: ActionConfig = actions or rules.actions
-        if self.lifecycle.isolation == "trial":
-            raise ValueError(
-                "Grow: lifecycle.isolation trial needs a backward pass of its own, which a Trainer does not make; use "
-                "proximal or straight_through"
-            )
         if blueprints is not None:
             if self.actions.blueprints is not None:
                 raise ValueError("Grow: blueprints are named twice; leave actions.blueprints out")
@@ -161,7 +156,7 @@ class Grow(Callback):
 
     def _config(self, horizon: int) -> EnvConfig:
         """Return the settings that deciders see."""
-        sight = getattr(self.decider, "sight", ObservationConfig())  # that of a policy over sets
+        sight = getattr(self.decider, "sight", None) or ObservationConfig()  # that of a policy's training
         return EnvConfig(
             horizon=horizon, lifecycle=self.lifecycle, actions=self.actions, objective=self.objective, sight=sight
         )
@@ -194,8 +189,8 @@ class Grow(Callback):
         def attach_first(checkpoint: dict[str, Any]) -> None:
             # Callbacks are restored after the module, whose weights are loaded strictly.
             self._restored, self._resumes = checkpoint.get("callbacks", {}).get(self.state_key, {}), True
-            existing, records = slots_of(network), (self._restored or {}).get("attached", [])
-            attach_from_records(network, [record for record in records if record["slot"] not in existing])
+            records = (self._restored or {}).get("attached", [])
+            attach_at(network, records)
             attach_from_state_dict(network, checkpoint["state_dict"], prefix=f"{self.network_name}.")
             load(checkpoint)
 
@@ -287,7 +282,7 @@ class Grow(Callback):
             for slot in slots_of(trial).values():
                 slot.empty()
             config = self._config(horizon)
-            flops = count_flops(trial, lambda: call_network(trial, row)) if config.sight.needs_flops else None
+            flops = count_flops(trial, lambda: call_network(trial, row))
             if state:
                 space = self.actions.make_space(state["slots"], state["blueprints"])
                 growable = torch.tensor(state["growable"])
@@ -493,7 +488,7 @@ class Grow(Callback):
             "format": STATE_FORMAT,
             "settings": self._settings(),
             "slots": pool.space.slot,
-            "attached": attachment_records(self.network),
+            "attached": attached_places(self.network),
             "blueprints": pool.space.blueprint,
             "growable": pool.growable.tolist(),
             "record": pool.subject.record_state(),

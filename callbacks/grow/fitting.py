@@ -9,7 +9,7 @@ from lightning import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
-from esper_lightning.growth.schedules import host_groups, seed_groups
+from esper_lightning.growth.param_groups import host_groups, seed_groups
 
 
 def count_ticks(trainer: Trainer, every: int, *, epochs_over: int) -> int:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from esper_lightning.blueprints import suggest_name
-from esper_lightning.growth.attach_checks import parse_slot_requests
+from esper_lightning.growth.attach import parse_slot_names
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.param_groups import check_optimizer
 
@@ -114,7 +114,7 @@ def _slot_refusal(network: nn.Module, slots: list[str]) -> str | None:
     if not missing:
         return None if existing else "no slot is named"
     try:
-        parse_slot_requests(network, missing, ())
+        parse_slot_names(network, missing)
     except ValueError as error:
         return str(error)
     return None

@@ -12,7 +12,7 @@ from esper_lightning.growth import SeedEvent
 from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.stages import Stage
 from esper_lightning.telemetry.events import SCHEMA, Contributed, Event, EventLog, Started
-from esper_lightning.telemetry.observer import seed_changes
+from esper_lightning.telemetry.hosts import seed_changes
 
 
 def growth_metrics(
@@ -52,7 +52,7 @@ class GrowthReport:
         if is_resumed:
             self._log.discard_after(tick)
         space = pool.space
-        self._log.write([Started(tick, SCHEMA, 1, pool.config.horizon, space.slot, space.blueprint, "normal")])
+        self._log.write([Started(tick, SCHEMA, 1, pool.config.horizon, space.slot, space.blueprint)])
 
     def tell(self, changes: Sequence[SeedEvent], contributions: Mapping[str, float]) -> None:
         """Tell the changes and contributions of the present tick."""
@@ -63,7 +63,7 @@ class GrowthReport:
             worth = "" if change.contribution is None else f", worth {change.contribution:+.1f} points"
             print_status(f"Grow, tick {tick}: {change}{worth}".replace(" points", f" {self.unit}"))
         if self._log is not None:
-            events: list[Event] = seed_changes([HostEvent(0, tick, change) for change in changes], tick)
+            events: list[Event] = seed_changes([HostEvent(0, tick, change) for change in changes], tick, [0])
             if contributions:
                 hosts = [0] * len(contributions)
                 events.append(Contributed(tick, hosts, list(contributions), list(contributions.values())))

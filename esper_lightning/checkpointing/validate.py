@@ -15,7 +15,7 @@ from esper_lightning.machine import CPU
 from esper_lightning.serialization.checks import check_finite
 from esper_lightning.serialization.excerpt import excerpt
 
-SCHEMA = 7
+SCHEMA = 8
 """Version number of the checkpoint format; increased whenever checkpoints of the previous version cannot be resumed."""
 
 SCHEMA_KEY = "esper_schema"
@@ -25,6 +25,9 @@ MODULE_KEY = "esper_module"
 
 RULES_KEY = "esper_rules"
 """Key of the lifecycle, the actions and the observation of the training hosts, for those that the policy is to grow."""
+
+FEATURES_KEY = "observed features"
+"""Key of the names of observed features in the identity of a run on hosts."""
 
 MAX_WEIGHT = 1e18
 """Largest weight or statistic of a policy: with larger ones products of two numbers overflow."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from esper_lightning.controllers.learned import Hosts
 from esper_lightning.envs import Action, Op
+from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.actions import to_action
-from esper_lightning.envs.subject import Subject
 from esper_lightning.growth.gates import LifecycleConfig
 
 
@@ -110,8 +110,6 @@ class Heuristic:
                 blueprint = env.space.blueprint.index(culled)
                 memory.penalties[blueprint] = memory.penalties.get(blueprint, 0.0) + self.config.cull_penalty
                 return Op.CULL, k
-            if len(slot_mask) > Op.ADVANCE and slot_mask[Op.ADVANCE][k]:
-                return Op.ADVANCE, k
         is_growing = any(slot.live for slot in env.slots)
         if memory.is_stable and not is_growing and env.tick >= self.config.min_age and self._is_on_plateau(env):
             for k, is_free in enumerate(slot_mask[Op.GERMINATE]):

@@ -11,8 +11,8 @@ from esper_lightning.blueprints import get_blueprint, suggest_name
 from esper_lightning.controllers.fixed_schedule import WAIT_ACTION, is_possible
 from esper_lightning.controllers.learned import Hosts
 from esper_lightning.envs import Action, Op
+from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.actions import to_action
-from esper_lightning.envs.subject import Subject
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.lifecycle import count_parameters
@@ -95,7 +95,7 @@ class HillClimbing:
         for k in live:
             for op in self._preferred_ops(env, k, pool.config.objective):
                 action = make_action(op, k)
-                if op < len(pool.space.op) and is_possible(pool, host, action):
+                if is_possible(pool, host, action):
                     return action
         if len(live) < self.config.at_once and env.tick < env.horizon - self.ticks_to_judge:
             return self._germinate(pool, host)
@@ -106,9 +106,8 @@ class HillClimbing:
         slot, record = env.slots[k], env.records[k]
         if self.config.zero_gradient and record.gradient is not None and has_no_gradient(record.gradient):
             return [Op.CULL]
-        if slot.stage is not Stage.PROBATIONARY:
-            return [Op.ADVANCE]
-        if record.contribution is None or not env.growing.evidence(slot.name).alpha_at_target:
+        is_judged = slot.stage is Stage.PROBATIONARY and env.growing.evidence(slot.name).alpha_at_target
+        if not is_judged or record.contribution is None:
             return []
         is_profitable = net_gain(env, k, objective) > self.config.margin
         is_overdue = slot.ticks_in_stage >= self.config.patience  # also reached if the gate asks for more than the rent
@@ -129,7 +128,7 @@ class HillClimbing:
 
 def make_action(op: Op, slot: int, blueprint: int = 0, *, tempo: int = 0) -> tuple[int, ...]:
     """Return an action with a choice for every head; heads that are not given choose 0."""
-    return (op, slot, blueprint, 0, tempo, 0, 0, 0)  # in the order of HEADS
+    return (op, slot, blueprint, 0, tempo)  # in the order of HEADS
 
 
 def list_candidates(pool: Hosts, config: ClimbingConfig, host: int = 0) -> list[tuple[int, int]]:

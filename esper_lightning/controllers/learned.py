@@ -1,37 +1,37 @@
 """Interface of all controllers, and the controllers that act by a learned policy: most likely action, or sampled."""
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import asdict
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.envs import Action, ActionSpace, EnvConfig, HostPool, Masks
-from esper_lightning.envs.spaces.observation import Observation
-from esper_lightning.envs.subject import Subject
-from esper_lightning.envs.vector_env import VectorObservation
+from esper_lightning.envs import Action, ActionConfig, ActionSpace, EnvConfig, HostPool, Masks
+from esper_lightning.envs.host_env import Subject
+from esper_lightning.envs.spaces.observation import ObservationConfig
+from esper_lightning.envs.vector_env import Observation
+from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.serialization.excerpt import excerpt
 from esper_lightning.tamiyo.policy import Policy
 
 
-class ObservedHosts(Protocol):
-    """Attributes of N hosts that a policy reads; pools have them, and so do pools presented in other spaces."""
+class Hosts(Protocol):
+    """Attributes of N growing networks that controllers read: those of a pool, or of a training of your own."""
 
     @property
     def n_envs(self) -> int: ...
 
     @property
-    def observation(self) -> Observation | VectorObservation: ...
+    def observation(self) -> Observation: ...
 
     @property
     def masks(self) -> Masks: ...
 
     @property
     def episode_starts(self) -> Tensor: ...  # [N] bool
-
-
-class Hosts(ObservedHosts, Protocol):
-    """Attributes of N growing networks that controllers read: those of a pool, or of a training of your own."""
 
     @property
     def envs(self) -> Sequence[Subject]: ...
@@ -55,24 +55,6 @@ class Hosts(ObservedHosts, Protocol):
     def device(self) -> torch.device: ...
 
 
-class PolicyController(Protocol):
-    """Controller that reads observation and masks only, so it also acts on hosts with another action space."""
-
-    def reset(self, pool: ObservedHosts) -> None:
-        """Reset the controller's own state: an episode has begun in every environment."""
-
-    def act(self, pool: ObservedHosts) -> Action:
-        """Return one action per environment that is possible according to `pool.masks`."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the controller's own state."""
-        ...
-
-    def load_state_dict(self, pool: ObservedHosts, state: Mapping[str, Any]) -> None:
-        """Continue an episode from a state of `state_dict`, in place of `reset`."""
-
-
 class Controller(Protocol):
     """Chooses the actions for every host of a pool, one per tick."""
 
@@ -84,33 +66,89 @@ class Controller(Protocol):
         ...
 
 
+class TrainingRules(NamedTuple):
+    """Rules by which seeds grew on the training hosts."""
+
+    lifecycle: LifecycleConfig
+    actions: ActionConfig
+    """Choices but those of blueprints, of which other hosts offer others."""
+
+
+class TrainingHosts(NamedTuple):
+    """Hosts on which a policy was trained, as far as other hosts must be like them."""
+
+    space: ActionSpace
+    """Choices of all heads; other hosts may have other slots and blueprints."""
+    features: list[str]
+    """Names of the observed features."""
+    sight: ObservationConfig
+    """Settings of the observation."""
+    rules: TrainingRules
+
+    def check(self, pool: Hosts) -> None:
+        """Raise ValueError unless the hosts of a pool offer the same choices and show the same features."""
+        for head, trained, offered in zip(ActionSpace._fields, self.space, pool.space, strict=True):
+            if head not in ("slot", "blueprint") and trained != offered:
+                defaults = asdict(ActionConfig())
+                changed = {name: value for name, value in asdict(self.rules.actions).items() if value != defaults[name]}
+                raise ValueError(
+                    f"Tamiyo chooses among {excerpt(trained)} with its {head} head, these hosts offer "
+                    f"{excerpt(offered)}; set data.env.actions as in its training: {excerpt(json.dumps(changed))}"
+                )
+        if pool.feature_names != self.features:
+            differing = sorted({*pool.feature_names} ^ {*self.features})
+            raise ValueError(
+                f"the policy reads other features than these hosts show, as {excerpt(', '.join(differing))}; make the "
+                f"pool with sight=controller.sight (data.env.sight) and the lifecycle of the training"
+            )
+
+
 class LearnedController:
     """Takes the policy's most likely action: the most likely op, then the most likely choice of each further head.
 
     Args:
         policy: The network.
         normalise: Function from raw features to the normalised features that the network was trained on.
+        training: Hosts of its training, with which those of an episode are compared. None: they are the same.
     """
 
-    def __init__(self, policy: Policy, normalise: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, policy: Policy, normalise: Callable[[Tensor], Tensor], training: TrainingHosts | None = None
+    ) -> None:
         self.policy = policy
         self.normalise = normalise
+        self.training = training
 
-    def reset(self, pool: ObservedHosts) -> None:
+    @property
+    def sight(self) -> ObservationConfig | None:
+        """Observation of the training, with which a pool must be made. None: unknown."""
+        return self.training and self.training.sight
+
+    @property
+    def rules(self) -> TrainingRules | None:
+        """Rules of growth of the training. None: unknown."""
+        return self.training and self.training.rules
+
+    def reset(self, pool: Hosts) -> None:
+        """Start an episode. Raises ValueError if the hosts do not fit the policy."""
+        if self.training is not None:
+            self.training.check(pool)
         self.state = self.policy.initial_state(pool.n_envs)
 
     @torch.no_grad()
-    def act(self, pool: ObservedHosts) -> Action:
-        observation = pool.observation._replace(features=self.normalise(pool.observation.features))
+    def act(self, pool: Hosts) -> Action:
         # As in training, a rollback begins a new trajectory and resets the recurrent state.
-        action, self.state = self.policy.decide(observation, self.state, pool.masks, starts=pool.episode_starts)
+        action, self.state = self.policy.decide(self._observe(pool), self.state, pool.masks, starts=pool.episode_starts)
         return action
+
+    def _observe(self, pool: Hosts) -> Observation:
+        return Observation(self.normalise(pool.observation.features))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the recurrent state, for an episode that is continued later."""
         return {"state": tuple(self.state), "policy": digest(self.policy)}
 
-    def load_state_dict(self, pool: ObservedHosts, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, pool: Hosts, state: Mapping[str, Any]) -> None:
         """Continue an episode from a state of `state_dict`, in place of `reset`.
 
         Raises ValueError if it is the state of a policy with other weights.
@@ -134,19 +172,23 @@ class SampledController(LearnedController):
     """Samples actions from the policy's distribution.
 
     Args:
-        policy: The network.
-        normalise: Function from raw features to the normalised features that the network was trained on.
+        policy, normalise, training: See `LearnedController`.
         rng_seed: RNG seed; every episode continues the stream of random numbers.
     """
 
-    def __init__(self, policy: Policy, normalise: Callable[[Tensor], Tensor], rng_seed: int) -> None:
-        super().__init__(policy, normalise)
+    def __init__(
+        self,
+        policy: Policy,
+        normalise: Callable[[Tensor], Tensor],
+        rng_seed: int,
+        training: TrainingHosts | None = None,
+    ) -> None:
+        super().__init__(policy, normalise, training)
         self.generator = torch.Generator(next(policy.parameters()).device).manual_seed(rng_seed)
 
     @torch.no_grad()
-    def act(self, pool: ObservedHosts) -> Action:
-        observation = pool.observation._replace(features=self.normalise(pool.observation.features))
+    def act(self, pool: Hosts) -> Action:
         distribution, self.state = self.policy.step_actor(
-            observation, self.state, pool.masks, starts=pool.episode_starts
+            self._observe(pool), self.state, pool.masks, starts=pool.episode_starts
         )
         return distribution.sample(self.generator)

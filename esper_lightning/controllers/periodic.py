@@ -65,10 +65,9 @@ class Periodic:
 
     def _choose_action(self, pool: Hosts, host: int) -> tuple[int, ...]:
         slots = range(len(pool.space.slot))
-        for op in (Op.FOSSILIZE, Op.ADVANCE):
-            for k in slots if op < len(pool.space.op) else ():
-                if is_possible(pool, host, make_action(op, k)):
-                    return make_action(op, k)
+        for k in slots:
+            if is_possible(pool, host, make_action(Op.FOSSILIZE, k)):
+                return make_action(Op.FOSSILIZE, k)
         if pool.envs[host].tick < self.next_germination[host]:
             return WAIT_ACTION
         for step in slots:

@@ -9,7 +9,7 @@ from esper_lightning.controllers.learned import Hosts
 from esper_lightning.envs import Action, Op
 from esper_lightning.envs.device_transfer import copy_to_device
 from esper_lightning.envs.spaces.actions import to_action
-from esper_lightning.tamiyo.heads import HostDistribution, uniform_logits
+from esper_lightning.tamiyo.distribution import uniform_distribution
 
 
 class WaitOnly:
@@ -42,6 +42,5 @@ class RandomValid:
         pass
 
     def act(self, pool: Hosts) -> Action:
-        logits = uniform_logits(pool.space.sizes, pool.n_envs)
-        action = HostDistribution(logits, pool.masks_on_cpu).sample(self.generator)
+        action = uniform_distribution(pool.space.sizes, pool.masks_on_cpu).sample(self.generator)
         return Action(*copy_to_device(torch.stack(action), pool.device))

@@ -1,7 +1,6 @@
 """Schedules: actions by tick, with names instead of indices, and the JSON files that hold them."""
 
 import json
-import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from esper_lightning.serialization.replace import replace_file
 FORMAT_VERSION = 1
 """Version of the file format; other versions are refused."""
 
-REQUIRED_FIELDS = ("slot", "blueprint", "target")
+REQUIRED_FIELDS = ("slot", "blueprint")
 """Heads that must be named if the op uses them; other heads default to the pool's first choice."""
 
 FILE_KEYS = ("format", "slots", "entries")
@@ -41,9 +40,6 @@ class ScheduledAction(NamedTuple):
     blueprint: str | None = None
     style: str | None = None
     tempo: str | None = None
-    target: float | None = None
-    speed: int | None = None
-    curve: str | None = None
 
     def __str__(self) -> str:
         values = [str(value) for value in self[1:] if value is not None]
@@ -170,14 +166,9 @@ def _parse_entry(entry: Any, slots: list[str]) -> ScheduledAction:
         raise ValueError(
             f"slot {entry['slot']!r} is not among the schedule's slots; {suggest_name(str(entry['slot']), slots)}"
         )
-    for head in ("blueprint", "style", "tempo", "curve"):
+    for head in ("blueprint", "style", "tempo"):
         if head in entry and not isinstance(entry[head], str):
             raise ValueError(f"{head} must be a name, got {entry[head]!r}")
-    if "speed" in entry and (type(entry["speed"]) is not int or entry["speed"] < 0):
-        raise ValueError(f"speed must be a whole number of ticks from 0, got {entry['speed']!r}")
-    target = entry.get("target", 1.0)
-    if type(target) not in (int, float) or not math.isfinite(target) or not 0.0 < target <= 1.0:
-        raise ValueError(f"target must lie in (0, 1], got {target!r}")
     return ScheduledAction(**entry)
 
 

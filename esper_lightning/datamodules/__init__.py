@@ -1,7 +1,6 @@
 """Lightning data modules, which own the environments."""
 
 from esper_lightning.datamodules.gymnasium import VectorData
-from esper_lightning.datamodules.hosts import HostPoolData
-from esper_lightning.datamodules.tasks import TaskConfig
+from esper_lightning.datamodules.hosts import HostPoolData, TaskConfig
 
 __all__ = ["HostPoolData", "TaskConfig", "VectorData"]

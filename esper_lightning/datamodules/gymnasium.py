@@ -1,6 +1,6 @@
 """Data module for vector environments of any kind, for example from Gymnasium."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from lightning import LightningDataModule
@@ -27,7 +27,8 @@ class VectorData(LightningDataModule):
         check_rng_seed("data.seed", seed)
         self.pool: VectorEnv = env(**(settings or {}))
         self.seed = seed
-        self.ranks = Ranks([self.pool.n_envs])
+        self.n_envs, self.horizon = self.pool.n_envs, self.pool.horizon
+        self.ranks = Ranks([self.n_envs])
 
     def setup(self, stage: str) -> None:
         """Raise ValueError if policy and environments are on different devices, or if several processes train."""
@@ -40,18 +41,6 @@ class VectorData(LightningDataModule):
                 f"the policy would be on {policy_device.type}, its environments on {env_device.type}; "
                 f"set trainer.accelerator, or the environments' device"
             )
-
-    @property
-    def n_envs(self) -> int:
-        return self.pool.n_envs
-
-    @property
-    def horizon(self) -> int:
-        return self.pool.horizon
-
-    @property
-    def heads(self) -> Iterable[str]:
-        return self.pool.space.sizes
 
     def identity(self) -> dict[str, Any]:
         """Return the sizes of observations, actions and rollouts, which a resumed run must share."""

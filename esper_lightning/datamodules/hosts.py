@@ -1,33 +1,29 @@
-"""Data module that owns the environments; a Lightning batch is one tick."""
+"""Data module that owns the hosts on which the policy is trained; a Lightning batch is one tick."""
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from lightning import LightningDataModule
+from lightning import LightningDataModule, Trainer
 
-from esper_lightning.checkpointing.resize import (
-    move_environments,
-    resize_environments,
-    saved_on_another_device,
-)
+from esper_lightning.checkpointing.resize import move_environments, resize_environments, saved_on_another_device
+from esper_lightning.checkpointing.validate import FEATURES_KEY
 from esper_lightning.console import print_status
-from esper_lightning.datamodules.tasks import TaskConfig, load_task, make_task_configs
-from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool, Overseer, check_host_count
+from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool, check_host_count
+from esper_lightning.envs.context.distribution import FamilyConfig
+from esper_lightning.envs.context.env_factory import EnvFactory
+from esper_lightning.envs.host_devices import find_host_devices
+from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.seeding import EVALUATION, check_rng_seed, episode_rng_seeds
-from esper_lightning.envs.spaces.action_discovery import union_of_slots
-from esper_lightning.envs.spaces.actions import CHOICES_KEY
+from esper_lightning.envs.spaces.action_discovery import SharedSpace, union_of_slots
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.envs.vector_env import VectorEnv
-from esper_lightning.ranks import Ranks, pack_state, unpack_state
+from esper_lightning.governor.judge import GovernorConfig
+from esper_lightning.ranks import Ranks, share_machine
 from esper_lightning.registry import describe_factory
-from esper_lightning.tasks import Task
-
-Result = TypeVar("Result")
-
-SIGHT_KEY = "data.env.sight"
-"""Key of the observation in the identity of a run whose observation is in rows."""
+from esper_lightning.tasks import Task, TaskData, check_data, fingerprint
 
 
 class TickLoader:
@@ -73,27 +69,15 @@ class EpisodeLoader:
 class PolicyData(Protocol):
     """Interface of the data modules that `TamiyoModule` accepts: they own the environments the policy is trained in."""
 
-    n_envs: int
-    """Number of environments of all processes."""
-    ranks: Ranks
-    """The processes that share the environments; `pool` has those of this one."""
-    seed: int
-    """RNG seed of the run."""
+    n_envs: int  # of all processes
+    ranks: Ranks  # processes that share the environments
+    seed: int  # RNG seed of the run
 
     @property
-    def horizon(self) -> int:
-        """Environment steps in one rollout."""
-        ...
+    def horizon(self) -> int: ...  # environment steps in one rollout
 
     @property
-    def pool(self) -> VectorEnv:
-        """The environments, once they are built."""
-        ...
-
-    @property
-    def heads(self) -> Iterable[str]:
-        """Names of the components of an action."""
-        ...
+    def pool(self) -> VectorEnv: ...  # environments of this process, once they are built
 
     def identity(self) -> dict[str, Any]:
         """Return the properties that a resumed run must share with the saved one, by setting name."""
@@ -106,8 +90,77 @@ class PolicyData(Protocol):
     def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Change a loaded checkpoint in place where this run differs from the saved one, as in the number of hosts.
 
-        Raises ValueError if the checkpoint cannot be resumed. The default changes nothing.
+        Raises ValueError if the checkpoint cannot be resumed.
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """Settings of one task and its hosts."""
+
+    task: Task
+    """The task that these hosts learn."""
+
+    host: HostFactory
+    """Class of the network that grows."""
+
+    n_envs: int = 16
+    """Number of hosts trained side by side."""
+
+    executor: str | None = None
+    """Name or import path of the executor that trains these hosts. None: data.env.executor."""
+
+    training: HostTraining | None = None
+    """Optimizer and batch settings of these hosts. None: data.env.training."""
+
+    blueprints: list[str] | None = None
+    """Names or import paths of the blueprints available on these hosts. None: all of this package that can grow
+    there."""
+
+    family: FamilyConfig | None = None
+    """Contexts of these hosts. None: all are alike."""
+
+    def env_config(self, env: EnvConfig) -> EnvConfig:
+        """Return the environment settings of these hosts: `env` with the changes of this task."""
+        changes = {"executor": self.executor, "training": self.training}
+        known = {name: value for name, value in changes.items() if value is not None}
+        actions = replace(env.actions, blueprints=self.blueprints)
+        return replace(env, actions=actions, family=self.family or FamilyConfig(), **known)
+
+
+class LoadedTask(NamedTuple):
+    """A task with its data loaded."""
+
+    env: EnvConfig  # settings of these hosts
+    data: TaskData  # with one copy per device that all pools share
+    host_devices: list[torch.device]
+    fingerprint: str  # of the data
+
+
+def load_task(config: TaskConfig, env: EnvConfig, device: torch.device, *, alone: bool) -> LoadedTask:
+    """Load the data of a task onto its devices. Raises ValueError if hosts cannot learn from them.
+
+    Args:
+        config, env: Settings.
+        device: Main device of the hosts.
+        alone: Hosts may use all other devices of the machine; False: other processes use them.
+    """
+    own, data, name = config.env_config(env), config.task.load(), type(config.task).__name__
+    if not isinstance(data, TaskData):
+        raise ValueError(f"task {name}: load returned a {type(data).__name__}; return a TaskData")
+    check_data(data, name)
+    host_devices = find_host_devices(own.devices, own.executor, device, alone=alone)
+    return LoadedTask(own, data.copy_to(host_devices), host_devices, fingerprint(data))
+
+
+def by_task(first: TaskConfig, others: Mapping[str, TaskConfig], env: EnvConfig) -> dict[str, TaskConfig]:
+    """Return all task configs by name, the first under that of its task's class; raise ValueError if they clash."""
+    first_name = type(first.task).__name__
+    if first_name in others:
+        raise ValueError(f"data.also: {first_name!r} is the name of data.task; choose another one")
+    for name, config in {"": first, **others}.items():
+        check_host_count(f"data.also.{name}.n_envs" if name else "data.n_envs", config.n_envs)
+    return {first_name: replace(first, blueprints=env.actions.blueprints, family=env.family), **others}
 
 
 class HostPoolData(LightningDataModule):
@@ -125,8 +178,6 @@ class HostPoolData(LightningDataModule):
             place2 …; hosts with fewer slots are padded with slots in which nothing can grow.
     """
 
-    heads = HEADS
-
     def __init__(
         self,
         task: Task,
@@ -141,14 +192,14 @@ class HostPoolData(LightningDataModule):
         super().__init__()
         check_rng_seed("data.seed", seed)
         check_host_count("data.val_hosts", val_hosts)
-        self.val_hosts = val_hosts
-        self.env = env
-        self.seed = seed
-        self.task_configs = make_task_configs(TaskConfig(task=task, host=host, n_envs=n_envs), also or {}, env)
-        self.n_envs = sum(ground.n_envs for ground in self.task_configs.values())
-        self.ranks = Ranks([ground.n_envs for ground in self.task_configs.values()])
-        self.overseer: Overseer | None = None
+        self.env, self.val_hosts, self.seed = env, val_hosts, seed
+        self.task_configs = by_task(TaskConfig(task=task, host=host, n_envs=n_envs), also or {}, env)
+        self.ranks = Ranks([one.n_envs for one in self.task_configs.values()])
+        self.n_envs = self.ranks.total
+        self.governor: GovernorConfig | None = None
+        self.loaded_tasks: dict[str, LoadedTask] = {}
         self.pools: dict[str, HostPool] = {}  # by task
+        self._shared_space: SharedSpace | None = None  # of the hosts of several tasks
         self._pool: HostPool | MixedPool | None = None
         self._validation_pools: list[HostPool] = []
         described = {
@@ -158,8 +209,12 @@ class HostPoolData(LightningDataModule):
         self.save_hyperparameters({"tasks": described, "env": asdict(env), "val_hosts": val_hosts, "seed": seed})
 
     def setup(self, stage: str) -> None:
-        trainer = self.trainer
-        assert trainer is not None, "the trainer calls this"
+        assert self.trainer is not None, "the trainer calls this"
+        self.build_for(self.trainer)
+
+    def build_for(self, trainer: Trainer) -> None:
+        """Build the hosts of this process of a trainer; see `build`."""
+        share_machine(trainer.num_devices)
         self.build(trainer.strategy.root_device, rank=trainer.global_rank, world=trainer.world_size)
 
     def build(self, device: torch.device, *, rank: int = 0, world: int = 1) -> None:
@@ -170,32 +225,65 @@ class HostPoolData(LightningDataModule):
         if self._pool is not None:
             return
         self.ranks = Ranks(self.ranks.sizes, rank, world)
-        self.pools = self._make_pools(device, world)
-        (first, *others) = self.pools.values()
-        self._pool = MixedPool(self.pools) if others else first
+        self.device = device
+        spaces, pools = [], {}
+        for name, one in self.task_configs.items():
+            with self._errors_of(name):
+                loaded = self.loaded_tasks[name] = load_task(one, self.env, device, alone=world == 1)
+                if len(self.task_configs) > 1:
+                    factory = EnvFactory(
+                        one.task, loaded.data, one.host, config=loaded.env, devices=loaded.host_devices
+                    )
+                    spaces.append((factory.space, torch.stack(list(factory.growable.values())).any(0)))
+        self._shared_space = union_of_slots(spaces) if spaces else None
+        for name, one in self.task_configs.items():
+            with self._errors_of(name):
+                pools[name] = self.make_pool(one.n_envs // world, task=name)
+        self.pools = pools
+        self._pool = MixedPool(pools) if len(pools) > 1 else next(iter(pools.values()))
 
-    def _make_pools(self, device: torch.device, world: int) -> dict[str, HostPool]:
-        self.loaded_tasks = self._for_each_task(
-            lambda name: load_task(self.task_configs[name], self.env, device, alone=world == 1)
-        )
-        shared_space = (
-            union_of_slots(
-                list(self._for_each_task(lambda name: self.loaded_tasks[name].discover_action_space()).values())
-            )
-            if len(self.task_configs) > 1
-            else None
-        )
-        return self._for_each_task(
-            lambda name: self.loaded_tasks[name].make_pool(
-                self.task_configs[name].n_envs // world, shared_space=shared_space, overseer=self.overseer
-            )
+    @contextmanager
+    def _errors_of(self, task: str) -> Iterator[None]:
+        """Name the task in a ValueError if there are several."""
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(f"hosts of {task}: {error}" if len(self.task_configs) > 1 else str(error)) from error
+
+    def make_pool(
+        self, n_envs: int, held_out: bool = False, task: str | None = None, *, sight: ObservationConfig | None = None
+    ) -> HostPool:
+        """Return another pool with the same task, hosts, rules, executor and Governor.
+
+        Args:
+            n_envs: Number of hosts.
+            held_out: Draw hosts from the held-out contexts of the family instead of the training contexts.
+            task: Name of the task, where there are several. None: the first.
+            sight: Features that a policy observes. None: as configured.
+        """
+        name = task or next(iter(self.task_configs))
+        config, loaded = self.task_configs[name], self.loaded_tasks[name]
+        env = loaded.env if sight is None else replace(loaded.env, sight=sight)
+        if name in self.pools:  # with `auto`, the executor that was chosen for the hosts of the run
+            env = replace(env, executor=self.pools[name].executor_choice)
+        return HostPool(
+            config.task,
+            loaded.data,
+            config.host,
+            config=env,
+            n_envs=n_envs,
+            device=self.device,
+            host_devices=loaded.host_devices,
+            held_out=held_out,
+            shared_space=self._shared_space,
+            governor=self.governor,
         )
 
-    def oversee(self, overseer: Overseer | None) -> None:
-        """Let an overseer watch all hosts, those of pools made later too. None: stop watching."""
-        self.overseer = overseer
+    def oversee(self, governor: GovernorConfig | None) -> None:
+        """Let the Governor watch all hosts by these rules, those of pools made later too. None: stop watching."""
+        self.governor = governor
         for pool in self.pools.values():
-            pool.oversee(overseer)
+            pool.oversee(governor)
 
     @property
     def pool(self) -> HostPool | MixedPool:
@@ -208,37 +296,6 @@ class HostPoolData(LightningDataModule):
         """Precision of the hosts of each task on their device."""
         return "; ".join(pool.config.training.precision_on(pool.device) for pool in self.pools.values())
 
-    def _for_each_task(self, make: Callable[[str], Result]) -> dict[str, Result]:
-        """Return the result of `make` for each task, by name. A ValueError names the task if there are several."""
-        results = {}
-        for name in self.task_configs:
-            try:
-                results[name] = make(name)
-            except ValueError as error:
-                raise ValueError(f"hosts of {name}: {error}" if len(self.task_configs) > 1 else str(error)) from error
-        return results
-
-    def make_pool(
-        self,
-        n_envs: int,
-        held_out: bool = False,
-        task: str | None = None,
-        *,
-        sight: ObservationConfig | None = None,
-    ) -> HostPool:
-        """Return another pool with the same task, hosts, rules, executor and overseer.
-
-        Args:
-            n_envs: Number of hosts.
-            held_out: Draw hosts from the held-out contexts of the family instead of the training contexts.
-            task: Name of the task, where there are several. None: the first.
-            sight: Features that a policy observes. None: as configured.
-        """
-        name = task or next(iter(self.pools))
-        return self.loaded_tasks[name].make_pool(
-            n_envs, held_out, self.pools[name], overseer=self.overseer, sight=sight
-        )
-
     @property
     def horizon(self) -> int:
         return self.env.horizon
@@ -250,9 +307,9 @@ class HostPoolData(LightningDataModule):
         return {
             "data.env.horizon": pool.config.horizon,
             "data.env.training.optimizer": "; ".join(one.config.training.optimizer for one in self.pools.values()),
-            **{CHOICES_KEY.format(head): choices for head, choices in zip(HEADS, pool.space, strict=True)},
-            "observed features": pool.feature_names,
-            **({} if pool.rows is None else {SIGHT_KEY: asdict(pool.config.sight)}),
+            **{f"choices of the {head} head": choices for head, choices in zip(HEADS, pool.space, strict=True)},
+            FEATURES_KEY: pool.feature_names,
+            "data.env.sight": asdict(pool.config.sight),
             "host": "; ".join(hosts) if len(self.pools) > 1 else next(iter(self.pools.values())).host_kind,
             "data set": "; ".join(one.fingerprint for one in self.loaded_tasks.values()),
         }
@@ -269,18 +326,15 @@ class HostPoolData(LightningDataModule):
             raise ValueError(
                 f"the checkpoint lacks {type(self).__qualname__}, the state of its hosts; give another one"
             )
+        change = None
         if saved_on_another_device(checkpoint, device := self.pool.device):
             move_environments(checkpoint, own["pool"], self.n_envs, device=device, rng_seed=self.seed)
-            print_status(
-                f"this run is on {device.type}, the run so far was on another type of device: it resumes at the next "
-                f"rollout; results differ from those of an uninterrupted run"
-            )
+            change = f"this run is on {device.type}, the run so far was on another type of device"
         elif (saved := len(own["pool"]["envs"])) != self.n_envs:
             resize_environments(checkpoint, self.n_envs)
-            print_status(
-                f"{self.n_envs} environments, the run so far had {saved}: it resumes at the next rollout; "
-                f"results differ from those of an uninterrupted run"
-            )
+            change = f"{self.n_envs} environments, the run so far had {saved}"
+        if change:
+            print_status(f"{change}: it resumes at the next rollout; results differ from those of an uninterrupted run")
 
     def train_dataloader(self) -> TickLoader:
         return TickLoader(self.env.horizon)
@@ -298,19 +352,18 @@ class HostPoolData(LightningDataModule):
         if not self._validation_pools or self._validation_pools[0].n_envs != n_envs:
             self._validation_pools = [self.make_pool(n_envs, task=task) for task in self.pools]
         for pool in self._validation_pools:
-            pool.oversee(self.overseer)
+            pool.oversee(self.governor)
         return self._validation_pools
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the hosts: of all ranks on rank 0, which writes it, elsewhere of this rank."""
         state, ranks = self.pool.state_dict(), self.ranks
-        if ranks.world == 1:
-            return {"pool": state}
-        of_all = [unpack_state(part) for part in ranks.gather(pack_state(state.pop("envs")))]
-        return {"pool": state | {"envs": ranks.join(of_all) if of_all else []}}
+        if ranks.world > 1:
+            of_all = ranks.gather(state["envs"])
+            state |= {"envs": ranks.join(of_all) if of_all else []}
+        return {"pool": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state = state_dict["pool"]
-        if len(state["envs"]) != self.n_envs:
-            return  # another number of hosts: the next rollout begins with new ones
-        self.pool.load_state_dict(state | {"envs": self.ranks.rows(state["envs"])})
+        if len(state["envs"]) == self.n_envs:  # else the next rollout begins with new hosts
+            self.pool.load_state_dict(state | {"envs": self.ranks.rows(state["envs"])})

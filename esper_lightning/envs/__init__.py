@@ -1,13 +1,11 @@
 """Host training as a vectorised environment: actions in, observations and rewards out."""
 
 from esper_lightning.envs.config import EnvConfig, HostFactory, check_host_count
-from esper_lightning.envs.governing import Overseer
-from esper_lightning.envs.host_pool import HostPool
+from esper_lightning.envs.host_pool import HostEvent, HostPool, HostVerdict, HostVeto, PoolMetrics, StepResult
 from esper_lightning.envs.multi_task import MixedPool
 from esper_lightning.envs.spaces.actions import HEADS, Action, ActionConfig, ActionSpace, Op
 from esper_lightning.envs.spaces.masks import Masks
-from esper_lightning.envs.spaces.observation import Observation
-from esper_lightning.envs.step_result import HostEvent, HostVerdict, HostVeto, PoolMetrics, StepResult
+from esper_lightning.envs.vector_env import Observation
 
 __all__ = [
     "HEADS",
@@ -24,7 +22,6 @@ __all__ = [
     "MixedPool",
     "Observation",
     "Op",
-    "Overseer",
     "PoolMetrics",
     "StepResult",
     "check_host_count",

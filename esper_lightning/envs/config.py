@@ -18,9 +18,6 @@ from esper_lightning.tasks import TaskData
 REQUIRED_DEVICE_TYPE: dict[str, str] = {"threads": "cpu", "streams": "cuda"}
 """Device type required by each executor that supports only one."""
 
-TRIAL_EXECUTORS = frozenset({"loop", "threads", "streams"})
-"""Executors that support trial passes. Fused is excluded: its hosts share one pass, and their seeds are in different
-slots."""
 
 MAX_HOSTS = 10_000
 """Largest number of hosts side by side. Published comparisons have at most 224; a mistaken power of ten is refused."""
@@ -82,13 +79,8 @@ class EnvConfig:
             raise ValueError(
                 f"objective.price_to and a variable {PRICE_VARIABLE}: the price cannot be drawn twice; leave one out"
             )
-        advances_automatically = self.lifecycle.auto_blend and self.lifecycle.auto_probation
-        if advances_automatically and self.actions.advance:
-            raise ValueError("actions.advance has nothing to do; switch off lifecycle.auto_blend or auto_probation")
-        if not advances_automatically and not self.actions.advance:
-            raise ValueError(
-                "lifecycle.auto_blend or auto_probation is off, so no seed gets on; switch on actions.advance"
-            )
+        if not (self.lifecycle.auto_blend and self.lifecycle.auto_probation):
+            raise ValueError("lifecycle.auto_blend or auto_probation is off, so no seed gets on; switch both on")
 
 
 def check_host_count(setting: str, hosts: int, least: int = 1) -> None:
@@ -108,11 +100,6 @@ def check_compatible(config: EnvConfig, data: TaskData, n_envs: int, *, device: 
             f"training samples"
         )
     config.training.augment.check(data.input_shape)
-    if config.lifecycle.isolation == "trial" and config.executor not in (*TRIAL_EXECUTORS, "auto"):
-        raise ValueError(
-            f"executor {config.executor!r} cannot run lifecycle.isolation trial; use env.executor loop, or isolation "
-            f"proximal"
-        )
     if config.training.precision == "tf32" and device.type != "cuda":
         raise ValueError(f"training.precision tf32 needs a GPU, hosts are on {device}; use fp32, bf16 or auto")
     required_device = REQUIRED_DEVICE_TYPE.get(config.executor, device.type)

@@ -14,8 +14,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from torch import Tensor
 
 from esper_lightning.envs.spaces.choices import ChoiceAction, ChoiceSpace
-from esper_lightning.envs.vector_env import FinalObservation, VectorObservation, VectorStep
-from esper_lightning.profiling import PhaseClock, make_timer
+from esper_lightning.envs.vector_env import FinalObservation, Observation, VectorStep
+from esper_lightning.profiling import PhaseClock
 
 EPISODE_WINDOW = 100
 """Number of recent episodes over which return and length are averaged."""
@@ -38,7 +38,6 @@ class GymVector:
     """
 
     autoreset = True
-    num_categories = 0
 
     def __init__(
         self,
@@ -69,15 +68,15 @@ class GymVector:
         self._action_start = np.asarray(envs.single_action_space.start)  # gymnasium may not number actions from 0
         self._is_discrete = isinstance(envs.single_action_space, Discrete)
         self._mask_key, self._privileged_key = mask, privileged
-        self.clock = PhaseClock(make_timer(device))
+        self.clock = PhaseClock(device)
         observation, info = envs.reset(seed=0)
-        self.observation = VectorObservation(self._flatten(observation).clone())
+        self.observation = Observation(self._flatten(observation).clone())
         self.masks = self.space.full_masks(self.n_envs, device)
         self.privileged = None if privileged is None else self._flatten(info[privileged]).clone()
         self.episode_starts = torch.zeros(self.n_envs, dtype=torch.bool, device=device)
         self._start_episodes(observation, info)
 
-    def reset(self, rng_seeds: Sequence[int]) -> VectorObservation:
+    def reset(self, rng_seeds: Sequence[int]) -> Observation:
         """Start an episode in every environment; `seeds` holds one RNG seed for each."""
         one_per_env: Any = list(rng_seeds)  # gymnasium declares a single number, but its vector environments take these
         self._start_episodes(*self.envs.reset(seed=one_per_env))
@@ -128,11 +127,11 @@ class GymVector:
         for i in ended_indices:
             final[i] = info["final_obs"][i]
         if self._privileged_key is None or self.privileged is None:
-            return FinalObservation(VectorObservation(self._flatten(final)), None)
+            return FinalObservation(Observation(self._flatten(final)), None)
         privileged = np.zeros((self.n_envs, self.privileged.shape[1]), dtype=np.float32)
         for i in ended_indices:
             privileged[i] = np.ravel(info["final_info"][self._privileged_key][i])
-        return FinalObservation(VectorObservation(self._flatten(final)), self._flatten(privileged))
+        return FinalObservation(Observation(self._flatten(final)), self._flatten(privileged))
 
     def _update_returns(self, reward: np.ndarray, ended: np.ndarray) -> None:
         self.returns += reward

@@ -1,4 +1,4 @@
-"""One environment: a host network in training with its optimizer, random generator and measurements."""
+"""One environment: a host network in training, with its seeds, measurements and optimizer. K slots."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -8,27 +8,202 @@ import torch
 from torch import nn
 
 from esper_lightning.blueprints import get_blueprint, initialise
-from esper_lightning.envs.context.context import HostContext
+from esper_lightning.envs.context.distribution import HostContext
 from esper_lightning.envs.device_transfer import variants_to_validate
 from esper_lightning.envs.flops import HostFlops
-from esper_lightning.envs.measurements import EpochResult, Score
+from esper_lightning.envs.measurements import EpochResult, History, Score, Validation
 from esper_lightning.envs.packing import pack, unpack
-from esper_lightning.envs.spaces.actions import ActionConfig, ActionSpace, Op
-from esper_lightning.envs.subject import Subject
-from esper_lightning.governor.judge import EpochStats, Judgement
+from esper_lightning.envs.spaces.actions import STYLES, ActionConfig, ActionSpace, Op
+from esper_lightning.governor.judge import EpochStats, Judgement, Verdict
 from esper_lightning.governor.monitor import HostMonitor
 from esper_lightning.governor.snapshot import clone_tensors
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.growing_network import GrowingNetwork
-from esper_lightning.growth.lifecycle import SeedEvent
+from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.growth.growing_network import GrowingNetwork, SeedMeasurements
+from esper_lightning.growth.lifecycle import SeedEvent, count_parameters
+from esper_lightning.growth.param_groups import host_groups, nominal_lr
 from esper_lightning.growth.slot import SeedSlot
-from esper_lightning.growth.stages import OCCUPIED
-from esper_lightning.rewards import ObjectiveConfig, Prices, compute_rent, objective
+from esper_lightning.growth.stages import OCCUPIED, Stage
+from esper_lightning.rewards import HostStep, ObjectiveConfig, Prices, SlotStatus, SlotStep, compute_rent, objective
 from esper_lightning.tasks import Batches
 
 if TYPE_CHECKING:
+    from esper_lightning.envs.config import EnvConfig
     from esper_lightning.profiling import HostTimer
+
+
+class Subject:
+    """A growing network with the record of its training, as controllers see it.
+
+    It does not train the network: `HostEnv` does in an environment, and the callback `Grow` in a training of your own.
+    Both call `apply` before an epoch and `record_epoch` after it.
+
+    Args:
+        growing: Network with slots and its optimizer.
+        space: Choices that the numbers of an action index.
+        actions, objective: Settings.
+        flops: FLOPs of the host. None: compute has no price.
+
+    Attributes:
+        host_parameters: Number of parameters of the network without its seeds.
+        stopped: True if the training was stopped before the horizon.
+        tick: Number of recorded epochs.
+        history: Metrics of each epoch.
+        accuracy_at_germination: Accuracy of the network when the last seed of each slot was germinated, [K].
+        trials: Last measured contribution of each blueprint that was blended in a slot, in accuracy points, by name,
+            [K].
+    """
+
+    def __init__(
+        self,
+        growing: GrowingNetwork,
+        space: ActionSpace,
+        *,
+        actions: ActionConfig,
+        objective: ObjectiveConfig,
+        flops: HostFlops | None = None,
+    ) -> None:
+        self.growing = growing
+        self.space = space
+        self.actions = actions
+        self.objective_config = objective
+        self.flops = flops
+        seeds = sum(count_parameters(slot.seed) for slot in growing.slots.values())
+        self.host_parameters = count_parameters(growing.module) - seeds
+        self._clear()
+
+    def _clear(self) -> None:
+        self.tick = 0
+        self.last_op = Op.WAIT
+        self.history = History()
+        self.accuracy_at_germination = [0.0 for _ in self.growing.slots]
+        self.trials: list[dict[str, float]] = [{} for _ in self.growing.slots]
+        self.validated: Validation | None = None  # of the last validation
+        self.host_gradient: GradientStats | None = None
+        self.stopped = False
+        self.skipped_steps = 0  # since the start, because gradients overflowed fp16
+
+    @property
+    def horizon(self) -> int:
+        """Total number of epochs of the training."""
+        return self.growing.horizon
+
+    @property
+    def ended(self) -> bool:
+        """True if nothing can grow any more, because the training was stopped before the horizon."""
+        return self.stopped
+
+    @property
+    def slots(self) -> list[SeedSlot]:
+        return list(self.growing.slots.values())
+
+    @property
+    def records(self) -> list[SeedMeasurements]:
+        """Measurements of the seed in each slot, [K]."""
+        return list(self.growing.measurements.values())
+
+    @property
+    def lifecycle(self) -> LifecycleConfig:
+        return self.growing.lifecycle
+
+    @property
+    def lr_share(self) -> float:
+        """Learning rate of the coming epoch as a share of its nominal value, at most 1; 0 if both are 0."""
+        group = host_groups(self.growing.optimizer)[0]
+        nominal = nominal_lr(group)
+        return min(1.0, float(group["lr"]) / nominal) if nominal else 0.0
+
+    @property
+    def prices(self) -> Prices:
+        """Prices of added parameters and compute."""
+        return Prices(self.objective_config.price, self.objective_config.compute_price)
+
+    def apply(self, action: Sequence[int]) -> list[SeedEvent]:
+        """Execute one action, an index per head. Raises ValueError if the lifecycle forbids it."""
+        chosen, growing = self.space.decode(action), self.growing
+        self.last_op = Op(action[0])
+        match self.last_op:
+            case Op.WAIT:
+                return []
+            case Op.GERMINATE:
+                curve, style = STYLES[chosen.style]
+                ticks = self.actions.tempos[chosen.tempo]
+                event = growing.germinate(chosen.slot, chosen.blueprint, ticks=ticks, style=style, curve=curve)
+                k = list(growing.slots).index(chosen.slot)
+                self.accuracy_at_germination[k] = (self.history.accuracy or [0.0])[-1]
+                return [event]
+            case Op.CULL:
+                return [growing.cull(chosen.slot)]
+            case Op.FOSSILIZE:
+                return [growing.fossilize(chosen.slot)]
+
+    def refusal_reasons(self, action: Sequence[int]) -> list[str]:
+        """Return the Governor's reasons to veto an action; an empty list allows it."""
+        return []
+
+    def record_validation(self, validation: Validation) -> None:
+        """Record a validation of the current host."""
+        self.validated = validation
+        self.history.loss.append(validation.all_seeds.loss)
+        self.history.accuracy.append(validation.all_seeds.accuracy)
+
+    def record_epoch(self, result: EpochResult, hold_stages: bool = False) -> list[SeedEvent]:
+        """Record the result of an epoch and advance the lifecycle of the seeds; `hold_stages` keeps their stages."""
+        training, validation = result
+        self.history.train_loss.append(training.loss)
+        self.history.train_accuracy.append(training.accuracy)
+        self.host_gradient = training.host_gradient
+        self.skipped_steps += training.skipped_steps
+        self.record_validation(validation)
+        self.tick += 1
+        contributions = dict(zip(self.growing.slots, validation.contributions, strict=True))
+        for slot, trials in zip(self.slots, self.trials, strict=True):
+            if slot.blended and slot.blueprint is not None:
+                trials[slot.blueprint] = contributions[slot.name]
+        gradients = dict(zip(self.growing.slots, training.seed_gradients, strict=True))
+        is_measured = self.lifecycle.min_potential is not None
+        potentials = dict(zip(self.growing.slots, validation.potentials, strict=True)) if is_measured else None
+        return self.growing.end_epoch(contributions, gradients, potentials=potentials, pause_auto_advance=hold_stages)
+
+    def seed_parameters(self, stages: frozenset[Stage]) -> int:
+        """Return the number of parameters of all seeds in one of `stages`."""
+        return sum(count_parameters(slot.seed) for slot in self.slots if slot.stage in stages)
+
+    @property
+    def fossilized_parameters(self) -> int:
+        """Number of parameters of the host and its fossilized seeds."""
+        return self.host_parameters + self.seed_parameters(frozenset({Stage.FOSSILIZED}))
+
+    @property
+    def fossilized_flops(self) -> int:
+        """FLOPs of the forward pass for one sample through the host and its fossilized seeds."""
+        assert self.flops is not None, "they are counted where compute has a price"
+        fossilized = [slot for slot in self.slots if slot.stage is Stage.FOSSILIZED]
+        return self.flops.host + sum(self.flops.seed_flops(slot) for slot in fossilized)
+
+    def record_state(self) -> dict[str, Any]:
+        """Return the record of the training, in types that `torch.load(weights_only=True)` accepts."""
+        return {
+            "tick": self.tick,
+            "last_op": int(self.last_op),
+            "accuracy_at_germination": list(self.accuracy_at_germination),
+            "trials": [dict(trials) for trials in self.trials],
+            "history": {name: list(values) for name, values in vars(self.history).items()},
+            "validated": self.validated.state() if self.validated else None,
+            "host_gradient": list(self.host_gradient) if self.host_gradient else None,
+            "skipped_steps": self.skipped_steps,
+        }
+
+    def load_record_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the record of a training from `record_state`."""
+        self.tick, self.last_op = state["tick"], Op(state["last_op"])
+        self.accuracy_at_germination = list(state["accuracy_at_germination"])
+        self.trials = [dict(trials) for trials in state["trials"]]
+        self.history = History(**{name: list(values) for name, values in state["history"].items()})
+        self.validated = Validation.from_state(state["validated"]) if state["validated"] else None
+        self.host_gradient = GradientStats(*state["host_gradient"]) if state["host_gradient"] else None
+        self.skipped_steps = state["skipped_steps"]
 
 
 class HostEnv(Subject):
@@ -40,16 +215,17 @@ class HostEnv(Subject):
         network: Host with empty slots, on `device`.
         space: Choices that the numbers of an action index.
         context: Context of the first episode; `set_context` replaces it.
-        lifecycle, actions, objective: Settings.
-        horizon: Length T of the longest episodes in environment steps; the context has that of an episode.
+        config: Settings of the environments.
         device: Device of the network.
         timer: Timer of the work on this host.
-        measure_host_only: True to validate the host with every seed switched off, too.
         flops: FLOPs of the host. None: compute has no price.
         architecture: Name of the architecture; hosts of one architecture can be stacked.
 
     Attributes:
-        monitor: Monitor of the overseer that watches this host. None: the host is not watched.
+        monitor: The Governor's monitor of this host. None: the host is not watched.
+        data_order: Function of the episode's RNG seed and the tick, which returns the RNG seed of the epoch's
+            minibatches. None: they depend on everything drawn before, such as the weights of seeds.
+        on_batches: Callback for the minibatches of each host epoch, after the action and before training.
     """
 
     def __init__(
@@ -58,13 +234,9 @@ class HostEnv(Subject):
         space: ActionSpace,
         context: HostContext,
         *,
-        lifecycle: LifecycleConfig,
-        actions: ActionConfig,
-        objective: ObjectiveConfig,
-        horizon: int,
+        config: "EnvConfig",
         device: torch.device,
         timer: "HostTimer",
-        measure_host_only: bool = False,
         flops: HostFlops | None = None,
         architecture: str = "",
     ) -> None:
@@ -72,9 +244,10 @@ class HostEnv(Subject):
         self.device = device
         self.timer = timer
         self.monitor: HostMonitor | None = None
-        self.measure_host_only = measure_host_only
+        self.reward_config = config.reward
+        self.measure_host_only = config.reward.needs_host_only
         self.architecture = architecture
-        self.longest = horizon
+        self.longest = config.horizon
         self.set_context(context)
         self.optimizer = self.training.make_optimizer(network)
         self.generator = torch.Generator(self.device)
@@ -83,11 +256,11 @@ class HostEnv(Subject):
             network,
             self.optimizer,
             horizon=context.horizon,
-            lifecycle=lifecycle,
+            lifecycle=config.lifecycle,
             seed_options=self.training.group_options("seed"),
             generator=self.generator,
         )
-        super().__init__(growing, space, actions=actions, objective=objective, flops=flops)
+        super().__init__(growing, space, actions=config.actions, objective=config.objective, flops=flops)
         self.data_order: Callable[[int, int], int] | None = None
         self.on_batches: Callable[[Batches], None] | None = None
         self.rng_seed = 0
@@ -128,6 +301,10 @@ class HostEnv(Subject):
         if self.monitor is not None:
             self.monitor.reset()
 
+    def end(self) -> None:
+        """End the episode before the horizon; the host stays idle until the next reset."""
+        self.stopped = True
+
     @property
     def lr_share(self) -> float:
         """Learning rate of the coming epoch as a share of the configured one, 0 to 1."""
@@ -142,54 +319,33 @@ class HostEnv(Subject):
         seed_options = self.training.group_options("seed")
         self.growing.seed_options = seed_options | {"lr": seed_options["lr"] * share}
 
-    def record_epoch(self, result: EpochResult, hold_stages: bool = False) -> list[SeedEvent]:
-        """Record the result of an epoch, advance the lifecycle of the seeds and the schedule of the learning rate."""
-        events = super().record_epoch(result, hold_stages)
-        if self.training.lr_schedule != "constant":
-            self._set_optimizer_options()
-        return events
+    # One step, in this order: begin_step, an epoch of training and validation by the executor, finish_step, reward.
 
-    def refusal_reasons(self, action: Sequence[int]) -> list[str]:
-        """Return the overseer's reasons to veto an action; an empty list allows it."""
-        if self.monitor is None:
+    def begin_step(self, action: Sequence[int]) -> list[SeedEvent]:
+        """Execute the action of a step. Returns the stage changes of seeds."""
+        assert self.validated is not None, "an episode begins with a validation"
+        self._before = Op(action[0]), self.ended, self.validated, self.objective, self._slot_statuses()
+        try:
+            return self.apply(action)
+        finally:  # also if it runs out of memory
+            self._acted = self._slot_statuses()
+
+    def _slot_statuses(self) -> list[SlotStatus]:
+        """Return what the reward has to know of each slot, [K]; nothing if it does not depend on seeds."""
+        if not self.reward_config.depends_on_seeds:
             return []
-        chosen, parameters = self.space.decode(action), self.host_parameters + self.seed_parameters(OCCUPIED)
-        if action[0] == Op.GERMINATE:
-            slot = self.growing.slots[chosen.slot]
-            parameters += get_blueprint(chosen.blueprint, slot.layout).parameters(slot.width)
-        return self.monitor.refusal_reasons(chosen.op, parameters / self.host_parameters)
+        return [
+            SlotStatus(slot.stage, slot.ticks_in_stage, slot.age, count_parameters(slot.seed)) for slot in self.slots
+        ]
 
     def draw_batches(self, samples: int) -> Batches:  # [batches, B], on the generator's device
         """Draw the sample indices of the next epoch; `samples` is the size of each data variant."""
         if self.data_order is not None:
             self.generator.manual_seed(self.data_order(self.rng_seed, self.tick))
-        batches = self.context.draw_batches(self.training, samples, self.rng_seed, generator=self.generator)
+        batches = self.context.draw_batches(samples, self.rng_seed, generator=self.generator)
         if self.on_batches is not None:
             self.on_batches(batches)
         return batches
-
-    def set_batch_hooks(
-        self,
-        data_order: Callable[[int, int], int] | None = None,
-        on_batches: Callable[[Batches], None] | None = None,
-    ) -> None:
-        """Set hooks that fix and observe the minibatches of the coming host epochs; no arguments remove them.
-
-        Args:
-            data_order: Function of the episode's RNG seed and the tick, which returns the RNG seed of the epoch's
-                minibatches. None: they depend on everything drawn before, such as the weights of seeds.
-            on_batches: Callback for the minibatches of each host epoch, after the action and before training.
-        """
-        self.data_order, self.on_batches = data_order, on_batches
-
-    def end(self) -> None:
-        """End the episode before the horizon; the host stays idle until the next reset."""
-        self.stopped = True
-
-    @property
-    def prices(self) -> Prices:
-        """Prices of added parameters and compute in this episode."""
-        return self.context.prices(self.objective_config, self.rng_seed)
 
     @property
     def failing_slots(self) -> list[SeedSlot]:
@@ -202,6 +358,34 @@ class HostEnv(Subject):
             self.slots, host_only=self.measure_host_only, potential=self.lifecycle.min_potential is not None
         )
 
+    def finish_step(self, result: EpochResult | None, judged: bool = True) -> tuple[list[SeedEvent], Judgement | None]:
+        """Record the result of a host epoch and advance the seeds, or roll the host back, which must then be validated.
+
+        The tick count moves on in every case.
+
+        Args:
+            result: Result of the epoch. None: the host's episode has ended, or it ran out of memory.
+            judged: False to record the epoch without the Governor.
+
+        Returns the stage changes of seeds, and the Governor's judgement if the host was judged.
+        """
+        if self.ended:
+            self.tick += 1
+            return [], None
+        judgement = self._judge(result) if judged and self.monitor is not None else None
+        if judgement is not None and judgement.diverged:
+            return self.roll_back(judgement.outcome is Verdict.END, judgement.outcome.value), judgement
+        assert result is not None, "only a failure leaves no result"
+        events = self.record_epoch(result, judgement is not None and judgement.outcome is Verdict.SUSPICIOUS)
+        return events, judgement
+
+    def record_epoch(self, result: EpochResult, hold_stages: bool = False) -> list[SeedEvent]:
+        """Record the result of an epoch, advance the lifecycle of the seeds and the schedule of the learning rate."""
+        events = super().record_epoch(result, hold_stages)
+        if self.training.lr_schedule != "constant":
+            self._set_optimizer_options()
+        return events
+
     def update_objective(self) -> Score:
         """Update the objective J from the last validation.
 
@@ -211,6 +395,11 @@ class HostEnv(Subject):
         score = self.validated.fossilized if self.tick >= self.horizon else self.validated.all_seeds
         self.objective = self.objective_at(score.accuracy)
         return score
+
+    @property
+    def prices(self) -> Prices:
+        """Prices of added parameters and compute in this episode."""
+        return self.context.prices(self.objective_config, self.rng_seed)
 
     def objective_at(self, accuracy: float) -> float:
         """Return the objective J of the host with its fossilized seeds for a given accuracy in 0 … 1.
@@ -230,9 +419,57 @@ class HostEnv(Subject):
             accuracies, parameters[0], parameters[1], config=config, price=price, compute_cost=charge
         ).item()
 
-    def judge_epoch(self, result: EpochResult | None) -> Judgement:
+    def reward_step(self, diverged: bool) -> HostStep:
+        """Return the finished step in the numbers that rewards are computed from, after `update_objective`."""
+        (op, ended, first, objective_before, before), last = self._before, self.validated
+        assert last is not None, "an episode begins with a validation"
+        at_horizon = self.tick >= self.horizon
+        # J with fossilized seeds only: the charge is the same, so J differs by the accuracy.
+        kept_before = objective_before - first.all_seeds.accuracy + first.fossilized.accuracy
+        kept = self.objective - last.all_seeds.accuracy + last.fossilized.accuracy
+        host = max(self.host_parameters, self.objective_config.smallest_host)
+        seeds = zip(before, self._acted, self._slot_statuses(), self.accuracy_at_germination, strict=True)
+        contributions = zip(first.contributions, last.contributions, strict=True)
+        slots = (
+            SlotStep(*seed, *both, growth=seed[1].parameters / host)
+            for seed, both in zip(seeds, contributions, strict=True)
+        )
+        return HostStep(
+            op=op.name,
+            already_ended=ended,
+            at_horizon=at_horizon,
+            diverged=diverged,
+            objective_before=objective_before,
+            objective=self.objective,
+            fossilized_objective_before=kept_before,
+            fossilized_objective=self.objective if at_horizon else kept,
+            accuracy_at_start=self.history.accuracy[0],
+            accuracy_before=first.all_seeds.accuracy,
+            accuracy=last.all_seeds.accuracy,
+            fossilized_accuracy=last.fossilized.accuracy,
+            host_only_accuracy_before=(first.host_only or first.all_seeds).accuracy,
+            host_only_accuracy=(last.host_only or last.all_seeds).accuracy,
+            loss_before=first.all_seeds.loss,
+            loss=last.all_seeds.loss,
+            fossilized_loss=last.fossilized.loss,
+            slots=tuple(slots) if before else (),
+        )
+
+    # The Governor
+
+    def refusal_reasons(self, action: Sequence[int]) -> list[str]:
+        """Return the Governor's reasons to veto an action; an empty list allows it."""
+        if self.monitor is None or action[0] == Op.WAIT:
+            return []
+        chosen, parameters = self.space.decode(action), self.host_parameters + self.seed_parameters(OCCUPIED)
+        if action[0] == Op.GERMINATE:
+            slot = self.growing.slots[chosen.slot]
+            parameters += get_blueprint(chosen.blueprint, slot.layout).parameters(slot.width)
+        return self.monitor.refusal_reasons(chosen.op, parameters / self.host_parameters)
+
+    def _judge(self, result: EpochResult | None) -> Judgement:
         """Return the monitor's judgement on a host epoch. `result` is None if the host ran out of memory."""
-        assert self.monitor is not None, "only an overseer asks"
+        assert self.monitor is not None, "the host is watched"
         if self.failure is not None:
             return self.monitor.judge_failure(self.failure)
         assert result is not None, "only a failure leaves no result"
@@ -246,7 +483,7 @@ class HostEnv(Subject):
 
     def take_snapshot(self) -> None:
         """Take a snapshot of the current host for a later rollback."""
-        assert self.monitor is not None, "only an overseer takes snapshots"
+        assert self.monitor is not None, "only watched hosts have snapshots"
         self.monitor.take_snapshot(self._host_state())
 
     def roll_back(self, ended: bool, cause: str) -> list[SeedEvent]:
@@ -259,7 +496,7 @@ class HostEnv(Subject):
         Returns one event for each slot whose stage differs from its stage before the rollback, so that the sequence of
         events stays complete.
         """
-        assert self.monitor is not None, "only an overseer rolls back"
+        assert self.monitor is not None, "only watched hosts have snapshots"
         events = [self.growing.status_event(slot.name) for slot in self.slots]
         tick, factor = self.tick, self.lr_factor * self.monitor.config.lr_factor
         # A copy: optimizer state loaded from a view would keep the snapshot's whole memory alive.
@@ -272,10 +509,12 @@ class HostEnv(Subject):
             replace(event, after=slot.stage, cause=cause) for event, slot in pairs if event.before is not slot.stage
         ]
 
+    # Saved state
+
     def packed_state(self) -> dict[str, Any]:
         """Return a copy of the complete state, packed: plain data that `torch.load(weights_only=True)` accepts."""
         state = self._host_state()
-        monitor = self.monitor.state_view() if self.monitor is not None else None  # `pack` copies it
+        monitor = self.monitor.state_dict() if self.monitor is not None else None  # `pack` copies its views
         return pack(state | {"ended": self.stopped, "monitor": monitor})
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""A vector environment of N host networks, which are trained, grown and validated together."""
+"""A vector environment of N host networks, which are trained, grown and validated together. K slots."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,21 +19,22 @@ from esper_lightning.envs.device_transfer import (
 from esper_lightning.envs.executors import AUTO, EXECUTORS, FusedExecutor, LoopExecutor
 from esper_lightning.envs.executors.out_of_memory import isolate_oom
 from esper_lightning.envs.executors.threads import usable_cores
-from esper_lightning.envs.governing import Overseer, finish_epoch
 from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.measurements import EpochResult
 from esper_lightning.envs.memory import check_host_memory
 from esper_lightning.envs.packing import unpack
-from esper_lightning.envs.reward import host_status, make_step_record, reward_terms, status_after_action
 from esper_lightning.envs.spaces.action_discovery import SharedSpace
 from esper_lightning.envs.spaces.actions import HEADS, Action, ActionError, check_is_action, to_action
-from esper_lightning.envs.spaces.observation import Observation
+from esper_lightning.envs.spaces.masks import Masks
 from esper_lightning.envs.spaces.observation_builder import ObservationBuilder
-from esper_lightning.envs.step_result import HostEvent, PoolMetrics, StepResult, Transition
-from esper_lightning.envs.vector_env import VectorObservation
+from esper_lightning.envs.vector_env import Observation
+from esper_lightning.governor.judge import GovernorConfig, Judgement, Verdict
 from esper_lightning.growth.counterfactual import SeedVariant
+from esper_lightning.growth.growing_network import RefusalReasons
+from esper_lightning.growth.lifecycle import SeedEvent
 from esper_lightning.growth.stages import Stage
-from esper_lightning.profiling import PhaseClock, make_timer
-from esper_lightning.rewards import account_after
+from esper_lightning.profiling import PhaseClock
+from esper_lightning.rewards import ROLLBACK_TERM, compute_terms
 from esper_lightning.tasks import Split, Task, TaskData
 
 SMALL_HOST = 5_000_000
@@ -44,6 +45,81 @@ to 0.8 times on 3,072."""
 
 WAIT_ACTION = (0,) * len(HEADS)
 """Action that changes nothing: choice 0 of every head."""
+
+LOGGED_METRICS = ("accuracy", "reward", "objective")
+"""Metrics of a step whose means over hosts are logged."""
+
+
+class HostEvent(NamedTuple):
+    """Stage change of a seed, with the host index and the tick (counted from 1)."""
+
+    host: int
+    tick: int
+    seed_event: SeedEvent
+
+
+class HostVerdict(NamedTuple):
+    """Verdict of the Governor on a host that was not healthy."""
+
+    host: int
+    tick: int
+    rng_seed: int
+    """RNG seed of the episode, which reproduces it."""
+    verdict: Judgement
+    restored_tick: int | None
+    """Tick of the snapshot to which the host was rolled back. None: no rollback."""
+
+    def __str__(self) -> str:
+        """Describe the verdict, as in `host 3 (RNG seed 17) rolled back at tick 7, to tick 5: loss is nan`."""
+        restored = "" if self.restored_tick is None else f", to tick {self.restored_tick}"
+        fate = f"{self.verdict.outcome.value} at tick {self.tick}{restored}"
+        return f"host {self.host} (RNG seed {self.rng_seed}) {fate}: {self.verdict.cause}"
+
+
+class HostVeto(NamedTuple):
+    """Action vetoed by the Governor; the host executed WAIT instead."""
+
+    host: int
+    tick: int
+    action: str
+    reasons: list[str]
+
+    def __str__(self) -> str:
+        """Describe the veto, as in `host 3: GERMINATE norm in block1 vetoed at tick 7: …`."""
+        return f"host {self.host}: {self.action} vetoed at tick {self.tick}: {'; '.join(self.reasons)}"
+
+
+class PoolMetrics(NamedTuple):
+    """Measurements of a step, [N] each, on the CPU."""
+
+    accuracy: Tensor  # with all seeds; after the last step: with the fossilized ones only
+    loss: Tensor
+    objective: Tensor
+    parameters: Tensor  # of the host and its fossilized seeds
+    reward: Tensor
+
+
+class StepResult(NamedTuple):
+    """Result of a step. Observation and masks are the pool's own storage, which the next step overwrites."""
+
+    action: Action  # to learn from: the given action, with WAIT after a veto
+    ops: Tensor  # [N] int64, on the CPU: op that each host executed
+    observation: Observation
+    reward: Tensor  # [N]
+    terminated: Tensor  # [N] bool: a rollback ends the trajectory; the host continues unless `masks.ended`
+    truncated: Tensor  # [N] bool: the horizon was reached
+    masks: Masks
+    events: list[HostEvent]
+    verdicts: list[HostVerdict]
+    vetoes: list[HostVeto]
+    metrics: PoolMetrics
+    terms: dict[str, Tensor]  # [N] each, on the CPU: the reward is their sum
+    refusals: list[list[RefusalReasons]]  # [N][K]: reasons of the gates against changes of each seed, after this step
+
+    @property
+    def log(self) -> dict[str, Tensor]:
+        """Scalars to log: means over hosts."""
+        return {name: getattr(self.metrics, name).mean() for name in LOGGED_METRICS}
 
 
 class HostPool:
@@ -59,7 +135,7 @@ class HostPool:
         host_devices: Devices of hosts, which are assigned to them in turn. None: `device`.
         held_out: True to draw the held-out contexts of the family, which training never draws.
         shared_space: Slots and blueprints shared with the hosts of other tasks, for one policy that grows all of them.
-        overseer: Overseer that watches the hosts. None: no host is rolled back, and a host that runs out of memory
+        governor: Rules by which the hosts are watched. None: no host is rolled back, and a host that runs out of memory
             is an error.
 
     Attributes:
@@ -67,7 +143,7 @@ class HostPool:
         growable: True where a blueprint can grow in a slot of some host, whatever its episode offers, [K, blueprints].
         privileged: Hidden context variables of each episode, [N, P] float, for the critic alone. None: nothing is
             hidden.
-        rows: Sizes of the parts of a row of the observation. None: the observation is flat.
+        rows: Sizes of the parts of a row of the observation.
     """
 
     autoreset = False  # a rollout is exactly one episode of every host
@@ -85,14 +161,14 @@ class HostPool:
         host_devices: Sequence[torch.device] | None = None,
         held_out: bool = False,
         shared_space: SharedSpace | None = None,
-        overseer: Overseer | None = None,
+        governor: GovernorConfig | None = None,
     ) -> None:
         check_compatible(config, data, n_envs, device=device)
         self.config = config
         self.device = device
         devices = [device] if host_devices is None else host_devices
         self.task = task
-        self.clock = PhaseClock(make_timer(device))
+        self.clock = PhaseClock(device)
         self.env_factory = EnvFactory(
             task,
             data.copy_to(devices),
@@ -126,14 +202,14 @@ class HostPool:
         self.rows = self.observation_builder.rows
         self.privileged = self.observation_builder.privileged
         self.episode_starts = torch.zeros(n_envs, dtype=torch.bool, device=device)  # True after a rollback
-        self.overseer: Overseer | None = None
+        self.governor: GovernorConfig | None = None
         self.reset(range(n_envs))
-        self.oversee(overseer)
+        self.oversee(governor)
 
-    def oversee(self, overseer: Overseer | None) -> None:
-        """Let an overseer watch the hosts from their present state on. None: stop watching."""
-        self.overseer = overseer
-        self.env_factory.oversee(overseer)
+    def oversee(self, governor: GovernorConfig | None) -> None:
+        """Let the Governor watch the hosts by these rules, from their present state on. None: stop watching."""
+        self.governor = governor
+        self.env_factory.oversee(governor)
         self._take_snapshots(self.envs)
 
     def _fitting_executor(self, kinds: Sequence[HostEnv]) -> str:
@@ -143,7 +219,7 @@ class HostPool:
         inputs = math.prod(self.data.input_shape)
         are_small = all(env.host_parameters * inputs <= SMALL_HOST for env in kinds)
         without = "threads" if self.device.type == "cpu" and min(self.n_envs, usable_cores()) > 1 else "loop"
-        if not are_small or self.n_envs == 1 or self.config.lifecycle.isolation == "trial":
+        if not are_small or self.n_envs == 1:
             return without
         try:
             FusedExecutor(self.task, self.config.training).prepare(kinds, self.data.train)
@@ -165,21 +241,16 @@ class HostPool:
         """Length T of the longest episodes in environment steps."""
         return self.config.horizon
 
-    @property
-    def num_categories(self) -> int:
-        """Number of blueprint ids in a flat observation; id 0 is an empty slot. Rows have no ids."""
-        return len(self.space.blueprint) + 1 if self.rows is None else 0
-
     def _offered(self) -> Tensor:  # [N, K, blueprints] bool
         """Return which blueprint can grow in which slot of each host in its present episode."""
         return torch.stack([self.env_factory.growable_in(env) for env in self.envs])
 
-    def reset(self, rng_seeds: Sequence[int]) -> Observation | VectorObservation:
+    def reset(self, rng_seeds: Sequence[int]) -> Observation:
         """Start an episode in every environment; environment i depends on the RNG seed `rng_seeds[i]` alone."""
         assert len(rng_seeds) == self.n_envs, "one RNG seed per environment"
         return self.reset_hosts(range(self.n_envs), rng_seeds)
 
-    def reset_hosts(self, hosts: Sequence[int], rng_seeds: Sequence[int]) -> Observation | VectorObservation:
+    def reset_hosts(self, hosts: Sequence[int], rng_seeds: Sequence[int]) -> Observation:
         """Start an episode in some environments. The others continue theirs, so hosts may be at different ticks.
 
         Args:
@@ -210,11 +281,6 @@ class HostPool:
             self.observation_builder.update_growable(self._offered())
         self.observation_builder.update_privileged([self.env_factory.privileged_features(env) for env in self.envs])
 
-    def load_host(self, index: int, state: Mapping[str, Any]) -> None:
-        """Restore the host of this index from a state of `HostEnv.state_dict`."""
-        self.envs[index] = self.env_factory.make(index, state["rng_seed"])
-        self.envs[index].load_state_dict(state)
-
     def _record_validations(self, envs: Sequence[HostEnv], validated: Tensor) -> None:
         """Record a validation of hosts that have not trained since their last one; `validated` is [N, 2, V]."""
         validations = unpack_validations(download(validated), len(self.space.slot))
@@ -232,6 +298,13 @@ class HostPool:
                     f"host {i} (RNG seed {env.rng_seed}): {env.failure}; make hosts smaller, or lower data.n_envs"
                 )
 
+    def _take_snapshots(self, envs: Sequence[HostEnv]) -> None:
+        """Take snapshots of these hosts if the Governor watches them."""
+        if self.governor is not None and envs:
+            with self.clock.measure("governor"):
+                for env in envs:
+                    env.take_snapshot()
+
     def step(self, action: Action) -> StepResult:
         """Apply the actions, train every host for one epoch, validate it, and return the result.
 
@@ -239,178 +312,136 @@ class HostPool:
         measurements together, because the next action depends on them. A rollback adds a third one, since the restored
         host is validated again.
 
-        Raises ActionError, a ValueError, if the masks forbid an action.
+        Raises ActionError, a ValueError, if the masks forbid an action; then no host has changed.
         """
         with self.clock.measure("bookkeeping"):
-            action, transitions = self._decode_actions(action)
-            for transition in transitions:
-                self._apply_action(transition)
+            chosen, executed = self.read_action(action)
+            vetoes = []
+            for i, env in enumerate(self.envs):
+                if reasons := env.refusal_reasons(executed[i]):
+                    vetoes.append(HostVeto(i, env.tick + 1, self.space.describe(executed[i]), reasons))
+                    chosen[i] = executed[i] = WAIT_ACTION
+            if vetoes:
+                action = to_action(chosen, self.device)
+            events = []
+            for i, env in enumerate(self.envs):
+                with isolate_oom(env):
+                    events += [HostEvent(i, env.tick + 1, change) for change in env.begin_step(executed[i])]
         # A fossilized seed must survive a rollback. The host is healthy here, or the action would have been vetoed.
-        self._take_snapshots(transition.env for transition in transitions if has_fossilized(transition))
-        self._train_epoch(transitions)
-        self._finish_epochs(transitions, self.overseer)
-        with self.clock.measure("bookkeeping"):
-            result = self._make_result(action, transitions)
-        if self.overseer is not None:
-            with self.clock.measure("governor"):
-                self.overseer.take_due_snapshots(self.envs)
-        return result
+        fossilized = {event.host for event in events if event.seed_event.after is Stage.FOSSILIZED}
+        self._take_snapshots([self.envs[i] for i in sorted(fossilized)])
 
-    def _decode_actions(self, action: Action) -> tuple[Action, list[Transition]]:
-        """Read and check the actions; a vetoed one, or an impossible one under `masks: false`, is executed as WAIT.
-
-        Returns the actions that the policy learns from, in which only vetoed ones are replaced, and one transition per
-        host with the executed action. Raises ActionError if an action is not allowed; then no host has changed.
-        """
-        chosen, executable = self.read_action(action)
-        vetoes = [
-            None if self.overseer is None else self.overseer.find_veto(i, env, row)
-            for i, (env, row) in enumerate(zip(self.envs, executable, strict=True))
-        ]
-        if any(vetoes):
-            action = to_action(
-                [WAIT_ACTION if veto else row for row, veto in zip(chosen, vetoes, strict=True)], self.device
-            )
-        rows = zip(self.envs, executable, vetoes, strict=True)
-        return action, [
-            Transition(i, env, WAIT_ACTION if veto else row, veto=veto) for i, (env, row, veto) in enumerate(rows)
-        ]
-
-    def read_action(self, action: Action) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """Return the indices of each host's action as they are given, and as they would be executed now.
-
-        They differ under `masks: false` only. Raises ActionError if an action is not allowed.
-        """
-        check_is_action(action, self.n_envs)
-        chosen = list(zip(*download(torch.stack(action)).tolist(), strict=True))
-        executable = self.observation_builder.mask_invalid(chosen, WAIT_ACTION)
-        for i, row in enumerate(executable):
-            self._check_action(i, row)
-        return chosen, executable
-
-    def _check_action(self, host: int, action: tuple[int, ...]) -> None:
-        env, sizes = self.envs[host], tuple(self.space.sizes.values())
-        if env.tick >= self.horizon:
-            raise ValueError(f"host {host}: the episode is over after {env.tick} ticks; reset the pool")
-        if not all(0 <= choice < size for choice, size in zip(action, sizes, strict=True)):
-            raise ActionError(f"host {host}: {action} is no action; the heads {HEADS} have {sizes} choices")
-        if not self.masks_on_cpu.allows(host, action):
-            raise ActionError(
-                f"host {host}: {self.space.describe(action)} is masked; choose within the masks, as "
-                f"pool.masks_on_cpu.allows(host, action) tells"
-            )
-
-    def _apply_action(self, transition: Transition) -> None:
-        """Execute the action of one host and record its status before and after it."""
-        env, with_seeds = transition.env, self.config.reward.depends_on_seeds
-        transition.before = host_status(env, with_seeds)
-        with isolate_oom(env):
-            changes = env.apply(transition.action)
-            transition.events_of_action = [HostEvent(transition.host, env.tick + 1, change) for change in changes]
-        transition.after_action = status_after_action(env) if with_seeds else None
-
-    def _train_epoch(self, transitions: Sequence[Transition]) -> None:
-        """Train every active host for one epoch and validate it. Ended and failed hosts are skipped."""
-        active = [
-            transition for transition in transitions if not transition.env.ended and transition.env.failure is None
-        ]
-        if not active:
-            return
-        envs = [transition.env for transition in active]
-        trained, validated = self.executor.train_and_validate(
-            envs, self.data.train, self.data.validation, clock=self.clock
-        )
-        with self.clock.measure("bookkeeping"):
-            # A single transfer for all measurements; after it, everything is Python numbers.
-            results = unpack_epochs(download(pack_epochs(trained, validated)), len(self.space.slot))
-            for transition, result in zip(active, results, strict=True):
-                transition.result = result
-
-    def _finish_epochs(self, transitions: Sequence[Transition], overseer: Overseer | None) -> None:
-        """Call `finish_epoch` for every host, and validate again those that were rolled back.
-
-        Raises MemoryError if a host ran out of memory and no overseer can roll it back.
-        """
-        if overseer is None:
+        results = self._train_epoch()
+        if self.governor is None:
             self._raise_failures()
         with self.clock.measure("bookkeeping"):
-            for transition in transitions:
-                finish_epoch(transition, overseer)
-        restored = [transition.env for transition in transitions if transition.diverged]
-        if restored:
+            verdicts = []
+            for i, (env, result) in enumerate(zip(self.envs, results, strict=True)):
+                changes, judgement = env.finish_step(result)
+                events += [HostEvent(i, env.tick, change) for change in changes]
+                if judgement is not None and judgement.outcome is not Verdict.HEALTHY:
+                    assert env.monitor is not None, "it gave the verdict"
+                    restored_tick = env.monitor.snapshot.view()["tick"] if judgement.diverged else None
+                    verdicts.append(HostVerdict(i, env.tick, env.rng_seed, judgement, restored_tick))
+        rolled_back = {verdict.host for verdict in verdicts if verdict.verdict.diverged}
+        if restored := [self.envs[i] for i in sorted(rolled_back)]:
             with self.clock.measure("validate"):
                 validated = self.executor.validate(restored, self.data.validation)
             self._record_validations(restored, validated)
 
-    def _make_result(self, action: Action, transitions: Sequence[Transition]) -> StepResult:
-        """Compute rewards and metrics of the step and the observation after it."""
-        scores = [env.update_objective() for env in self.envs]
-        terms = self._compute_rewards(transitions)
-        loss, accuracy = torch.tensor(scores, dtype=self._score_dtype).unbind(1)
-        metrics = PoolMetrics(
-            accuracy=accuracy,
-            loss=loss,
-            objective=torch.tensor([env.objective for env in self.envs], dtype=self._score_dtype),
-            parameters=self.parameter_counts,
-            reward=torch.stack(list(terms.values())).sum(0).to(self._score_dtype),
-        )
-        self.observation_builder.update()
-        diverged = torch.tensor([transition.diverged for transition in transitions])
-        self.episode_starts.copy_(copy_to_device(diverged, self.device))
-        truncated = torch.tensor([env.tick >= env.horizon for env in self.envs])
-        return StepResult(
-            action=action,
-            ops=torch.tensor([transition.action[0] for transition in transitions]),
-            observation=self.observation,
-            reward=copy_to_device(metrics.reward, self.device),
-            terminated=copy_to_device(diverged, self.device),
-            truncated=copy_to_device(truncated, self.device),
-            masks=self.masks,
-            events=[
-                *(event for transition in transitions for event in transition.events_of_action),
-                *(event for transition in transitions for event in transition.events_of_epoch),
-            ],
-            verdicts=[transition.verdict for transition in transitions if transition.verdict is not None],
-            vetoes=[transition.veto for transition in transitions if transition.veto is not None],
-            metrics=metrics,
-            terms=terms,
-            refusals=self.observation_builder.refusals,
-        )
-
-    def _compute_rewards(self, transitions: Sequence[Transition]) -> dict[str, Tensor]:  # [N] each, float64 on the CPU
-        """Compute the reward terms of every host by name, and update the reward accounts of its seeds."""
-        rewards = []
-        penalty = None if self.overseer is None else self.overseer.config.penalty
-        for transition in transitions:
-            assert transition.before is not None, "the step has an action"
-            record = make_step_record(
-                transition.op,
-                before=transition.before,
-                after_action=transition.after_action,
-                after=host_status(transition.env, self.config.reward.depends_on_seeds),
-                diverged=transition.diverged,
+        with self.clock.measure("bookkeeping"):
+            scores = [env.update_objective() for env in self.envs]
+            terms = self._reward_terms([i in rolled_back for i in range(self.n_envs)])
+            loss, accuracy = torch.tensor(scores, dtype=self._score_dtype).unbind(1)
+            metrics = PoolMetrics(
+                accuracy=accuracy,
+                loss=loss,
+                objective=torch.tensor([env.objective for env in self.envs], dtype=self._score_dtype),
+                parameters=self.parameter_counts,
+                reward=torch.stack(list(terms.values())).sum(0).to(self._score_dtype),
             )
-            rewards.append(reward_terms(record, self.config.reward, penalty))
-            if record.slots and not record.already_ended:
-                transition.env.accounts = [account_after(slot, record) for slot in record.slots]
+            self.observation_builder.update()
+            diverged = torch.tensor([i in rolled_back for i in range(self.n_envs)])
+            self.episode_starts.copy_(copy_to_device(diverged, self.device))
+            truncated = torch.tensor([env.tick >= env.horizon for env in self.envs])
+            result = StepResult(
+                action=action,
+                ops=torch.tensor([row[0] for row in executed]),
+                observation=self.observation,
+                reward=copy_to_device(metrics.reward, self.device),
+                terminated=copy_to_device(diverged, self.device),
+                truncated=copy_to_device(truncated, self.device),
+                masks=self.masks,
+                events=events,
+                verdicts=verdicts,
+                vetoes=vetoes,
+                metrics=metrics,
+                terms=terms,
+                refusals=self.observation_builder.refusals,
+            )
+        # Hosts that have been healthy for long enough, and whose episode goes on.
+        self._take_snapshots([env for env in self.envs if env.monitor and env.monitor.snapshot_due and not env.ended])
+        return result
+
+    def read_action(self, action: Action) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """Return the indices of each host's action as they are given, and as they would be executed now.
+
+        They differ under `masks: false` only, where an impossible action is executed as WAIT. Raises ActionError if an
+        action is not allowed.
+        """
+        check_is_action(action, self.n_envs)
+        chosen = list(zip(*download(torch.stack(action)).tolist(), strict=True))
+        executable = self.observation_builder.mask_invalid(chosen, WAIT_ACTION)
+        sizes = tuple(self.space.sizes.values())
+        for i, (env, row) in enumerate(zip(self.envs, executable, strict=True)):
+            if env.tick >= self.horizon:
+                raise ValueError(f"host {i}: the episode is over after {env.tick} ticks; reset the pool")
+            if not all(0 <= choice < size for choice, size in zip(row, sizes, strict=True)):
+                raise ActionError(f"host {i}: {row} is no action; the heads {HEADS} have {sizes} choices")
+            if not self.masks_on_cpu.allows(i, row):
+                raise ActionError(
+                    f"host {i}: {self.space.describe(row)} is masked; choose within the masks, as "
+                    f"pool.masks_on_cpu.allows(host, action) tells"
+                )
+        return chosen, executable
+
+    def _train_epoch(self) -> list[EpochResult | None]:  # [N]
+        """Train every host for one epoch and validate it. None: its episode has ended, or it ran out of memory."""
+        active = [i for i, env in enumerate(self.envs) if not env.ended and env.failure is None]
+        results: list[EpochResult | None] = [None] * self.n_envs
+        if not active:
+            return results
+        trained, validated = self.executor.train_and_validate(
+            [self.envs[i] for i in active], self.data.train, self.data.validation, clock=self.clock
+        )
+        with self.clock.measure("bookkeeping"):
+            # A single transfer for all measurements; after it, everything is Python numbers.
+            packed = download(pack_epochs(trained, validated))
+            for i, result in zip(active, unpack_epochs(packed, len(self.space.slot)), strict=True):
+                results[i] = result
+        return results
+
+    def _reward_terms(self, rolled_back: Sequence[bool]) -> dict[str, Tensor]:  # [N] each, float64 on the CPU
+        """Return the terms of every host's reward by name, with the Governor's penalty where hosts are watched."""
+        rewards = []
+        for env, diverged in zip(self.envs, rolled_back, strict=True):
+            terms = compute_terms(env.reward_step(diverged), self.config.reward)
+            rewards.append(
+                terms if self.governor is None else terms | {ROLLBACK_TERM: -self.governor.penalty * diverged}
+            )
         return {name: torch.tensor([row[name] for row in rewards], dtype=torch.float64) for name in rewards[0]}
 
     def train_without_actions(self, ticks: int) -> None:
-        """Train all hosts for `ticks` epochs without actions and without the overseer, beyond the horizon too.
+        """Train all hosts for `ticks` epochs without actions and without the Governor, beyond the horizon too.
 
         Seeds still advance and are culled automatically.
         """
         for _ in range(ticks):
-            transitions = [Transition(i, env, WAIT_ACTION) for i, env in enumerate(self.envs)]
-            self._train_epoch(transitions)
-            self._finish_epochs(transitions, None)
+            results = self._train_epoch()
+            self._raise_failures()
+            for env, result in zip(self.envs, results, strict=True):
+                env.finish_step(result, judged=False)
         self.observation_builder.update()
-
-    def _take_snapshots(self, envs: Iterable[HostEnv]) -> None:
-        """Take snapshots of these hosts if an overseer watches them."""
-        if self.overseer is not None:
-            with self.clock.measure("governor"):
-                self.overseer.take_snapshots(envs)
 
     def test_accuracy(self, fossilized_only: bool = True) -> Tensor:
         """Return the test accuracy [N] of each host, with its fossilized seeds only or with all its seeds."""
@@ -470,7 +501,7 @@ class HostPool:
         self.episode_starts.zero_()
         self.observation_builder.update()
 
-
-def has_fossilized(transition: Transition) -> bool:
-    """Return True if the action of this step fossilized a seed."""
-    return any(event.seed_event.after is Stage.FOSSILIZED for event in transition.events_of_action)
+    def load_host(self, index: int, state: Mapping[str, Any]) -> None:
+        """Restore the host of this index from a state of `HostEnv.state_dict`."""
+        self.envs[index] = self.env_factory.make(index, state["rng_seed"])
+        self.envs[index].load_state_dict(state)

@@ -42,27 +42,26 @@ class Validation(NamedTuple):
         """Accuracy points (of 100) gained with the seed in each slot at full alpha, [K]; 0 for any other slot."""
         return [POINTS_PER_UNIT * (trial.accuracy - self.all_seeds.accuracy) for trial in self.trials]
 
+    def state(self) -> dict[str, Any]:
+        """Return the scores in types that `torch.load(weights_only=True)` accepts."""
+        return {
+            "all_seeds": list(self.all_seeds),
+            "fossilized": list(self.fossilized),
+            "host_only": None if self.host_only is None else list(self.host_only),
+            "without": [list(score) for score in self.without],
+            "trials": [list(score) for score in self.trials],
+        }
 
-def validation_state(validation: Validation) -> dict[str, Any]:
-    """Return a validation as plain data, in types that `torch.load(weights_only=True)` accepts."""
-    return {
-        "all_seeds": list(validation.all_seeds),
-        "fossilized": list(validation.fossilized),
-        "host_only": None if validation.host_only is None else list(validation.host_only),
-        "without": [list(score) for score in validation.without],
-        "trials": [list(score) for score in validation.trials],
-    }
-
-
-def read_validation(state: Mapping[str, Any]) -> Validation:
-    """Return the validation of which `validation_state` made plain data."""
-    return Validation(
-        Score(*state["all_seeds"]),
-        [Score(*score) for score in state["without"]],
-        Score(*state["fossilized"]),
-        [Score(*score) for score in state["trials"]],
-        None if state["host_only"] is None else Score(*state["host_only"]),
-    )
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "Validation":
+        """Return the validation of which `state` made plain data."""
+        return cls(
+            Score(*state["all_seeds"]),
+            [Score(*score) for score in state["without"]],
+            Score(*state["fossilized"]),
+            [Score(*score) for score in state["trials"]],
+            None if state["host_only"] is None else Score(*state["host_only"]),
+        )
 
 
 class TrainingStats(NamedTuple):

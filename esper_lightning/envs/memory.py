@@ -3,24 +3,21 @@
 import torch
 from torch import nn
 
-from esper_lightning.machine import check_memory
-
-MIN_COPIES = 2
-"""Tensors of the size of a parameter that training needs at least: the parameter and its gradient."""
+from esper_lightning.machine import total_memory
 
 
 def check_host_memory(host: nn.Module, hosts: int, device: torch.device) -> None:
-    """Raise ValueError if the parameters and gradients of `hosts` such hosts are larger than the device's memory.
+    """Raise ValueError if parameters and gradients of `hosts` such hosts are larger than the device's memory.
 
     Args:
         host: One of the hosts; it may be on the meta device.
         hosts: Number of hosts.
         device: Device on which they are trained.
     """
-    parameters = sum(parameter.numel() for parameter in host.parameters())
-    check_memory(
-        MIN_COPIES * hosts * sum(one.numel() * one.element_size() for one in host.parameters()),
-        f"training {hosts} hosts of {parameters} parameters needs",
-        "make data.host or the number of hosts smaller",
-        device,
-    )
+    needed = 2 * hosts * sum(one.numel() * one.element_size() for one in host.parameters())
+    if needed > total_memory(device):
+        raise ValueError(
+            f"training {hosts} hosts of {sum(one.numel() for one in host.parameters())} parameters needs at least "
+            f"{needed / 2**30:.1f} GiB, and {device} has {total_memory(device) / 2**30:.1f} GiB; make data.host or the "
+            "number of hosts smaller"
+        )

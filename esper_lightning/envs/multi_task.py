@@ -6,14 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper_lightning.envs.governing import Overseer
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.host_pool import HostPool
+from esper_lightning.envs.host_pool import HostPool, PoolMetrics, StepResult
 from esper_lightning.envs.spaces.actions import Action
 from esper_lightning.envs.spaces.masks import Masks
-from esper_lightning.envs.spaces.observation import Observation
-from esper_lightning.envs.step_result import PoolMetrics, StepResult
-from esper_lightning.envs.vector_env import VectorObservation
+from esper_lightning.envs.vector_env import Observation
+from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.profiling import PhaseClock
 from esper_lightning.serialization.checks import check_keys
 
@@ -38,7 +36,7 @@ class MixedPool:
                 "pools with one shared space"
             )
         self.config, self.device, self.space = first.config, first.device, first.space
-        self.feature_names, self.num_categories, self.horizon = first.feature_names, first.num_categories, first.horizon
+        self.feature_names, self.horizon = first.feature_names, first.horizon
         self.clock: PhaseClock = first.clock
         for pool in further_pools:
             pool.clock = self.clock
@@ -47,7 +45,7 @@ class MixedPool:
         task_one_hot = torch.eye(len(sizes)).repeat_interleave(sizes, 0)
         self.privileged = task_one_hot.to(self.device)
         self.rows = first.rows
-        self.observation = type(first.observation)(*self._concatenate(lambda pool: pool.observation))
+        self.observation = Observation(*self._concatenate(lambda pool: pool.observation))
         self.masks = Masks(*self._concatenate(lambda pool: pool.masks))
         self.masks_on_cpu = Masks(*self._concatenate(lambda pool: pool.masks_on_cpu))
         self.episode_starts = torch.cat([pool.episode_starts for pool in self.pools.values()])
@@ -81,9 +79,9 @@ class MixedPool:
         return {name: span for name, (_, span) in zip(self.pools, self._pool_slices(), strict=True)}
 
     @property
-    def overseer(self) -> Overseer | None:
-        """Overseer of the first pool; all pools of a run have the same one. None: the hosts are not watched."""
-        return next(iter(self.pools.values())).overseer
+    def governor(self) -> GovernorConfig | None:
+        """Rules by which all hosts are watched. None: they are not watched."""
+        return next(iter(self.pools.values())).governor
 
     @property
     def envs(self) -> list[HostEnv]:
@@ -105,7 +103,7 @@ class MixedPool:
         """Return the single-task pool that holds a host, and the host's index in it."""
         return next((pool, host - span.start) for pool, span in self._pool_slices() if host < span.stop)
 
-    def reset(self, rng_seeds: Sequence[int]) -> Observation | VectorObservation:
+    def reset(self, rng_seeds: Sequence[int]) -> Observation:
         """Start an episode in every environment; environment i depends on the RNG seed `rng_seeds[i]` alone."""
         for pool, span in self._pool_slices():
             pool.reset(rng_seeds[span])

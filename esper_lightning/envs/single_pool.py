@@ -7,12 +7,11 @@ from torch import Tensor
 
 from esper_lightning.envs.config import EnvConfig
 from esper_lightning.envs.device_transfer import download
+from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.measurements import EpochResult, Validation
 from esper_lightning.envs.spaces.actions import Action, ActionError, Op, check_is_action
-from esper_lightning.envs.spaces.observation import Observation
 from esper_lightning.envs.spaces.observation_builder import ObservationBuilder
-from esper_lightning.envs.subject import Subject
-from esper_lightning.envs.vector_env import VectorObservation
+from esper_lightning.envs.vector_env import Observation
 from esper_lightning.growth.lifecycle import SeedEvent
 
 CPU = torch.device("cpu")
@@ -51,7 +50,7 @@ class SinglePool:
         self.episode_starts = torch.zeros(1, dtype=torch.bool)
 
     @property
-    def observation(self) -> Observation | VectorObservation:
+    def observation(self) -> Observation:
         """Observation of the network. It is computed when it is asked for, because rules do not read it."""
         if not self._is_observed:
             self._builder.update_observation()

@@ -29,10 +29,10 @@ class ActionSpaceProtocol(Protocol):
         ...
 
 
-class VectorObservation(NamedTuple):
-    """Observation of environments that have numeric features only. Hosts use `Observation`."""
+class Observation(NamedTuple):
+    """Observation of N environments."""
 
-    features: Tensor  # [..., N, D] float
+    features: Tensor  # [..., N, D] float; of hosts [..., N, K, R], a row for each of K slots
 
 
 class FinalObservation(NamedTuple):
@@ -41,7 +41,7 @@ class FinalObservation(NamedTuple):
     Rows of environments whose episode did not end are undefined.
     """
 
-    observation: Any
+    observation: Observation
     privileged: Tensor | None
 
 
@@ -77,13 +77,7 @@ class VectorEnv(Protocol):
     @property
     def space(self) -> ActionSpaceProtocol: ...
 
-    @property
-    def num_categories(self) -> int:
-        """Number of values of the categorical (second) field of the observation; 0: there is no such field."""
-        ...
-
-    observation: Any
-    """Record of tensors [N, …], of which `features` is the first."""
+    observation: Observation
 
     @property
     def privileged(self) -> Tensor | None:
@@ -97,8 +91,9 @@ class VectorEnv(Protocol):
     """True where the last step ended a trajectory and the present observation starts another one, [N] bool."""
     clock: PhaseClock
 
-    def reset(self, rng_seeds: Sequence[int]) -> Any:
+    def reset(self, rng_seeds: Sequence[int]) -> Observation:
         """Start an episode in every environment; environment i depends on the RNG seed `seeds[i]` alone."""
+        ...
 
     def step(self, action: Any) -> Any:
         """Step every environment and return a `VectorStep`, or a record that has its fields."""

@@ -149,14 +149,11 @@ class EvaluationConfig:
 
     policies: list[str] | None = None
     """Trained policies to test in place of the module's own: checkpoints, safetensors files, or `tamiyo`, the policy of
-    the package. Several are of several training seeds. An empty list: rules and schedules are compared alone, with the
-    first of `against`, by default `small static`."""
-
-    transfer: bool = False
-    """The `policies` were trained on other hosts."""
+    the package. They may have been trained on other hosts. Several are of several training seeds. An empty list: rules
+    and schedules are compared alone, with the first of `against`, by default `small static`."""
 
     rivals: list[str] | None = None
-    """Checkpoints trained on the same hosts in another way, such as with another reward; each is a row of the table."""
+    """Policies that were trained in another way, such as with another reward; each is a row of the table."""
 
     search: SearchConfig | None = None
     """Search for the best fixed schedule, which takes minutes. None: no search."""

@@ -18,9 +18,6 @@ PASSES_PER_STEP = 3
 """Cost of a training step in forward passes: the forward pass and one backward pass each for inputs and weights.
 Source: Kaplan et al., 2020, https://arxiv.org/abs/2001.08361."""
 
-PASSES_PER_TRIAL = 2
-"""Cost of the host's part of a trial pass in forward passes: no gradient of its weights is computed."""
-
 
 class FlopsMeter:
     """Counts training FLOPs of each host and fixes the data order, as a context manager around an episode.
@@ -33,11 +30,10 @@ class FlopsMeter:
 
     *Compute.* Floating-point operations of training: forward pass * 3 * training samples, summed over ticks. The
     forward pass includes the host and every seed in a slot with its gate, from germination on (a seed that learns
-    behind the host runs, too). A trial pass adds what lies behind its slot: see `step_flops`. The count follows
-    PyTorch's FlopCounterMode: two per multiply-add of matrix products, convolutions and attention. It excludes
-    normalisation, elementwise operations, the optimizer step, validation and counterfactual passes. It does not
-    subtract the input gradients that the first layer and seeds with detached input do not need. Epochs that a rollback
-    undid count.
+    behind the host runs, too). The count follows PyTorch's FlopCounterMode: two per multiply-add of matrix products,
+    convolutions and attention. It excludes normalisation, elementwise operations, the optimizer step, validation and
+    counterfactual passes. It does not subtract the input gradients that the first layer and seeds with detached input
+    do not need. Epochs that a rollback undid count.
 
     Attributes:
         flops: FLOPs of each host so far.
@@ -54,14 +50,14 @@ class FlopsMeter:
         self.compute = [host_compute(env, example) for env in self.pool.envs]  # hosts may differ
         # All executors ask each host for its batches once per tick, after the actions and before it trains.
         for i, env in enumerate(self.pool.envs):
-            env.set_batch_hooks(epoch_rng_seed, partial(self._count_epoch, i, env))
+            env.data_order, env.on_batches = epoch_rng_seed, partial(self._count_epoch, i, env)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for env in self.pool.envs:
-            env.set_batch_hooks()
+            env.data_order = env.on_batches = None
 
     def _count_epoch(self, i: int, env: HostEnv, batches: Batches) -> None:
         self.flops[i] += step_flops(self.compute[i], env.slots) * batches.indices.numel()
@@ -69,22 +65,8 @@ class FlopsMeter:
 
 
 def step_flops(compute: HostFlops, slots: Sequence[SeedSlot]) -> int:
-    """Return the FLOPs of a training step for one sample: of the host, of its seeds, and of their trial passes.
-
-    A trial pass runs the host behind the slot forward and backward, without gradients of its weights. Blended seeds
-    there run as well, and backward unless their input is detached.
-    """
-    flops = PASSES_PER_STEP * (compute.host + sum(compute.seed_flops(slot) for slot in slots))
-    by_name = {slot.name: slot for slot in slots}
-    reached = list(compute.behind)
-    for position, name in enumerate(reached):
-        if by_name[name].isolated and by_name[name].isolation == "trial":
-            flops += PASSES_PER_TRIAL * compute.behind[name]
-            for other in (by_name[later] for later in reached[position + 1 :]):
-                if other.blended:
-                    detached = other.live and other.detach_input
-                    flops += compute.seed_flops(other) * (1 if detached else PASSES_PER_TRIAL)
-    return flops
+    """Return the FLOPs of a training step for one sample, of the host and its seeds."""
+    return PASSES_PER_STEP * (compute.host + sum(compute.seed_flops(slot) for slot in slots))
 
 
 def epoch_rng_seed(host_rng_seed: int, tick: int) -> int:

@@ -4,8 +4,7 @@ import torch
 from torch.func import functional_call
 
 from esper_lightning.envs.host_pool import HostPool
-from esper_lightning.growth.counterfactual import all_variants
-from esper_lightning.growth.shapley import interactions, shapley_values
+from esper_lightning.growth.counterfactual import all_variants, interactions, shapley_values
 from esper_lightning.growth.stages import Stage
 from esper_lightning.tasks import fetch
 from esper_lightning.telemetry.events import SeedCredited

@@ -23,9 +23,8 @@ from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.spaces.action_discovery import pad_slots
 from esper_lightning.evaluation.play import Outcome
-from esper_lightning.growth.export import SUFFIXES, TOLERANCE, Format, export
+from esper_lightning.growth.export import SUFFIXES, TOLERANCE, Format, export, load, save
 from esper_lightning.growth.lifecycle import slots_of
-from esper_lightning.growth.saving import load, save
 from esper_lightning.growth.stages import Stage
 from esper_lightning.registry import describe_factory, import_object
 from esper_lightning.serialization.replace import replace_durably

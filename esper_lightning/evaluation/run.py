@@ -8,7 +8,7 @@ from typing import Any
 from esper_lightning.checkpointing.policy_file import read_policy
 from esper_lightning.console import print_status, wide_console
 from esper_lightning.datamodules.hosts import HostPoolData
-from esper_lightning.evaluation.checkpoints import TrainedPolicy, load_policies, load_rivals, load_transferred
+from esper_lightning.evaluation.checkpoints import TrainedPolicy, check_training_seeds, load_policies, rival_names
 from esper_lightning.evaluation.comparison import Comparison, ComparisonResult, EvaluationConfig
 from esper_lightning.evaluation.figures import write_figures
 from esper_lightning.evaluation.networks import remove_saved, save_best
@@ -57,13 +57,13 @@ def compare(
         assert own is not None, "there is one, or the settings name some"
         policies = [own]
     else:
-        load = load_transferred if config.transfer else load_policies
-        policies = load({path: read_policy(path) for path in config.policies}, data)
+        policies = load_policies({path: read_policy(path) for path in config.policies}, data)
+    check_training_seeds(policies)
     if not policies:
         comparison.check_without_policy()
-    rivals = load_rivals(
-        {path: read_policy(path) for path in config.rivals or ()}, [policy.source for policy in policies], data
-    )
+    loaded = load_policies({path: read_policy(path) for path in config.rivals or ()}, data)
+    sources = [policy.source for policy in policies]
+    rivals = dict(zip(rival_names([rival.source for rival in loaded], sources), loaded, strict=True))
     record = {
         "settings": dict(settings),
         "run": provenance(data.seed, data.pool.device, data.pool.executor_choice, precision=data.precision),

@@ -105,21 +105,11 @@ class Verdict(Enum):
 
 
 class Judgement(NamedTuple):
-    """Verdict of the Governor with its cause and the statistics behind it."""
+    """Verdict of the Governor with its cause."""
 
     outcome: Verdict
-    cause: str
+    cause: str = ""
     """Cause in one line; empty if the host is healthy."""
-    loss: float
-    """Validation loss of the epoch."""
-    mean: float
-    """Mean of the last healthy losses; NaN if there are none."""
-    deviation: float
-    """Standard deviation of the last healthy losses; NaN if there are none."""
-    consecutive_anomalies: int
-    """Consecutive host epochs with an anomalous loss."""
-    rollbacks: int
-    """Rollbacks in this episode, including one decided here."""
 
     @property
     def diverged(self) -> bool:
@@ -141,92 +131,46 @@ def judge(
     Returns:
         The judgement, and the state after the epoch. Only healthy losses contribute to the normal loss.
     """
-    cause = not_finite_reason(stats)
-    if cause is not None:
-        return roll_back_or_end(state, cause, stats.loss, config=config)
-    losses = () if stats.seed_lost_weight else state.losses
-    trained_epochs = (0 if stats.seed_lost_weight else state.trained_epochs) + (
-        mean_and_deviation(losses)[0] < config.learned * chance_loss
-    )
-    suspicion = out_of_range_reason(stats, losses, chance_loss, config=config) or guessing_reason(
-        stats.loss, trained_epochs, chance_loss, config=config
-    )
+    numbers = [("loss", stats.loss), ("training loss", stats.train_loss)]
+    numbers += [("a gradient's norm", norm) for norm in stats.gradient_norms]
+    for name, number in numbers:
+        if not math.isfinite(number):
+            return _roll_back_or_end(state, f"{name} is {number}", config)
+
+    # After a seed lost weight in the output, the losses before are no longer normal.
+    losses, trained_epochs = ((), 0) if stats.seed_lost_weight else (state.losses, state.trained_epochs)
+    mean = math.fsum(losses) / len(losses) if losses else chance_loss
+    trained_epochs += bool(losses) and mean < config.learned * chance_loss
+    normal, loss, suspicion = mean if len(losses) >= config.window else chance_loss, stats.loss, ""
+    if stats.all_steps_skipped:
+        suspicion = "every step was skipped, for gradients out of half precision's range"
+    elif loss > config.max_loss:
+        suspicion = f"loss {loss:.3g} is above {config.max_loss:g}"
+    elif loss > config.max_ratio * normal:
+        suspicion = f"loss {loss:.3g} is out of range, normal is {normal:.3g}"
+    elif trained_epochs > 0 and loss > (1.0 - config.guessing) * chance_loss:
+        suspicion = f"loss {loss:.3g} is that of guessing ({chance_loss:.3g}) or worse, and the host had learned"
+
     anomalies = state.consecutive_anomalies + 1 if suspicion else 0
     if anomalies >= config.patience and state.cooldown == 0:
-        return roll_back_or_end(state, f"{suspicion}, {anomalies} host epochs running", stats.loss, config=config)
-    healthy_losses = losses if suspicion else (*losses, stats.loss)[-config.window :]
+        return _roll_back_or_end(state, f"{suspicion}, {anomalies} host epochs running", config)
+    healthy_losses = losses if suspicion else (*losses, loss)[-config.window :]
     after = GovernorState(healthy_losses, anomalies, max(0, state.cooldown - 1), state.rollbacks, trained_epochs)
-    outcome = Verdict.SUSPICIOUS if suspicion else Verdict.HEALTHY
-    return Judgement(
-        outcome, suspicion or "", stats.loss, *mean_and_deviation(losses), anomalies, state.rollbacks
-    ), after
+    return Judgement(Verdict.SUSPICIOUS if suspicion else Verdict.HEALTHY, suspicion), after
 
 
-def roll_back_or_end(
-    state: GovernorState, cause: str, loss: float, *, config: GovernorConfig
-) -> tuple[Judgement, GovernorState]:
-    """Return the judgement for a diverged host, and the state after it: a rollback, or the end of the episode.
-
-    The episode ends if `max_rollbacks` is reached. The state forgets the healthy losses, because the restored host is
-    a different network: it lacks the seeds that were alive.
-    """
-    ends = state.rollbacks >= config.max_rollbacks
-    rollbacks = state.rollbacks + (not ends)
-    judgement = Judgement(
-        Verdict.END if ends else Verdict.ROLL_BACK,
-        f"{cause}, after {rollbacks} rollbacks" if ends else cause,
-        loss,
-        *mean_and_deviation(state.losses),
-        state.consecutive_anomalies,
-        rollbacks,
-    )
-    return judgement, GovernorState(cooldown=config.cooldown, rollbacks=rollbacks)
+def _roll_back_or_end(state: GovernorState, cause: str, config: GovernorConfig) -> tuple[Judgement, GovernorState]:
+    """Return the judgement for a diverged host, and the state after it; the episode ends after `max_rollbacks`."""
+    # It forgets the healthy losses, because the restored host is a different network: it lacks the live seeds.
+    if state.rollbacks < config.max_rollbacks:
+        return Judgement(Verdict.ROLL_BACK, cause), GovernorState(
+            cooldown=config.cooldown, rollbacks=state.rollbacks + 1
+        )
+    ended = Judgement(Verdict.END, f"{cause}, after {state.rollbacks} rollbacks")
+    return ended, GovernorState(cooldown=config.cooldown, rollbacks=state.rollbacks)
 
 
-def mean_and_deviation(losses: tuple[float, ...]) -> tuple[float, float]:
-    """Return mean and standard deviation of the losses; NaN if there are none."""
-    if not losses:
-        return math.nan, math.nan
-    mean = math.fsum(losses) / len(losses)
-    return mean, math.sqrt(math.fsum((loss - mean) ** 2 for loss in losses) / len(losses))
-
-
-def not_finite_reason(stats: EpochStats) -> str | None:
-    """Return the reason why the host cannot continue (a number that is not finite), or None."""
-    for name, number in (("loss", stats.loss), ("training loss", stats.train_loss)):
-        if not math.isfinite(number):
-            return f"{name} is {number}"
-    bad_norms = [norm for norm in stats.gradient_norms if not math.isfinite(norm)]
-    return f"a gradient's norm is {bad_norms[0]}" if bad_norms else None
-
-
-def normal_loss(losses: tuple[float, ...], chance_loss: float, config: GovernorConfig) -> float:
-    """Return the normal loss: the mean of the healthy losses, or the loss of guessing if there are too few of them."""
-    return math.fsum(losses) / len(losses) if len(losses) >= config.window else chance_loss
-
-
-def out_of_range_reason(
-    stats: EpochStats, losses: tuple[float, ...], chance_loss: float, *, config: GovernorConfig
-) -> str | None:
-    """Return the reason why a loss is out of range, or None."""
-    if stats.all_steps_skipped:
-        return "every step was skipped, for gradients out of half precision's range"
-    loss, expected = stats.loss, normal_loss(losses, chance_loss, config)
-    if loss > config.max_loss:
-        return f"loss {loss:.3g} is above {config.max_loss:g}"
-    if loss > config.max_ratio * expected:
-        return f"loss {loss:.3g} is out of range, normal is {expected:.3g}"
-    return None
-
-
-def guessing_reason(loss: float, trained_epochs: int, chance_loss: float, *, config: GovernorConfig) -> str | None:
-    """Return the reason why a trained host seems to be guessing again, or None."""
-    if trained_epochs > 0 and loss > (1.0 - config.guessing) * chance_loss:
-        return f"loss {loss:.3g} is that of guessing ({chance_loss:.3g}) or worse, and the host had learned"
-    return None
-
-
-OPS_VETOED_DURING_ANOMALY = frozenset({"GERMINATE", "ADVANCE", "FOSSILIZE"})
+OPS_VETOED_DURING_ANOMALY = frozenset({"GERMINATE", "FOSSILIZE"})
 """Ops that are vetoed while the host's loss is out of range or near that of guessing: they build on its present
 state."""
 

@@ -1,6 +1,5 @@
 """State of the Governor for one host: loss statistics and a snapshot of the last good state."""
 
-import math
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from esper_lightning.governor.judge import (
     Judgement,
     Verdict,
     judge,
-    mean_and_deviation,
     veto_reasons,
 )
 from esper_lightning.governor.snapshot import CPU, Snapshot
@@ -44,7 +42,7 @@ class HostMonitor:
         self.alphas: list[float] = []  # alpha of each slot in the last host epoch, [K]
 
     def refusal_reasons(self, op: str, growth: float) -> list[str]:
-        """Return the reasons to veto an op; see the function of the Governor."""
+        """Return the reasons to veto an op; see `veto_reasons`."""
         return veto_reasons(op, growth, self.governor_state, config=self.config)
 
     def judge(self, stats: EpochStats, skipped_steps: int, alphas: list[float]) -> Judgement:
@@ -66,18 +64,8 @@ class HostMonitor:
 
     def judge_failure(self, cause: str) -> Judgement:
         """Return a verdict that ends the episode, for a host that cannot continue."""
-        mean, deviation = mean_and_deviation(self.governor_state.losses)
-        verdict = Judgement(
-            Verdict.END,
-            cause,
-            math.nan,
-            mean,
-            deviation,
-            self.governor_state.consecutive_anomalies,
-            self.governor_state.rollbacks,
-        )
         self.governor_state = GovernorState(rollbacks=self.governor_state.rollbacks)
-        return verdict
+        return Judgement(Verdict.END, cause)
 
     @property
     def snapshot_due(self) -> bool:
@@ -90,20 +78,14 @@ class HostMonitor:
         self.healthy_ticks = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return self._state(self.snapshot.copy())
-
-    def state_view(self) -> dict[str, Any]:
-        """Return what `state_dict` returns, without a copy: its tensors are views of the snapshot."""
-        return self._state(self.snapshot.view())
-
-    def _state(self, snapshot: Any) -> dict[str, Any]:
+        """Return the complete state; its tensors are views of the snapshot, which the next one overwrites."""
         losses, *counts = self.governor_state
         return {
             "losses": list(losses),
             "counts": counts,
             "healthy_ticks": self.healthy_ticks,
             "alphas": list(self.alphas),
-            "snapshot": snapshot,
+            "snapshot": self.snapshot.view(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -2,15 +2,20 @@
 
 from esper_lightning.growth.alpha import Ramp
 from esper_lightning.growth.attach import attach_from_state_dict, attach_slots, detach_slots
-from esper_lightning.growth.counterfactual import contributions, forward_variants, measure_variants, potentials
+from esper_lightning.growth.counterfactual import (
+    contributions,
+    forward_variants,
+    interactions,
+    measure_variants,
+    potentials,
+    shapley_values,
+)
+from esper_lightning.growth.export import load, save
 from esper_lightning.growth.fold import fold
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.growing_network import GrowingNetwork
 from esper_lightning.growth.lifecycle import SeedEvent, slots_of
-from esper_lightning.growth.manifest import manifest, rebuild
-from esper_lightning.growth.saving import load, save
-from esper_lightning.growth.schedules import follow
-from esper_lightning.growth.shapley import interactions, shapley_values
+from esper_lightning.growth.param_groups import follow
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stack import stack
 from esper_lightning.growth.stages import Stage
@@ -31,10 +36,8 @@ __all__ = [
     "forward_variants",
     "interactions",
     "load",
-    "manifest",
     "measure_variants",
     "potentials",
-    "rebuild",
     "save",
     "shapley_values",
     "slots_of",

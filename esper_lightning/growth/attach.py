@@ -1,95 +1,83 @@
 """Slots for any network: forward hooks insert them after modules that were not written for growth."""
 
-import reprlib
+import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from esper_lightning.growth.attach_checks import (
-    BATCH_LENGTH_ERRORS,
-    LAYOUTS,
-    SlotSite,
-    check_batch_axis,
-    check_module_name,
-    dry_run,
-    is_doubled,
-    parse_slot_requests,
-)
+from esper_lightning.blueprints import suggest_name
 from esper_lightning.growth.lifecycle import check_slot_names, slots_of
-from esper_lightning.growth.nested import ExampleInput, call_network, evaluation_mode, get_at, iter_tensors, replace_at
-from esper_lightning.growth.recorded import RECORD, Recorded, check_before_loading, decode_record, stop_checking
-from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.nested import (
+    ExampleInput,
+    KeyPath,
+    batch_size,
+    call_network,
+    evaluation_mode,
+    first_tensor_path,
+    get_at,
+    iter_tensors,
+    repeat_rows,
+    replace_at,
+    resolve_path,
+)
+from esper_lightning.growth.slot import EXTRA_STATE, Layout, SeedSlot, decode, encode
 
 CONTAINER_NAME = "grown_slots"
 """Name of the child module that holds the attached slots; the prefix of their keys in the state dict."""
 
-MAX_WIDTH, MAX_PATH_LENGTH = 2**20, 16
-"""Largest number of channels, and largest number of keys into a module's output, of a slot that is loaded."""
+LAYOUTS: dict[int, tuple[Layout, int]] = {4: ("image", 1), 3: ("sequence", 2), 2: ("vector", 1)}
+"""Layout and channel axis of a feature by its number of axes: [B, C, H, W], [B, T, C], [B, C]."""
+
+BATCH_LENGTH_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, AttributeError)
+"""Exceptions that a network may raise if the batch has an unexpected length."""
+
+Place = Mapping[str, Any]
+"""Where a slot is attached, in plain JSON types: `slot`, its name; `module`, whose output passes through it; `path` to
+the tensor in that output; `channels_last`, if the tensor is [B, H, W, C]; and the arguments of its `SeedSlot`."""
+
+Feature = tuple[KeyPath, Tensor]
+"""Path to a tensor in the output of a module, and the tensor."""
 
 
-class AttachedSlots(Recorded, nn.ModuleDict):
+class AttachedSlots(nn.ModuleDict):
     """Container of the attached slots. As a layer it is the identity, because the network may be an nn.Sequential.
 
-    Once something grew, its record in the state dict tells where and how the slots are attached.
+    Its extra state tells where the slots are attached.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.sites: dict[str, SlotSite] = {}
-        self.hook_handles: dict[str, RemovableHandle] = {}
+        self.places: dict[str, Place] = {}
+        self.hooks: dict[str, RemovableHandle] = {}
+        self.register_load_state_dict_pre_hook(_accept_host_without_slots)
 
     def forward(self, x: Any) -> Any:
         return x
 
-    def slots(self) -> dict[str, SeedSlot]:
-        """Return the attached slots by name."""
-        return {slot.name: slot for slot in self.values() if isinstance(slot, SeedSlot)}
+    def get_extra_state(self) -> Tensor:
+        return encode(list(self.places.values()))
 
-    def record(self) -> list[dict[str, Any]] | None:
-        return self.attachments() if any(slot.record() is not None for slot in self.slots().values()) else None
-
-    def attachments(self) -> list[dict[str, Any]]:
-        """Return where and how each slot was attached, in plain JSON types."""
-        slots = self.slots()
-        return [
-            {
-                "slot": name,
-                "module": site.module,
-                "path": list(site.path),
-                "channels_last": site.channels_last,
-                "layout": slots[name].layout,
-                "width": slots[name].width,
-                "isolate": slots[name].detach_input,
-                "trunk": slots[name].on_single_path,
-            }
-            for name, site in self.sites.items()
-        ]
-
-    def check_record(self, record: Any, saved: dict[str, Any]) -> None:
-        present = {entry["slot"]: entry for entry in self.attachments()}
-        for entry in _check_records(record):
-            name = entry["slot"]
-            if name not in present:
-                if any(key.startswith(f"{_container_key(name)}.") for key in saved):
-                    raise ValueError(
-                        f"a seed grew in slot {name!r}, which the network lacks; attach it before the weights are "
-                        f"loaded, by attach_slots or attach_from_state_dict"
-                    )
-            elif any(entry[key] != present[name][key] for key in ("module", "path", "channels_last")):
+    def set_extra_state(self, state: Tensor) -> None:
+        """Raise ValueError if the state is of a network whose slots are attached elsewhere; nothing else changes."""
+        for place in decode(state):
+            name, own = place["slot"], self.places.get(place["slot"])
+            if own is None:
                 raise ValueError(
-                    f"slot {name!r} was attached elsewhere: {reprlib.repr(entry)}, not {reprlib.repr(present[name])}"
+                    f"the state has slot {name!r}, which the network lacks; attach it before the weights are loaded, "
+                    f"by attach_slots or attach_from_state_dict"
                 )
+            if any(place[key] != own[key] for key in ("module", "path", "channels_last")):
+                raise ValueError(f"slot {name!r} was attached elsewhere: {place}, not {own}")
 
-    def restore_record(self, record: Any) -> None:
-        """Do nothing: slots are attached before weights are loaded; see `attach_from_state_dict`."""
 
-    def forget(self) -> None:
-        """Do nothing: slots in which nothing grew are not recorded, and stay."""
+def _accept_host_without_slots(container: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let a network with slots load the state dict that it had without them."""
+    state.setdefault(prefix + EXTRA_STATE, encode([]))
 
 
 class _SlotHook:
@@ -98,14 +86,13 @@ class _SlotHook:
     It is an object and not a closure, so that a deep copy of the network uses its own copies of the slots.
     """
 
-    def __init__(self, slot: SeedSlot, site: SlotSite) -> None:
-        self.slot = slot
-        self.site = site
+    def __init__(self, slot: SeedSlot, path: KeyPath, channels_last: bool) -> None:
+        self.slot, self.path, self.channels_last = slot, path, channels_last
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        feature, channels_last = get_at(output, self.site.path), self.site.channels_last
-        grown = self.slot(feature.movedim(-1, 1)).movedim(1, -1) if channels_last else self.slot(feature)
-        return replace_at(output, self.site.path, grown)
+        feature = get_at(output, self.path)
+        grown = self.slot(feature.movedim(-1, 1)).movedim(1, -1) if self.channels_last else self.slot(feature)
+        return replace_at(output, self.path, grown)
 
 
 def attach_slots(
@@ -137,168 +124,146 @@ def attach_slots(
     """
     if hasattr(network, "_orig_mod") or network._compiled_call_impl is not None:
         raise ValueError("the network is compiled, and would not see its slots; attach them first, compile then")
-    requests = parse_slot_requests(network, names, channels_last)
-    with evaluation_mode(network), torch.no_grad(), ExitStack() as undo:
-        found, outputs = dry_run(network, requests, example_input)
-        check_batch_axis(network, requests, found, example=example_input)
-        attached: list[str] = []
-        undo.callback(detach_slots, network, attached)
-        for name, (site, feature) in found.items():
-            layout, axis = LAYOUTS[feature.ndim]
-            width = feature.shape[-1 if site.channels_last else axis]
-            slot = SeedSlot(name, layout, width, detach_input=detach_input)
-            _attach(network, site, slot.to(feature.device, feature.dtype))
-            attached.append(name)
-        for name in found:
-            slot = slots_of(network)[name]
-            slot.on_single_path = _is_on_single_path(network, slot, example_input, outputs=outputs)
-        undo.pop_all()
+    requests = parse_slot_names(network, names)
+    for name in channels_last:
+        if name not in requests:
+            raise ValueError(f"channels_last names {name!r}, which gets no slot; {suggest_name(name, list(names))}")
+    with evaluation_mode(network), torch.no_grad():
+        features, outputs = _dry_run(network, requests, example_input)
+        rows = batch_size(example_input)
+        if rows < 2:
+            raise ValueError("the example has one sample only; give at least two, so that the batch's axis is known")
+        try:
+            doubled, _ = _dry_run(network, requests, repeat_rows(example_input, rows, 2))
+        except BATCH_LENGTH_ERRORS as error:
+            raise ValueError(
+                f"the network does not run on twice the example's {rows} samples ({error}); if an argument without a "
+                f"batch axis has {rows} rows, give an example of another number of samples"
+            ) from error
+        places: list[Place] = []
+        for name, (path, feature) in features.items():
+            is_last = name in channels_last
+            if feature.ndim not in LAYOUTS or (is_last and feature.ndim != 4):
+                raise ValueError(
+                    f"slot {name!r}: a feature of shape {tuple(feature.shape)} is none of [B, C, H, W], [B, T, C], "
+                    f"[B, C]{' or, with channels_last, [B, H, W, C]' if is_last else ''}"
+                )
+            if not _is_doubled(doubled[name][1], feature):
+                raise ValueError(
+                    f"slot {name!r}: the first axis of the feature {tuple(feature.shape)} is not the batch's; "
+                    f"seeds need [B, …] (of nn.LSTM: the output, not the states, with batch_first=True)"
+                )
+            module, (layout, axis) = requests[name][0], LAYOUTS[feature.ndim]
+            place = {"slot": name, "module": module, "path": list(path), "channels_last": is_last, "layout": layout}
+            place |= {"width": feature.shape[-1 if is_last else axis], "detach_input": detach_input}
+            is_single = _is_on_single_path(network, module, path, example=example_input, outputs=outputs)
+            places.append(place | {"on_single_path": is_single})
+    for place, (_, feature) in zip(places, features.values(), strict=True):
+        _attach(network, place, feature)
     return slots_of(network)
 
 
-def detach_slots(network: nn.Module, names: Iterable[str] | None = None) -> None:
-    """Remove attached slots with everything grown in them; the state dict has its earlier keys again.
+def parse_slot_names(network: nn.Module, names: Sequence[str]) -> dict[str, tuple[str, list[str]]]:
+    """Return for each name of a new slot the module that it names, and the keys into this module's output.
 
-    Args:
-        names: Slots to remove. None: all of them.
-
-    Raises ValueError, and changes nothing, if a named slot is not attached, or for None if no slot is.
+    Raises ValueError if there is no such module, or if a slot is named twice.
     """
-    container = _container(network)
-    names = None if names is None else list(names)
-    if container is None:
-        if names is None or names:
-            raise ValueError("the network has no attached slots; there is nothing to detach")
-        return
-    names = list(container.sites) if names is None else names
-    check_slot_names(names, container.sites)
+    if isinstance(names, str) or not names:
+        raise ValueError(f"name at least one module, as a list of names; got {names!r}")
+    existing = slots_of(network)
+    requests: dict[str, tuple[str, list[str]]] = {}
     for name in names:
-        container.hook_handles.pop(name).remove()
-        del container.sites[name], container[_container_key(name)]
-    if not container.sites:
-        delattr(network, CONTAINER_NAME)
-        if not slots_of(network):
-            stop_checking(network)
+        if name in existing or name in requests:
+            raise ValueError(f"slot {name!r} is named twice; name each slot once")
+        match = re.fullmatch(r"([^\[\]]+)((?:\[[^\[\]]+\])*)", name)
+        if match is None:
+            raise ValueError(f"slot {name!r}: write a module's name, and keys in brackets as in lstm[0]")
+        _check_module_name(network, match[1])
+        requests[name] = match[1], re.findall(r"\[([^\[\]]+)\]", match[2])
+    return requests
 
 
-def _container_key(name: str) -> str:
-    # Module names must not contain dots or equal an attribute of nn.ModuleDict (`keys`, `values`).
-    return f"at/{name.replace('.', '/')}"
-
-
-def attachment_records(network: nn.Module) -> list[dict[str, Any]]:
-    """Return where and how each slot was attached, in plain JSON types."""
-    container = _container(network)
-    return [] if container is None else container.attachments()
-
-
-def parts_without_slots(network: nn.Module) -> list[nn.Module]:
-    """Return the largest submodules of `network` with parameters, a forward pass and no slot inside it."""
-    hooked_modules = {
-        module.get_submodule(entry["module"]) for module in network.modules() for entry in attachment_records(module)
-    }
-
-    def parts_of(module: nn.Module) -> list[nn.Module]:
-        if isinstance(module, SeedSlot) or not any(True for _ in module.parameters()):
-            return []
-        # A slot attached to the module itself is a hook, which runs after the forward pass and not inside it.
-        slots = [m for m in module.modules() if isinstance(m, SeedSlot) or (m in hooked_modules and m is not module)]
-        if slots or type(module).forward is nn.Module.forward:  # containers such as ModuleList define no forward pass
-            return [part for child in module.children() for part in parts_of(child)]
-        return [module]
-
-    return list(dict.fromkeys(parts_of(network)))
-
-
-def attach_from_records(network: nn.Module, records: Sequence[Mapping[str, Any]]) -> None:
-    """Attach slots from the records that `attachment_records` returned for an equal network; needs no example.
-
-    Raises ValueError, and attaches nothing, if a record is damaged or does not fit the network.
-    """
-    reference = next(network.parameters(), torch.zeros(()))
+def _check_module_name(network: nn.Module, name: str) -> None:
     modules = [name for name, _ in network.named_modules() if name]
-    existing = list(slots_of(network))
-    for record in _check_records(records):
-        check_module_name(record["module"], modules)
-    names = [*existing, *(record["slot"] for record in records)]
-    check_slot_names(names, names)
-    if len({_container_key(name) for name in names}) < len(names):
-        raise ValueError("the list of attached slots is damaged: two names differ in dots and slashes alone")
-    for record in records:
-        slot = SeedSlot(
-            record["slot"],
-            record["layout"],
-            record["width"],
-            detach_input=record["isolate"],
-            on_single_path=record["trunk"],
-        )
-        site = SlotSite(record["module"], tuple(record["path"]), record["channels_last"])
-        _attach(network, site, slot.to(reference.device, reference.dtype))
+    if name not in modules:
+        raise ValueError(f"the network has no module {name!r}; {suggest_name(name, modules)}")
 
 
-def attach_from_state_dict(network: nn.Module, state: Mapping[str, Any], prefix: str = "") -> None:
-    """Attach the slots that a state dict tells of and that the network lacks, so that it can be loaded.
+def _dry_run(
+    network: nn.Module, requests: Mapping[str, tuple[str, list[str]]], example: ExampleInput
+) -> tuple[dict[str, Feature], Any]:
+    """Return the feature at each new slot, in the order of execution, and the network's output."""
+    found: dict[str, Feature] = {}
 
-    Args:
-        network: Network as it was before slots were attached, or with some of them.
-        state: State dict of the grown network, or of a module that contains it.
-        prefix: What the names of the network's weights begin with, such as `model.` in a LightningModule.
+    def make_hook(name: str, module_name: str, keys: list[str]) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            try:
+                path = resolve_path(output, keys) if keys else first_tensor_path(output) or ()
+                feature = get_at(output, path)
+            except LookupError:
+                raise ValueError(f"slot {name!r}: the module's output has nothing at [{']['.join(keys)}]") from None
+            if not isinstance(feature, Tensor) or not feature.is_floating_point():
+                raise ValueError(f"slot {name!r}: the module gives {type(feature).__name__}, no floating-point tensor")
+            if feature.is_nested:
+                raise ValueError(f"slot {name!r}: a nested feature (nn.TransformerEncoder: enable_nested_tensor=False)")
+            if name in found and found[name][1].shape[1:] != feature.shape[1:]:
+                raise ValueError(
+                    f"module {module_name!r} runs again, on a feature of another shape; name a module that runs once"
+                )
+            found.setdefault(name, (path, feature))
 
-    Raises ValueError, and attaches nothing, if the state dict is damaged or of another network. Does nothing if it
-    tells of no attached slots.
-    """
-    name = f"{prefix}{CONTAINER_NAME}.{RECORD}"
-    if name in state:
-        existing = slots_of(network)
-        records = _check_records(decode_record(state[name]))
-        attach_from_records(network, [record for record in records if record["slot"] not in existing])
+        return hook
 
-
-def _check_records(records: Any) -> Sequence[Mapping[str, Any]]:
-    if not isinstance(records, list):
-        raise ValueError(f"the list of attached slots is damaged: it is {reprlib.repr(records)}")
-    for record in records:
-        _check_record(record)
-    return records
-
-
-def _check_record(record: Any) -> None:
-    """Raise ValueError unless the saved record of a slot is complete, of the right types and within limits."""
-    field_types = {
-        "slot": str,
-        "module": str,
-        "path": list,
-        "channels_last": bool,
-        "isolate": bool,
-        "trunk": bool,
-        "width": int,
-    }
-    if not isinstance(record, Mapping):
-        raise ValueError(f"the list of attached slots is damaged: an entry is {reprlib.repr(record)}")
-    for name, field_type in field_types.items():
-        if type(record.get(name)) is not field_type:
-            given = reprlib.repr(record.get(name, "missing"))
-            raise ValueError(f"the list of attached slots is damaged: {name} is {given}")
-    layouts = [layout for layout, _ in LAYOUTS.values()]
-    if (
-        record.get("layout") not in layouts
-        or not 1 <= record["width"] <= MAX_WIDTH
-        or len(record["path"]) > MAX_PATH_LENGTH
-        or any(type(k) not in (int, str) for k in record["path"])
-    ):
-        raise ValueError(f"the list of attached slots is damaged: {reprlib.repr(dict(record))}")
+    with ExitStack() as hooks:
+        for name, (module_name, keys) in requests.items():
+            hook = make_hook(name, module_name, keys)
+            hooks.callback(network.get_submodule(module_name).register_forward_hook(hook).remove)
+        outputs = call_network(network, example)
+    for name, (module_name, _) in requests.items():
+        if name not in found:
+            raise ValueError(f"module {module_name!r} does not run when the network does; name one that is called")
+    return found, outputs
 
 
-def _attach(network: nn.Module, site: SlotSite, slot: SeedSlot) -> None:
+def _is_on_single_path(network: nn.Module, module: str, path: KeyPath, *, example: ExampleInput, outputs: Any) -> bool:
+    """Return True if all later layers get their data through one feature alone, tested by doubling the batch there."""
+
+    def double(_: nn.Module, __: Any, output: Any) -> Any:
+        return replace_at(output, path, torch.cat([get_at(output, path)] * 2))
+
+    with ExitStack() as hooks:
+        hooks.callback(network.get_submodule(module).register_forward_hook(double).remove)
+        try:
+            doubled = call_network(network, example)
+        except BATCH_LENGTH_ERRORS:  # the doubled batch was combined with data that bypassed the slot
+            return False
+    return all(_is_doubled(twice, x) for twice, x in zip(iter_tensors(doubled), iter_tensors(outputs), strict=True))
+
+
+def _is_doubled(twice: Tensor, once: Tensor) -> bool:
+    """Return True if `twice` is `once` repeated along the first axis, up to rounding that depends on the batch size."""
+    if once.ndim == 0 or twice.shape != (2 * len(once), *once.shape[1:]):
+        return False
+    return torch.allclose(twice, torch.cat([once, once]), rtol=1e-3, atol=1e-5, equal_nan=True)
+
+
+def _attach(network: nn.Module, place: Place, like: Tensor) -> None:
+    """Attach a slot at its place, on the device and with the dtype of `like`."""
+    slot = SeedSlot(
+        place["slot"],
+        place["layout"],
+        place["width"],
+        detach_input=place["detach_input"],
+        on_single_path=place["on_single_path"],
+    )
     container = _container(network)
     if container is None:
         container = AttachedSlots()
         network.add_module(CONTAINER_NAME, container)
-        check_before_loading(network)
-    container[_container_key(slot.name)] = slot.train(network.training)
-    container.sites[slot.name] = site
-    hook = _SlotHook(slot, site)
-    container.hook_handles[slot.name] = network.get_submodule(site.module).register_forward_hook(hook)
+    container[_container_key(slot.name)] = slot.to(like.device, like.dtype).train(network.training)
+    container.places[slot.name] = place
+    hook = _SlotHook(slot, tuple(place["path"]), place["channels_last"])
+    container.hooks[slot.name] = network.get_submodule(place["module"]).register_forward_hook(hook)
     # torch.compile does not guard hooks: what it compiled before would go on without the slot. Importing it takes
     # seconds, and before that nothing is compiled.
     if "torch._dynamo" in sys.modules:
@@ -309,16 +274,62 @@ def _container(network: nn.Module) -> AttachedSlots | None:
     return getattr(network, CONTAINER_NAME, None)
 
 
-def _is_on_single_path(network: nn.Module, slot: SeedSlot, example: ExampleInput, *, outputs: Any) -> bool:
-    """Return True if all later layers get their data through `slot` alone, tested by doubling the batch there."""
-    slot.override = lambda _, x: torch.cat([x, x])
-    try:
-        outputs_of_doubled = call_network(network, example)
-    except BATCH_LENGTH_ERRORS:  # the doubled batch was combined with data that bypassed the slot
-        return False
-    finally:
-        slot.override = None
-    return all(
-        is_doubled(twice, once)
-        for twice, once in zip(iter_tensors(outputs_of_doubled), iter_tensors(outputs), strict=True)
-    )
+def _container_key(name: str) -> str:
+    # Module names must not contain dots or equal an attribute of nn.ModuleDict (`keys`, `values`).
+    return f"at/{name.replace('.', '/')}"
+
+
+def attached_places(network: nn.Module) -> list[dict[str, Any]]:
+    """Return where and how each slot was attached, in plain JSON types."""
+    container = _container(network)
+    return [] if container is None else [dict(place) for place in container.places.values()]
+
+
+def attach_at(network: nn.Module, places: Iterable[Place]) -> None:
+    """Attach slots where `attached_places` of an equal network says, without an example; those there already stay.
+
+    Raises ValueError, and attaches nothing, if the network lacks a module.
+    """
+    existing = slots_of(network)
+    missing = [place for place in places if place["slot"] not in existing]
+    for place in missing:
+        _check_module_name(network, place["module"])
+    reference = next(network.parameters(), torch.zeros(()))
+    for place in missing:
+        _attach(network, place, reference)
+
+
+def attach_from_state_dict(network: nn.Module, state: Mapping[str, Any], prefix: str = "") -> None:
+    """Attach the slots that a state dict tells of and that the network lacks, so that it can be loaded.
+
+    Args:
+        network: Network as it was before slots were attached, or with some of them.
+        state: State dict of the grown network, or of a module that contains it.
+        prefix: What the names of the network's weights begin with, such as `model.` in a LightningModule.
+
+    Raises ValueError, and attaches nothing, if the state dict is of another network. Does nothing if it tells of no
+    attached slots.
+    """
+    name = f"{prefix}{CONTAINER_NAME}.{EXTRA_STATE}"
+    if name in state:
+        attach_at(network, decode(state[name]))
+
+
+def detach_slots(network: nn.Module, names: Iterable[str] | None = None) -> None:
+    """Remove attached slots with everything grown in them; without any the state dict has its earlier keys again.
+
+    Args:
+        names: Slots to remove. None: all of them.
+
+    Raises ValueError, and changes nothing, if a named slot is not attached, or for None if no slot is.
+    """
+    container = _container(network)
+    if container is None:
+        raise ValueError("the network has no attached slots; there is nothing to detach")
+    names = list(container.places if names is None else names)
+    check_slot_names(names, container.places)
+    for name in names:
+        container.hooks.pop(name).remove()
+        del container.places[name], container[_container_key(name)]
+    if not container.places:
+        delattr(network, CONTAINER_NAME)

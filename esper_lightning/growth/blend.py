@@ -15,13 +15,11 @@ MIN_GATE_WIDTH = 8
 """Minimum number of hidden features of the gate, whose input is only C channel means."""
 
 
-Isolation = Literal["proximal", "trial", "straight_through"]
+Isolation = Literal["proximal", "straight_through"]
 """How a seed learns before it is blended; the host's output, gradients and statistics are those without the seed.
 
-straight_through: The seed gets the loss gradient at its slot. That gradient does not depend on the seed's output, so
-    nothing ends its growth.
-proximal: The same gradient, and a pull back to the host's feature; see `proximal_gradient`.
-trial: The gradient of the loss with the seed at full alpha, from a second pass; see `backward_with_trials`.
+proximal: The seed gets the loss gradient at its slot, and a pull back to the host's feature; see `proximal_gradient`.
+straight_through: The same gradient alone. It does not depend on the seed's output, so nothing ends its growth.
 """
 
 PROXIMAL_STEP = 0.1

@@ -1,14 +1,15 @@
-"""Counterfactual outputs of a network with some seeds switched off, for many combinations in one forward pass.
+"""Counterfactual outputs of a network with some seeds switched off, and what the seeds are worth.
+
+Many combinations of seeds take one forward pass: they share the rows of the batch up to the first slot where they
+differ. There the batch is split in two, and later layers work on a longer batch. If a shortcut bypasses a slot
+(`SeedSlot.on_single_path` is False), the batch is split for it at the network's input. Every layer must treat the rows
+of a batch independently, so the network must be in evaluation mode.
 
 A seed that learns without an effect on the host's output is active, at full alpha, in the combinations that name it.
-
-Combinations share the rows of the batch up to the first slot where they differ. There the batch is split in two, and
-later layers work on a longer batch. Combinations that differ in no seed share all rows.
-If a shortcut bypasses a slot (`SeedSlot.on_single_path` is False), the batch is split for it at the network's input.
-Every layer must treat the rows of a batch independently, so the network must be in evaluation mode.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -57,18 +58,22 @@ class _BatchSplit:
         self.parts: list[list[int]] = [list(range(len(variants)))]
         for slot in slots:
             if slot.occupied and not slot.on_single_path:
-                active, inactive = self._split_parts(slot)
-                self.parts = [variant_ids for variant_ids in active + inactive if variant_ids]
+                self._split(*self._divide(slot))
+        if on_split is not None:
+            on_split(len(self.parts))
 
-    def _split_parts(self, slot: SeedSlot) -> tuple[list[list[int]], list[list[int]]]:
+    def _divide(self, slot: SeedSlot) -> tuple[list[list[int]], list[list[int]]]:
+        """Return for each part the combinations with and without the seed in `slot`."""
         active = [[v for v in part if slot.name in self.variants[v]] for part in self.parts]
-        inactive = [[v for v in part if slot.name not in self.variants[v]] for part in self.parts]
-        return active, inactive
+        return active, [[v for v in part if slot.name not in self.variants[v]] for part in self.parts]
+
+    def _split(self, active: list[list[int]], inactive: list[list[int]]) -> None:
+        self.parts = [part for part in active + inactive if part]
 
     def __call__(self, slot: SeedSlot, x: Tensor) -> Tensor:
         if not slot.occupied:
             return x
-        active, inactive = self._split_parts(slot)
+        active, inactive = self._divide(slot)
         if not any(inactive):
             return slot.active_output(x)
         if not any(active):
@@ -76,14 +81,10 @@ class _BatchSplit:
         chunks = x.chunk(len(self.parts))
         if all(not (a and b) for a, b in zip(active, inactive, strict=True)):
             # The batch is split already, at the input or by an earlier pass through this slot.
-            return torch.cat(
-                [slot.active_output(c) if variant_ids else c for c, variant_ids in zip(chunks, active, strict=True)]
-            )
-        with_seed = [
-            slot.active_output(chunk) for chunk, variant_ids in zip(chunks, active, strict=True) if variant_ids
-        ]
-        without = [chunk for chunk, variant_ids in zip(chunks, inactive, strict=True) if variant_ids]
-        self.parts = [variant_ids for variant_ids in active + inactive if variant_ids]
+            return torch.cat([slot.active_output(c) if part else c for c, part in zip(chunks, active, strict=True)])
+        with_seed = [slot.active_output(c) for c, part in zip(chunks, active, strict=True) if part]
+        without = [c for c, part in zip(chunks, inactive, strict=True) if part]
+        self._split(active, inactive)
         if self.on_split is not None:
             self.on_split(len(self.parts))
         return torch.cat(with_seed + without)
@@ -109,8 +110,6 @@ def forward_variants(
     """
     slots = slots_of(network).values()
     split = _BatchSplit(variants, slots, on_split)
-    if on_split is not None:
-        on_split(len(split.parts))
     if len(split.parts) > 1:
         inputs = repeat_rows(inputs, batch_size(inputs), len(split.parts))
     for slot in slots:
@@ -140,28 +139,24 @@ def measure_variants(
     totals, samples = None, 0
     with evaluation_mode(network):
         for inputs, targets in batches:
-            network_inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-            outputs, variant_parts = forward_variants(network, variants, *network_inputs)
-            score_sums = torch.stack(
-                [_sum_scores(score, part, targets) for part in _split_outputs(outputs, max(variant_parts) + 1)]
-            )[variant_parts]
-            totals = score_sums if totals is None else totals + score_sums
+            outputs, group_of_variant = forward_variants(
+                network, variants, *(inputs if isinstance(inputs, tuple) else (inputs,))
+            )
+            groups = max(group_of_variant) + 1
+            sums = []
+            for group in range(groups):
+                scores = score(map_tensors(outputs, lambda x, i=group: x.chunk(groups)[i]), targets)  # noqa: B023
+                if scores.shape != (len(targets),):
+                    raise ValueError(
+                        f"a score is a number per sample, [{len(targets)}], and no mean; got {list(scores.shape)}"
+                    )
+                sums.append(scores.sum())
+            total = torch.stack(sums)[group_of_variant]
+            totals = total if totals is None else totals + total
             samples += len(targets)
     if totals is None:
         raise ValueError("there are no batches to measure on; an iterator may be used up")
     return totals / samples
-
-
-def _split_outputs(outputs: Any, num_groups: int) -> list[Any]:
-    """Split the outputs into those of each distinct combination."""
-    return [map_tensors(outputs, lambda x, group=group: x.chunk(num_groups)[group]) for group in range(num_groups)]
-
-
-def _sum_scores(score: ScoreFunction, outputs: Any, targets: Tensor) -> Tensor:
-    scores = score(outputs, targets)
-    if scores.shape != (len(targets),):
-        raise ValueError(f"a score is a number per sample, [{len(targets)}], and no mean; got {list(scores.shape)}")
-    return scores.sum()
 
 
 def contributions(network: nn.Module, batches: Iterable[Batch], score: ScoreFunction) -> dict[str, float]:
@@ -172,11 +167,8 @@ def contributions(network: nn.Module, batches: Iterable[Batch], score: ScoreFunc
     blended = [name for name, slot in slots_of(network).items() if slot.blended]
     if not blended:
         return {}
-    score_with_all, *scores_without = measure_variants(network, leave_one_out(blended), batches, score=score).tolist()
-    return {
-        name: 100.0 * (score_with_all - score_without)
-        for name, score_without in zip(blended, scores_without, strict=True)
-    }
+    whole, *without = measure_variants(network, leave_one_out(blended), batches, score=score).tolist()
+    return {name: 100.0 * (whole - other) for name, other in zip(blended, without, strict=True)}
 
 
 def potentials(network: nn.Module, batches: Iterable[Batch], score: ScoreFunction) -> dict[str, float]:
@@ -191,5 +183,36 @@ def potentials(network: nn.Module, batches: Iterable[Batch], score: ScoreFunctio
     if not isolated:
         return {}
     variants = [blended, *(blended | {name} for name in isolated)]
-    score_without, *scores = measure_variants(network, variants, batches, score=score).tolist()
-    return {name: 100.0 * (score - score_without) for name, score in zip(isolated, scores, strict=True)}
+    whole, *with_one = measure_variants(network, variants, batches, score=score).tolist()
+    return {name: 100.0 * (other - whole) for name, other in zip(isolated, with_one, strict=True)}
+
+
+def shapley_values(coalition_values: Mapping[SeedVariant, float], players: Sequence[str]) -> dict[str, float]:
+    """Return exact Shapley values from the values of all 2^k coalitions (Shapley 1953, doi:10.1515/9781400881970-018).
+
+    The value of a coalition is the score of the network with these seeds. A Shapley value is the mean marginal value of
+    a player over all orders of joining. They sum to v(all) - v(none).
+    """
+    k, v = len(players), coalition_values
+    return {
+        player: math.fsum(
+            (v[s | {player}] - v[s]) / (k * math.comb(k - 1, len(s)))
+            for s in all_variants([other for other in players if other != player])
+        )
+        for player in players
+    }
+
+
+def interactions(coalition_values: Mapping[SeedVariant, float], players: Sequence[str]) -> dict[tuple[str, str], float]:
+    """Return the Shapley interaction index of every pair (Grabisch & Roubens 1999, doi:10.1007/s001820050125).
+
+    Positive: the two players are worth more together than separately; negative: one can replace the other.
+    """
+    k, v = len(players), coalition_values
+    return {
+        (a, b): math.fsum(
+            (v[s | {a, b}] - v[s | {a}] - v[s | {b}] + v[s]) / ((k - 1) * math.comb(k - 2, len(s)))
+            for s in all_variants([other for other in players if other not in (a, b)])
+        )
+        for a, b in combinations(players, 2)
+    }

@@ -1,18 +1,21 @@
-"""Export of a grown network to files that run without this package, each checked on real inputs after it is written."""
+"""Grown networks as files: saved with all that grew, or exported to formats that run without this package."""
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+import safetensors
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import suggest_name
+from esper_lightning.growth.attach import attach_from_state_dict
 from esper_lightning.growth.nested import iter_tensors
-from esper_lightning.serialization.replace import replace_file
+from esper_lightning.serialization.replace import replace_durably, replace_file
 
 Format = Literal["pt2", "onnx", "state_dict"]
 
@@ -28,6 +31,43 @@ TOLERANCE = 1e-4
 """Largest accepted difference of an output, relative to the largest output: other kernels round differently."""
 
 
+def save(network: nn.Module, path: str | Path) -> None:
+    """Write a network's state dict to one safetensors file, which replaces an earlier one atomically.
+
+    Raises ValueError if `path` is a folder, or if the network has state that is no tensor.
+    """
+    path, state = _file_path(path, "grown.safetensors"), network.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} is a {type(value).__name__}; only networks whose state is tensors can be saved")
+    # Copies, because a file cannot hold tensors that share memory (tied weights).
+    tensors = {name: value.cpu().clone(memory_format=torch.contiguous_format) for name, value in state.items()}
+    content = safetensors.torch.save(tensors)
+    replace_durably(path, lambda file: file.write(content))
+
+
+def load(network: nn.Module, path: str | Path) -> None:
+    """Load the grown network that `save` wrote into `network`, which has the same architecture before growth.
+
+    Slots that were attached are attached again if the network lacks them.
+
+    Raises ValueError, and changes nothing, if the file is missing, damaged, or of another network.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"there is no file {str(path)!r}; name one that growth.save has written")
+    try:
+        state = safetensors.torch.load_file(path)
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
+    for target in (deepcopy(network), network):  # a file that does not fit fails on the copy
+        try:
+            attach_from_state_dict(target, state)
+            target.load_state_dict(state)
+        except (RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{path} is of another network: {reason:.300}") from None
+
+
 def export(network: nn.Module, inputs: Tensor, path: str | Path, to: Format) -> float:
     """Write a network to a file of another format, and check that the file gives the same outputs.
 
@@ -37,7 +77,7 @@ def export(network: nn.Module, inputs: Tensor, path: str | Path, to: Format) -> 
         inputs: Real inputs, at least two, on which the outputs are compared.
         path: File to write. It is replaced in one step, and only if the check is passed.
         to: Format. pt2: a program of `torch.export`, which `torch.export.load` runs without the network's code. onnx:
-            a model of ONNX, for onnxruntime and others. state_dict: weights with the records of what grew, for
+            a model of ONNX, for onnxruntime and others. state_dict: weights with the record of what grew, for
             `torch.load` and `load_state_dict` of a network with the same slots.
 
     Returns the largest difference of an output from those of the network.
@@ -45,35 +85,42 @@ def export(network: nn.Module, inputs: Tensor, path: str | Path, to: Format) -> 
     Raises ValueError, in one line, if a package for the format is missing, if there are too few inputs, if `path` is a
     folder, if the network cannot be exported, or if the file gives other outputs.
     """
-    if to not in get_args(Format):
+    if to not in SUFFIXES:
         raise ValueError(f"unknown format {to!r}; {suggest_name(to, list(SUFFIXES))}")
     if to == "onnx" and (missing := [name for name in ONNX_PACKAGES if find_spec(name) is None]):
         raise ValueError(f"to onnx: packages are missing; install them: pip install {' '.join(missing)}")
     if len(inputs) < 2:
         raise ValueError(f"an export is checked on at least 2 inputs, got {len(inputs)}; give more")
-    if Path(path).is_dir():
-        raise ValueError(f"{path} is a folder; name a file, such as {Path(path) / f'network{SUFFIXES[to]}'}")
-    path, network, inputs = Path(path), deepcopy(network).cpu().eval(), inputs.cpu()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path, network, inputs = _file_path(path, f"network{SUFFIXES[to]}"), deepcopy(network).cpu().eval(), inputs.cpu()
     with torch.no_grad():
-        expected = _tensors(network(inputs))
-        differences: list[float] = []
+        expected = list(iter_tensors(network(inputs)))
+        size = max((float(output.abs().max()) for output in expected if output.numel()), default=0.0)
+        difference = 0.0
 
         def write_and_check(draft: Path) -> None:
+            nonlocal difference
             run = WRITERS[to](network, inputs, draft)
-            differences.append(max_difference(_tensors(run(inputs)), expected))
-            size = max((float(output.abs().max()) for output in expected if output.numel()), default=0.0)
-            if not differences[-1] <= TOLERANCE * size:
+            difference = _max_difference(list(iter_tensors(run(inputs))), expected)
+            if not difference <= TOLERANCE * size:
                 raise ValueError(
-                    f"the exported network gives other outputs: {differences[-1]:.3g} off, largest output {size:.3g}; "
+                    f"the exported network gives other outputs: {difference:.3g} off, largest output {size:.3g}; "
                     f"the network may do what {to} cannot hold, such as choosing its path by the data"
                 )
 
         replace_file(path, write_and_check)
-    return differences[-1]
+    return difference
 
 
-def export_program(network: nn.Module, inputs: Tensor) -> torch.export.ExportedProgram:
+def _file_path(path: str | Path, example: str) -> Path:
+    """Return the path of a file to write, below a folder that exists from now on."""
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file, such as {path / example}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _export_program(network: nn.Module, inputs: Tensor) -> torch.export.ExportedProgram:
     """Return the program of a network in its present mode, for batches of any size."""
     try:
         return torch.export.export(network, (inputs,), dynamic_shapes=({0: torch.export.Dim("batch")},))
@@ -83,17 +130,20 @@ def export_program(network: nn.Module, inputs: Tensor) -> torch.export.ExportedP
 
 def _write_pt2(network: nn.Module, inputs: Tensor, path: Path) -> Callable[[Tensor], Any]:
     with path.open("wb") as file:
-        torch.export.save(export_program(network, inputs), file)
+        torch.export.save(_export_program(network, inputs), file)
     with path.open("rb") as file:
         return torch.export.load(file).module()
 
 
 def _write_onnx(network: nn.Module, inputs: Tensor, path: Path) -> Callable[[Tensor], Any]:
-    exported = export_program(network, inputs)
+    exported = _export_program(network, inputs)
     try:
         program = torch.onnx.export(exported, dynamo=True, verbose=False)
     except EXPORT_ERRORS as error:  # an operation without a form in ONNX, which the first cause names
-        raise _not_exported(_first_cause(error)) from error
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise _not_exported(cause) from error
     assert program is not None, "dynamo=True returns one"
     path.write_bytes(program.model_proto.SerializeToString())
     session = import_module("onnxruntime").InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
@@ -121,22 +171,12 @@ WRITERS: Mapping[Format, Callable[[nn.Module, Tensor, Path], Callable[[Tensor], 
 """Functions that write a network to a file and return what runs the file."""
 
 
-def max_difference(outputs: list[Tensor], expected: list[Tensor]) -> float:
+def _max_difference(outputs: list[Tensor], expected: list[Tensor]) -> float:
     """Return the largest absolute difference of two lists of tensors; infinity if numbers or shapes differ."""
     if [output.shape for output in outputs] != [output.shape for output in expected]:
         return float("inf")
     pairs = zip(outputs, expected, strict=True)
     return max((float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel()), default=0.0)
-
-
-def _tensors(outputs: Any) -> list[Tensor]:
-    return list(iter_tensors(outputs))
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
 
 
 def _not_exported(error: BaseException) -> ValueError:

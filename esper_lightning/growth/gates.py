@@ -19,12 +19,11 @@ class LifecycleConfig:
     birth: Birth = "identity"
     """Initial output of a new seed: its input (`identity`), or that of randomly initialised layers (`random`)."""
 
-    isolation: Isolation = "straight_through"
+    isolation: Isolation = "proximal"
     """How a seed learns before it is blended. The host's output, gradients and statistics stay those without the seed.
-    straight_through, the loss gradient at its slot, which does not depend on what the seed puts out, so that a seed
-    that learns for an epoch or more harms its host when it is switched on. proximal, the same gradient and a pull back
-    to the host's feature, which bounds the step. trial, the gradient of the loss with the seed at full alpha, in a
-    second pass through the layers behind the slot; executor fused does not support it."""
+    proximal, the loss gradient at its slot and a pull back to the host's feature, which bounds the step.
+    straight_through, the gradient alone, which does not depend on what the seed puts out, so that a seed that learns
+    for an epoch or more harms its host when it is switched on."""
 
     training_ticks: int = 0
     """Ticks a seed must spend in TRAINING before it is blended. 0: blend at the end of the tick of germination, which

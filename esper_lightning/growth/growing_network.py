@@ -23,30 +23,21 @@ from esper_lightning.growth.blend import BlendStyle
 from esper_lightning.growth.gates import Evidence, LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats, gradient_stats
 from esper_lightning.growth.lifecycle import SeedEvent, check_slot_names, slots_of
-from esper_lightning.growth.manifest import manifest, rebuild
 from esper_lightning.growth.param_groups import (
     SEED_GROUP_PREFIX,
     add_group,
     check_optimizer,
     group_names,
     has_group,
-    match_groups,
+    order_groups,
     remove_group,
     remove_module,
     reset_optimizer_state,
     seed_group_name,
 )
-from esper_lightning.growth.recorded import check_before_loading, weights_of, with_records_of
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
-from esper_lightning.growth.trial import LossFunction, backward_with_trials
-from esper_lightning.serialization.checks import (
-    check_generator_state,
-    check_keys,
-    check_numbers,
-    load_module,
-    load_optimizer,
-)
+from esper_lightning.serialization.checks import check_generator_state
 
 RNG_SEED_MASK = 0x5EED
 """XOR mask for torch's RNG seed, so that seeds and a host built right after `manual_seed` draw different numbers."""
@@ -73,8 +64,8 @@ class RefusalReasons(NamedTuple):
     culling: list[str]
 
 
-class _GroupMatcher:
-    """Hook that matches the parameter groups of a loaded optimizer state with an optimizer's own, by name.
+class _GroupSorter:
+    """Hook that sorts an optimizer's parameter groups as a state that is about to be loaded has them, by name.
 
     The optimizer holds it, so that it must not hold the network in turn: memory would be released late.
     """
@@ -82,12 +73,11 @@ class _GroupMatcher:
     def __init__(self, growing: "GrowingNetwork") -> None:
         self.growing = weakref.ref(growing)
 
-    def __call__(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+    def __call__(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         growing = self.growing()
-        if growing is None or growing.optimizer is not optimizer:
-            return None
-        growing.sync_seed_groups()  # the network may have been loaded before its optimizer
-        return {**state, "param_groups": match_groups(optimizer, state["param_groups"])}
+        if growing is not None and growing.optimizer is optimizer:
+            growing.sync_seed_groups()  # the network may have been loaded before its optimizer
+            order_groups(optimizer, [group.get("name", "") for group in state["param_groups"]])
 
 
 class GrowingNetwork:
@@ -136,8 +126,7 @@ class GrowingNetwork:
         self.generator = generator or torch.Generator(device).manual_seed(torch.initial_seed() ^ RNG_SEED_MASK)
         self.measurements = {name: SeedMeasurements() for name in self.slots}
         self.sync_seed_groups()
-        check_before_loading(module)
-        optimizer.register_load_state_dict_pre_hook(_GroupMatcher(self))
+        optimizer.register_load_state_dict_pre_hook(_GroupSorter(self))
 
     def sync_seed_groups(self) -> None:
         """Give each seed its own parameter group and drop the groups of seeds that are gone.
@@ -200,19 +189,6 @@ class GrowingNetwork:
                 seed_slot.move_to(next_stage)
             event = replace(event, after=Stage.BLENDING)
         return self._after_change(event)
-
-    def backward(self, loss_of: LossFunction) -> Tensor:
-        """Accumulate the gradients of a minibatch for the network and its seeds, and return the network's loss.
-
-        With isolation `trial` only this method gives a gradient to seeds that are not blended yet; otherwise it equals
-        `loss_of(module).backward()`.
-
-        Args:
-            loss_of: Function that runs a network on a minibatch and returns its loss. It is called once for the
-                network, and once for each seed that learns by trial.
-        """
-        on_trial = [slot for slot in self.slots.values() if slot.isolated and slot.isolation == "trial"]
-        return backward_with_trials(self.module, on_trial, loss_of)
 
     def advance(self, slot: str) -> SeedEvent:
         """Move a seed from TRAINING to BLENDING, or from BLENDING to PROBATIONARY, if that is not automatic."""
@@ -383,12 +359,16 @@ class GrowingNetwork:
     def state_dict(self) -> dict[str, Any]:
         """Return the full state of growth, including the network, in types that `weights_only=True` loads."""
         return {
-            "manifest": manifest(self.module),
-            "network": weights_of(self.module),
-            "groups": group_names(self.optimizer),
+            "network": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             **self.measurement_state(),
         }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state: the same seeds in the same slots, with their optimizer state."""
+        self.module.load_state_dict(state["network"])
+        self.optimizer.load_state_dict(deepcopy(state["optimizer"]))  # it would share the tensors
+        self.load_measurement_state(state)
 
     def measurement_state(self) -> dict[str, Any]:
         """Return the measurements of all seeds and the generator's state: what network and optimizer do not hold."""
@@ -400,41 +380,10 @@ class GrowingNetwork:
             "generator": self.generator.get_state(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state: the same seeds in the same slots, with their optimizer state.
-
-        Raises ValueError if the state belongs to another network or is damaged.
-        """
-        check_keys(
-            "the network's growth", state, ("manifest", "network", "groups", "optimizer", "records", "generator")
-        )
-        rebuild(self.module, state["manifest"])
-        load_module(self.module, with_records_of(self.module, state["network"]))
-        for name in group_names(self.optimizer):
-            if name.startswith(SEED_GROUP_PREFIX):
-                remove_group(self.optimizer, name)
-        # In the order of the saved groups, because an optimizer's state refers to parameters by index.
-        seeds = {seed_group_name(name): slot.seed for name, slot in self.slots.items() if slot.occupied}
-        if sorted(state["groups"]) != sorted([*group_names(self.optimizer), *seeds]):
-            raise ValueError(
-                f"the optimizer's groups are {state['groups']}, which do not match the seeds of the manifest"
-            )
-        for name in state["groups"]:
-            if name in seeds:
-                add_group(self.optimizer, name, seeds[name], **self.seed_options)
-        load_optimizer(self.optimizer, deepcopy(state["optimizer"]))  # the optimizer would share its tensors
-        self.load_measurement_state(state)
-
     def load_measurement_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a state of `measurement_state`, when network and optimizer are restored. Raises ValueError if it is
-        damaged.
-        """
-        for name, record in zip(self.slots, state["records"], strict=True):
-            contribution, previous, gradient, potential = record
-            measured = [number for number in (contribution, previous, potential) if number is not None]
-            check_numbers("the measurements of a seed", measured)
-            if gradient is not None:
-                gradient = GradientStats(*check_numbers("a seed's gradient", gradient, len(GradientStats._fields)))
+        """Restore a state of `measurement_state`, when network and optimizer are restored."""
+        for name, (contribution, previous, gradient, potential) in zip(self.slots, state["records"], strict=True):
+            gradient = None if gradient is None else GradientStats(*gradient)
             self.measurements[name] = SeedMeasurements(contribution, previous, gradient, potential)
         self.generator.set_state(check_generator_state("the generator's state", state["generator"], self.generator))
 

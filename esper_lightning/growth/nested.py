@@ -44,18 +44,17 @@ def resolve_path(value: Any, keys: list[str]) -> KeyPath:
 
     Raises LookupError if a key does not exist; elements of a tensor cannot be selected.
     """
-    if not keys:
-        return ()
-    key: int | str = keys[0]
-    if not (isinstance(value, Mapping) and key in value):
-        if isinstance(value, Tensor) or not keys[0].lstrip("-").isdigit():
-            raise LookupError(key)
-        key = int(key)
-    try:
-        part = value[key]
-    except TypeError:
-        raise LookupError(key) from None
-    return (key, *resolve_path(part, keys[1:]))
+    path: list[int | str] = []
+    for text in keys:
+        if not isinstance(value, tuple | list | Mapping):
+            raise LookupError(text)
+        try:
+            key = text if isinstance(value, Mapping) and text in value else int(text)
+        except ValueError:
+            raise LookupError(text) from None
+        value = value[key]  # type: ignore[index]
+        path.append(key)
+    return tuple(path)
 
 
 def get_at(value: Any, path: KeyPath) -> Any:
@@ -70,14 +69,13 @@ def replace_at(value: Any, path: KeyPath, part: Any) -> Any:
     if not path:
         return part
     key, *rest = path
-    new_child = replace_at(value[key], tuple(rest), part)
+    new = replace_at(value[key], tuple(rest), part)
     if isinstance(value, tuple):
-        parts = list(value)
-        assert isinstance(key, int), "value[key] has worked"
-        parts[key] = new_child
+        parts: list[Any] = list(value)
+        parts[int(key)] = new
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     copied = copy.copy(value)
-    copied[key] = new_child
+    copied[key] = new
     return copied
 
 
@@ -104,11 +102,7 @@ def batch_size(example: Any) -> int:
 
 def repeat_rows(example: Any, rows: int, times: int) -> Any:
     """Return `example` with every tensor of `rows` rows repeated `times` times; others (a mask, say) are unchanged."""
-
-    def repeat(x: Tensor) -> Tensor:
-        return x.repeat(times, *[1] * (x.ndim - 1)) if x.ndim and len(x) == rows else x
-
-    return map_tensors(example, repeat)
+    return map_tensors(example, lambda x: x.repeat(times, *[1] * (x.ndim - 1)) if x.ndim and len(x) == rows else x)
 
 
 @contextmanager
@@ -124,15 +118,9 @@ def evaluation_mode(network: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def preserved_buffers(network: nn.Module, but: nn.Module | None = None) -> Iterator[None]:
-    """Discard writes to the network's buffers within this context, except to those of its part `but`."""
-    exempt = set() if but is None else set(but.modules())
-    buffers = [
-        (module, name, buffer)
-        for module in network.modules()
-        if module not in exempt
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
+def preserved_buffers(network: nn.Module) -> Iterator[None]:
+    """Discard writes to the network's buffers within this context."""
+    buffers = [(module, name, x) for module in network.modules() for name, x in module.named_buffers(recurse=False)]
     # Copies replace the buffers. With track_running_stats = False instead, BatchNorm would save fewer tensors, which
     # torch refuses in a recomputed pass.
     for module, name, buffer in buffers:

@@ -1,11 +1,20 @@
-"""Parameter groups of one optimizer for a host and its seeds, added and removed without affecting other groups."""
+"""Parameter groups of one optimizer for a host and its seeds, which come and go, and their learning rates.
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+A scheduler of `torch.optim.lr_scheduler` keeps a number for each parameter group and fails, or computes wrong rates,
+once groups are added or removed. `follow` shows it the host's groups alone, so that it computes what it would compute
+without growth, and lets the seeds' groups follow the host.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+if TYPE_CHECKING:
+    from esper_lightning.growth.growing_network import GrowingNetwork
 
 HOST_GROUP = "host"
 
@@ -20,6 +29,14 @@ UNFIT_OPTIMIZERS = {
 }
 """Optimizers of torch that cannot train seeds, and the reasons."""
 
+PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
+"""Attributes in which PyTorch's schedulers keep a list with a value for each parameter group."""
+
+CYCLED = ("momentum", "betas")
+"""Options of an optimizer that OneCycleLR and CyclicLR change together with the learning rate."""
+
+Scheduler = TypeVar("Scheduler", bound=LRScheduler)
+
 
 def check_optimizer(optimizer: Optimizer) -> None:
     """Raise ValueError if the optimizer is of a kind that cannot train seeds."""
@@ -33,6 +50,36 @@ def seed_group_name(slot: str) -> str:
     return f"{SEED_GROUP_PREFIX}{slot}"
 
 
+def group_names(optimizer: Optimizer) -> list[str]:
+    """Return the group names in the order of addition; empty for a group that was created elsewhere without one."""
+    return [group.get("name", "") for group in optimizer.param_groups]
+
+
+def find_group(optimizer: Optimizer, name: str) -> dict[str, Any]:
+    """Return the group called `name`, which must exist."""
+    return next(group for group in optimizer.param_groups if group.get("name") == name)
+
+
+def has_group(optimizer: Optimizer, name: str, module: nn.Module) -> bool:
+    """Return True if group `name` holds exactly the parameters of `module`, compared by identity."""
+    found = [group["params"] for group in optimizer.param_groups if group.get("name") == name]
+    return len(found) == 1 and [id(p) for p in found[0]] == [id(p) for p in module.parameters()]
+
+
+def host_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the parameter groups that belong to no seed."""
+    return [group for group in optimizer.param_groups if not _is_of_seed(group.get("name", ""))]
+
+
+def seed_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the parameter groups of seeds."""
+    return [group for group in optimizer.param_groups if _is_of_seed(group.get("name", ""))]
+
+
+def _is_of_seed(name: str) -> bool:
+    return name.startswith(SEED_GROUP_PREFIX)
+
+
 def add_group(optimizer: Optimizer, name: str, module: nn.Module, **options: float) -> None:
     """Add `module` as group `name` with the first group's present options, overridden by `options` (lr, …).
 
@@ -41,14 +88,14 @@ def add_group(optimizer: Optimizer, name: str, module: nn.Module, **options: flo
     _remove_from_groups(optimizer, module)
     # An optimizer created with named parameters requires names for all.
     has_names = any("param_names" in group for group in optimizer.param_groups)
-    named_parameters = [(f"{name}.{own_name}", p) for own_name, p in module.named_parameters()]
-    params = named_parameters if has_names else [parameter for _, parameter in named_parameters]
+    named = [(f"{name}.{own_name}", parameter) for own_name, parameter in module.named_parameters()]
     # A learning-rate scheduler may have changed the first group; the new group follows it.
     first = optimizer.param_groups[0]
-    first_options = {key: first[key] for key in optimizer.defaults if key in first}
+    copied = {key: first[key] for key in optimizer.defaults if key in first}
     if "initial_lr" in first:
-        first_options["initial_lr"] = options.get("lr", first["initial_lr"])
-    optimizer.add_param_group({**first_options, **options, "params": params, "name": name})
+        copied["initial_lr"] = options.get("lr", first["initial_lr"])
+    params = named if has_names else [parameter for _, parameter in named]
+    optimizer.add_param_group({**copied, **options, "params": params, "name": name})
     # When it loads a state, torch adds an option to the defaults of optimizers whose groups are made without it.
     for key in optimizer.defaults.keys() - first.keys():
         optimizer.param_groups[-1].pop(key, None)
@@ -78,45 +125,25 @@ def remove_module(optimizer: Optimizer, name: str, module: nn.Module) -> None:
 def _remove_from_groups(optimizer: Optimizer, module: nn.Module) -> None:
     removed = set(module.parameters())
     for group in optimizer.param_groups:
-        kept_indices = [i for i, parameter in enumerate(group["params"]) if parameter not in removed]
-        if len(kept_indices) < len(group["params"]):
+        kept = [i for i, parameter in enumerate(group["params"]) if parameter not in removed]
+        if len(kept) < len(group["params"]):
             for key in {"params", "param_names"} & set(group):
-                group[key] = [group[key][i] for i in kept_indices]
+                group[key] = [group[key][i] for i in kept]
 
 
-def has_group(optimizer: Optimizer, name: str, module: nn.Module) -> bool:
-    """Return True if group `name` holds exactly the parameters of `module`, compared by identity."""
-    wanted_ids = [id(parameter) for parameter in module.parameters()]
-    found = [group["params"] for group in optimizer.param_groups if group.get("name") == name]
-    return len(found) == 1 and [id(parameter) for parameter in found[0]] == wanted_ids
-
-
-def find_group(optimizer: Optimizer, name: str) -> dict[str, Any]:
-    """Return the group called `name`, which must exist."""
-    return next(group for group in optimizer.param_groups if group.get("name") == name)
-
-
-def group_names(optimizer: Optimizer) -> list[str]:
-    """Return the group names in the order of addition, which is the order of a saved optimizer state.
-
-    The name is empty for a group that was created elsewhere without one.
-    """
-    return [group.get("name", "") for group in optimizer.param_groups]
-
-
-def match_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return saved parameter groups in the order of the optimizer's groups of the same names.
+def order_groups(optimizer: Optimizer, names: Sequence[str]) -> None:
+    """Sort the groups as the names of a saved state are, whose parameters are known by their place alone.
 
     Groups of equal name, such as those without one, keep their order. Raises ValueError if the names differ.
     """
-    names, saved_names = group_names(optimizer), [group.get("name", "") for group in saved]
-    if sorted(names) != sorted(saved_names):
+    own = group_names(optimizer)
+    if sorted(own) != sorted(names):
         raise ValueError(
-            f"the saved optimizer has the groups {saved_names}, this one has {names}; load the state of the network "
+            f"the saved optimizer has the groups {list(names)}, this one has {own}; load the state of the network "
             f"first, and that of the optimizer into one that is made alike"
         )
-    waiting = {name: [group for group in saved if group.get("name", "") == name] for name in set(names)}
-    return [waiting[name].pop(0) for name in names]
+    waiting = {name: [group for group in optimizer.param_groups if group.get("name", "") == name] for name in own}
+    optimizer.param_groups[:] = [waiting[name].pop(0) for name in names]
 
 
 @torch.no_grad()
@@ -129,3 +156,97 @@ def reset_optimizer_state(optimizer: Optimizer) -> None:
         for value in state.values():
             if isinstance(value, torch.Tensor):
                 value.zero_()
+
+
+class HostGroups:
+    """An optimizer as a scheduler sees it: with the parameter groups of the host alone.
+
+    It passes for the optimizer itself, by type and in comparisons, because Lightning looks for a scheduler's optimizer
+    among its own.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.whole = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return host_groups(self.whole)
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return type(self.whole)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "whole":  # a copy in the making has no optimizer yet
+            raise AttributeError(name)
+        return getattr(self.whole, name)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self.whole or (type(other) is HostGroups and other.whole is self.whole)
+
+    def __hash__(self) -> int:
+        return hash(self.whole)
+
+
+def follow(scheduler: Scheduler, growing: "GrowingNetwork") -> Scheduler:
+    """Let a learning-rate scheduler and a growing network work together, and return the scheduler.
+
+    The host's learning rates are those of the scheduler without growth, whatever germinates or is culled. A seed has
+    the host's rate. If `seed_options` names an own rate, a seed has that rate where the host has its nominal one, and
+    the host's relative schedule: half the rate where the host has half. The nominal rate is the one given to the
+    optimizer; for OneCycleLR and CyclicLR it is `max_lr`. The host's rate is that of its first parameter group.
+
+    The rates of seeds are set when `growing.optimizer` steps. The scheduler's `state_dict` is that of a scheduler
+    without growth. To continue a run, call `follow` before states are loaded.
+
+    Args:
+        scheduler: Any scheduler of the optimizer `growing.optimizer`, made at any time, also one that contains others.
+            With several, such as one for epochs and one for plateaus, call `follow` for each.
+        growing: The growing network.
+
+    Raises ValueError if the scheduler belongs to another optimizer.
+    """
+    optimizer, schedulers = growing.optimizer, list(_nested(scheduler))
+    for each in schedulers:
+        if each.optimizer != optimizer:
+            raise ValueError(
+                f"the {type(each).__name__} schedules another optimizer than that of the growing network; "
+                f"make it from growing.optimizer"
+            )
+    for each in schedulers:
+        if type(each.optimizer) is not HostGroups:
+            # It may have been made after seeds germinated.
+            names = group_names(optimizer)
+            for attribute in PER_GROUP:
+                values = getattr(each, attribute, None)
+                if isinstance(values, list) and len(values) == len(names):
+                    kept = [value for value, name in zip(values, names, strict=True) if not _is_of_seed(name)]
+                    setattr(each, attribute, kept)
+            each.optimizer = HostGroups(optimizer)
+    host = host_groups(optimizer)[0]
+    host.setdefault("initial_lr", host["lr"])  # kept in checkpoints; ReduceLROnPlateau alone does not set it
+    peaks = [float(each.max_lrs[0]) for each in schedulers if hasattr(each, "max_lrs")]
+    cycles_momentum = any(getattr(each, "cycle_momentum", False) for each in schedulers)
+
+    def set_rates_of_seeds(optimizer: Optimizer, *_: Any) -> None:
+        host, own = host_groups(optimizer)[0], growing.seed_options.get("lr")
+        rate = host["lr"] if own is None else own * (host["lr"] / max([nominal_lr(host), *peaks]))
+        for group in seed_groups(optimizer):
+            group["lr"] = rate
+            if cycles_momentum:
+                group.update({key: host[key] for key in CYCLED if key in host and key not in growing.seed_options})
+
+    optimizer.register_step_pre_hook(set_rates_of_seeds)
+    return scheduler
+
+
+def nominal_lr(group: Mapping[str, Any]) -> float:
+    """Return the nominal learning rate of a parameter group: the largest that its schedulers name, else the present."""
+    return max(float(group.get("initial_lr", group["lr"])), float(group.get("max_lr", 0.0)))
+
+
+def _nested(scheduler: Any) -> Iterator[Any]:
+    """Yield a scheduler and all schedulers that it contains."""
+    yield scheduler
+    for part in getattr(scheduler, "_schedulers", ()):
+        yield from _nested(part)

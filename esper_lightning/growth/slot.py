@@ -1,13 +1,13 @@
 """SeedSlot: a module of the host in which a seed can grow."""
 
-import reprlib
+import json
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import Birth, build_on, build_seed, get_blueprint
+from esper_lightning.blueprints import Birth, build_on, build_seed
 from esper_lightning.growth.alpha import DEFAULT_RAMP, Ramp
 from esper_lightning.growth.blend import (
     BlendStyle,
@@ -18,8 +18,6 @@ from esper_lightning.growth.blend import (
     proximal,
     straight_through,
 )
-from esper_lightning.growth.recorded import Recorded
-from esper_lightning.growth.slot_entry import check_entry, damaged_entry
 from esper_lightning.growth.stages import BLENDED, ISOLATED, LIVE, OCCUPIED, Stage, check_transition
 
 Layout = Literal["image", "sequence", "vector"]
@@ -29,21 +27,14 @@ Absent = Literal["absent"]
 ABSENT: Absent = "absent"
 """Layout of a padded slot, which only exists to equalise the number of slots: no seed can grow in it."""
 
-
-class SlotContent(NamedTuple):
-    """State and modules to be installed in a slot."""
-
-    entry: dict[str, Any]
-    ramp: Ramp
-    seed: nn.Module
-    folded: nn.Conv2d | None
+EXTRA_STATE = "_extra_state"
+"""Name that torch gives to a module's extra state in a state dict."""
 
 
-class SeedSlot(Recorded):
+class SeedSlot(nn.Module):
     """Module of a host in which one seed can grow. An empty slot is the identity.
 
-    Its state dict tells what grew in it, so that it is loaded into a slot in any state. The weights of a slot in which
-    nothing grew are none.
+    Its extra state tells what grew in it, so that a state dict can be loaded into a slot in any state.
 
     Args:
         name: Location of the slot as shown to users, for example `block1.pool`.
@@ -66,6 +57,7 @@ class SeedSlot(Recorded):
         ramp_ticks: Host epochs since the start of the ramp.
         isolation: How a seed learns before it is blended; `GrowingNetwork` sets it from its lifecycle.
         folded: Layer applied before the slot that contains an earlier, folded seed; None if there is none.
+        override: Replacement of the forward pass during counterfactual passes.
         age: Host epochs since germination.
         ticks_in_stage: Host epochs in the present stage.
     """
@@ -88,11 +80,11 @@ class SeedSlot(Recorded):
         self.width = width
         self.detach_input = layout == "image" if detach_input is None else detach_input
         self.on_single_path = on_single_path
-        self.isolation: Isolation = "straight_through"
+        self.isolation: Isolation = "proximal"
         self.folded: nn.Conv2d | None = None
-        self.override: Callable[[SeedSlot, Tensor], Tensor] | None = None  # set during counterfactual passes and trials
-        # Not persistent, because the record determines it: empty slots then add no keys to the state dict.
-        self.register_buffer("alpha", torch.zeros(()), persistent=False)
+        self.override: Callable[[SeedSlot, Tensor], Tensor] | None = None
+        self.register_buffer("alpha", torch.zeros(()), persistent=False)  # the extra state determines it
+        self.register_load_state_dict_pre_hook(_accept_host_without_slots)
         self.empty()
 
     def empty(self) -> None:
@@ -102,20 +94,13 @@ class SeedSlot(Recorded):
         self.blueprint: str | None = None
         self.style: BlendStyle = "add"
         self.ramp: Ramp = DEFAULT_RAMP
-        self.ramp_ticks = 0
-        self.age = 0
-        self.ticks_in_stage = 0
+        self.ramp_ticks = self.age = self.ticks_in_stage = 0
         self.alpha.zero_()
 
     def initialise(self, generator: torch.Generator) -> None:
         """Reset the slot to its initial state, without a seed or a folded layer; draws no random numbers."""
         self.empty()
         self.folded = None
-
-    def layer_for(self, kernel: int) -> nn.Conv2d:
-        """Return a new convolution that fits `folded` in a slot of layout "image"."""
-        conv = nn.Conv2d(self.width, self.width, kernel, padding=kernel // 2, device=self.alpha.device)
-        return conv.to(self.alpha.dtype)
 
     @property
     def stage(self) -> Stage:
@@ -187,15 +172,12 @@ class SeedSlot(Recorded):
     def forward(self, x: Tensor) -> Tensor:  # same shape in and out
         if self.folded is not None:
             x = self.folded(x)
-        if self.override is not None:
-            return self.override(self, x)
-        return self.blend_output(x)
+        return self.blend_output(x) if self.override is None else self.override(self, x)
 
     def blend_output(self, x: Tensor) -> Tensor:
         """Return the host's feature blended with the seed's output according to stage and alpha."""
         if self.isolated:
-            # In evaluation mode the seed has no effect, so it is not run. A trial pass runs it separately.
-            if not self.training or self.isolation == "trial":
+            if not self.training:  # the seed has no effect, so it is not run
                 return x
             return (proximal if self.isolation == "proximal" else straight_through)(x, self.trial_output(x))
         if not self.blended:
@@ -217,104 +199,57 @@ class SeedSlot(Recorded):
             return self.seed(seed_input).to(x.dtype)
         return mix(self.style, x, self.seed, seed_input=seed_input, alpha=x.new_ones(()) if alpha is None else alpha)
 
-    def entry(self) -> dict[str, Any]:
-        """Return the slot's content in plain JSON types."""
-        return {
-            "slot": self.name,
-            "layout": self.layout,
-            "width": self.width,
-            "stage": self.stage.name,
-            "blueprint": self.blueprint,
-            "style": self.style,
-            "ramp": list(self.ramp),
-            "ramp_ticks": self.ramp_ticks,
-            "age": self.age,
-            "ticks_in_stage": self.ticks_in_stage,
-            "folded": None if self.folded is None else self.folded.kernel_size[0],
-        }
+    def get_extra_state(self) -> Tensor:  # uint8 [bytes]
+        """Return what grew in the slot; torch puts it into the state dict."""
+        return encode(
+            {
+                "stage": self.stage.name,
+                "blueprint": self.blueprint,
+                "style": self.style,
+                "ramp": list(self.ramp),
+                "ramp_ticks": self.ramp_ticks,
+                "age": self.age,
+                "ticks_in_stage": self.ticks_in_stage,
+                "folded": None if self.folded is None else self.folded.kernel_size[0],
+            }
+        )
 
-    def content(self) -> SlotContent:
-        """Return what installs the present content again."""
-        return SlotContent(self.entry(), self.ramp, self.seed, self.folded)
-
-    def build_content(self, entry: Any) -> SlotContent:
-        """Check an entry and build what it describes, with random weights, without installing it."""
-        ramp = check_entry(entry, slot=self.name, layout=self.layout, width=self.width)
-        seed: nn.Module = nn.Identity()
-        if entry["blueprint"] is not None:
-            # The drawn weights are overwritten by load_state_dict. Any blueprint supports birth "random".
-            generator = torch.Generator(self.alpha.device)
-            try:
-                seed = new_seed(self, entry["blueprint"], entry["style"], generator=generator, birth="random")
-            except ValueError as error:
-                raise damaged_entry(self.name, error) from None
-        return SlotContent(entry, ramp, seed, None if entry["folded"] is None else self.layer_for(entry["folded"]))
-
-    def expected_state(self, entry: Any) -> dict[str, Any]:
-        """Return the state dict of the content that an entry describes, without memory for the weights.
-
-        Raises ValueError if `build_content` would refuse the entry.
-        """
-        check_entry(entry, slot=self.name, layout=self.layout, width=self.width)
-        parts = nn.ModuleDict()
-        try:
-            if entry["blueprint"] is not None:
-                parts["seed"] = seed_skeleton(self, entry["blueprint"], entry["style"])
-            if entry["folded"] is not None:
-                with torch.device("meta"):
-                    parts["folded"] = nn.Conv2d(self.width, self.width, entry["folded"])
-        except (ValueError, TypeError, RuntimeError, AssertionError) as error:  # a width that the blueprint cannot have
-            raise ValueError(f"slot {self.name!r}: no {entry['blueprint']} of width {self.width}: {error}") from None
-        return parts.state_dict()
-
-    def install(self, content: SlotContent) -> None:
-        """Replace the slot's content."""
-        entry = content.entry
-        self.empty()
-        self.stage = Stage[entry["stage"]]
-        self.blueprint, self.style = entry["blueprint"], entry["style"]
-        self.ramp, self.ramp_ticks = content.ramp, entry["ramp_ticks"]
-        self.age, self.ticks_in_stage = entry["age"], entry["ticks_in_stage"]
-        self.seed, self.folded = content.seed, content.folded
+    def set_extra_state(self, state: Tensor) -> None:
+        """Become the slot that `get_extra_state` has described; torch then loads the weights of its modules."""
+        saved = decode(state)
+        # Modules that fit are kept, because an optimizer may hold their parameters.
+        seed = self.seed
+        if (saved["blueprint"], saved["style"]) != (self.blueprint, self.style):
+            seed = nn.Identity()
+            if saved["blueprint"] is not None:
+                # The drawn weights are overwritten. Any blueprint supports birth "random".
+                generator = torch.Generator(self.alpha.device)
+                seed = new_seed(self, saved["blueprint"], saved["style"], generator=generator, birth="random")
+        if saved["folded"] is None:
+            self.folded = None
+        elif self.folded is None or self.folded.kernel_size[0] != saved["folded"]:
+            self.folded = new_folded(self, saved["folded"])
+        self.stage, self.seed, self.blueprint = Stage[saved["stage"]], seed, saved["blueprint"]
+        self.style, self.ramp = saved["style"], Ramp(*saved["ramp"])
+        self.ramp_ticks, self.age, self.ticks_in_stage = saved["ramp_ticks"], saved["age"], saved["ticks_in_stage"]
         self.alpha.fill_(self.alpha_now)
 
-    def _consists_of(self, entry: dict[str, Any]) -> bool:
-        """Return True if the slot has the modules that an entry describes."""
-        present = self.entry()
-        return all(present[name] == entry[name] for name in ("blueprint", "style", "folded"))
 
-    def record(self) -> dict[str, Any] | None:
-        return self.entry() if self.occupied or self.folded is not None else None
-
-    def check_record(self, record: Any, saved: dict[str, Any]) -> None:
-        expected = self.expected_state(record)
-        wrong = [name for name in sorted(expected.keys() | saved.keys()) if not _fits(saved, expected, name)]
-        if wrong:
-            blueprint = reprlib.repr(record["blueprint"])
-            raise ValueError(
-                f"slot {self.name!r}: the state dict does not fit its own record of {blueprint}: "
-                f"{reprlib.repr(wrong[0])} and {len(wrong) - 1} more do not"
-            )
-
-    def restore_record(self, record: Any) -> None:
-        # Modules that fit are kept, because an optimizer may hold their parameters.
-        fits = self._consists_of(record)
-        kept = SlotContent(record, Ramp(*record["ramp"]), self.seed, self.folded)
-        self.install(kept if fits else self.build_content(record))
-
-    def forget(self) -> None:
-        self.empty()
-        self.folded = None
+def _accept_host_without_slots(slot: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let an empty slot load the state dict of a host that had no slots."""
+    assert isinstance(slot, SeedSlot)
+    if not slot.occupied and slot.folded is None:
+        state.setdefault(prefix + EXTRA_STATE, slot.get_extra_state())
 
 
-def _fits(saved: dict[str, Any], expected: dict[str, Any], name: str) -> bool:
-    """Return True if a value is saved where one is expected, of its shape and of a type that it can take."""
-    if name not in saved or name not in expected:
-        return False
-    value, place = saved[name], expected[name]
-    if not isinstance(value, Tensor) or not isinstance(place, Tensor):
-        return not isinstance(value, Tensor) and not isinstance(place, Tensor)
-    return value.shape == place.shape and torch.can_cast(value.dtype, place.dtype)
+def encode(content: Any) -> Tensor:  # uint8 [bytes]
+    """Return JSON in a tensor, because every file format for weights holds tensors."""
+    return torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+
+
+def decode(state: Tensor) -> Any:
+    """Return the JSON value in a tensor that `encode` has made."""
+    return json.loads(bytes(state.tolist()))
 
 
 def new_seed(
@@ -324,16 +259,12 @@ def new_seed(
     device = slot.alpha.device
     seed = build_seed(blueprint, slot.layout, slot.width, device=device, generator=generator, birth=birth)
     if style == "gate":
-        seed = GatedSeed(seed, build_on(device, lambda: _new_gate(slot), generator))
+        gate = build_on(device, lambda: SampleGate(slot.width, -1 if slot.layout == "sequence" else 1), generator)
+        seed = GatedSeed(seed, gate)
     return seed.to(slot.alpha.dtype).train(slot.training)
 
 
-def seed_skeleton(slot: SeedSlot, blueprint: str, style: BlendStyle) -> nn.Module:
-    """Build the seed that `new_seed` would build on the meta device, where its tensors have shapes but no memory."""
-    with torch.device("meta"):
-        seed = get_blueprint(blueprint, slot.layout).build(slot.width)
-        return GatedSeed(seed, _new_gate(slot)) if style == "gate" else seed
-
-
-def _new_gate(slot: SeedSlot) -> SampleGate:
-    return SampleGate(slot.width, -1 if slot.layout == "sequence" else 1)
+def new_folded(slot: SeedSlot, kernel: int) -> nn.Conv2d:
+    """Return a new convolution that fits `folded` in a slot of layout "image"."""
+    conv = nn.Conv2d(slot.width, slot.width, kernel, padding=kernel // 2, device=slot.alpha.device)
+    return conv.to(slot.alpha.dtype)

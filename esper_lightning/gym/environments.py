@@ -14,7 +14,6 @@ from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_pool import WAIT_ACTION
 from esper_lightning.envs.seeding import TRAINING, draw_rng_seed
 from esper_lightning.envs.spaces.actions import to_action
-from esper_lightning.envs.spaces.observation import Observation
 from esper_lightning.gym.spaces import (
     flatten_masks,
     flatten_observation,
@@ -22,13 +21,15 @@ from esper_lightning.gym.spaces import (
     make_observation_space,
     observation_names,
 )
-from esper_lightning.telemetry.episode_trace import EpisodeTrace
+from esper_lightning.ranks import ALONE
 from esper_lightning.telemetry.figures import growth_timeline, set_margins
+from esper_lightning.telemetry.hosts import join, observe
+from esper_lightning.telemetry.observer import Trace
 
 METADATA: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 2}
 VECTOR_METADATA = METADATA | {"autoreset_mode": AutoresetMode.SAME_STEP}
 
-CONDITIONAL_MASKS = ("slot", "blueprint", "target", "speed", "curve")
+CONDITIONAL_MASKS = ("slot", "blueprint")
 """Fields of `Masks` that the info contains: what a head offers under each choice of the earlier heads."""
 
 
@@ -52,20 +53,18 @@ class GymHosts:
     def __init__(self, pool: HostPool, render_mode: str | None) -> None:
         if render_mode not in (None, *METADATA["render_modes"]):
             raise ValueError(f"render_mode must be rgb_array or None, got {render_mode!r}")
-        if pool.rows is not None:
-            raise ValueError("an environment of Gymnasium has flat observations; set data.env.sight.layout to flat")
         self.pool = pool
         self.action_space = make_action_space(pool.space)
-        self.observation_space = make_observation_space(pool.space, len(pool.feature_names))
+        self.observation_space = make_observation_space(len(self.names))
         self.traces = None if render_mode is None else [self._make_trace() for _ in pool.envs]
 
-    def _make_trace(self) -> EpisodeTrace:
-        return EpisodeTrace(self.pool.horizon, 1, len(self.pool.space.slot))
+    def _make_trace(self) -> Trace:
+        return Trace(self.pool.horizon, 1, len(self.pool.space.slot))
 
     @property
     def names(self) -> list[str]:
         """Name of each number of an observation."""
-        return observation_names(self.pool.space, self.pool.feature_names)
+        return observation_names(self.pool)
 
     def begin(self, hosts: Sequence[int], generators: Sequence[np.random.Generator]) -> None:
         """Start an episode of these hosts, whose RNG seed is drawn from the generator of each."""
@@ -76,9 +75,7 @@ class GymHosts:
 
     def observe(self) -> np.ndarray:  # [N, observation]
         """Return the observation of each host, in new storage."""
-        observation = self.pool.observation
-        assert isinstance(observation, Observation), "the layout is flat"
-        return flatten_observation(observation, self.pool.space)
+        return flatten_observation(self.pool)
 
     def action_masks(self) -> np.ndarray:  # [N, sum of choices] bool
         """Return the possible choices of each host, the heads one after the other; see `choice_masks`."""
@@ -118,10 +115,10 @@ class GymHosts:
         executed = [row if allowed else WAIT_ACTION for row, allowed in zip(rows, possible, strict=True)]
         step = self.pool.step(to_action(executed, self.pool.device))
         verdicts = {verdict.host: verdict for verdict in step.verdicts}
-        for i, trace in enumerate(self.traces or ()):
-            own = [verdicts[i]._replace(host=0)] if i in verdicts else []
-            action = type(step.action)(*(head[i : i + 1] for head in step.action))
-            trace.update(step._replace(action=action, verdicts=own), self.pool.envs[i : i + 1])
+        if self.traces is not None:
+            seen = join([observe(self.pool, step, 0)], ALONE)
+            for i, trace in enumerate(self.traces):
+                trace.update(self.pool.envs[i].tick, seen.hosts[i : i + 1], seen.slots[i : i + 1])
         infos = self.infos()
         for i, info in enumerate(infos):
             info["action_possible"] = possible[i]
@@ -142,7 +139,7 @@ class GymHosts:
         return [draw_timeline(trace, self.pool.space.slot) for trace in self.traces]
 
 
-def draw_timeline(trace: EpisodeTrace, slots: Sequence[str]) -> np.ndarray:  # [height, width, 3] uint8
+def draw_timeline(trace: Trace, slots: Sequence[str]) -> np.ndarray:  # [height, width, 3] uint8
     """Draw the timeline of one host as an image whose size depends on horizon and number of slots alone."""
     ticks, horizon = trace.length, len(trace.op)
     trace.length = horizon  # the rest of the episode is shown as empty slots

@@ -4,10 +4,12 @@ import numpy as np
 import torch
 from gymnasium.spaces import Box, MultiDiscrete
 from torch import Tensor
-from torch.nn.functional import one_hot
 
-from esper_lightning.envs import ActionSpace, Masks, Observation, Op
+from esper_lightning.envs import ActionSpace, HostPool, Masks, Op
 from esper_lightning.envs.device_transfer import download
+
+LARGEST_FEATURE = 3.0
+"""Bound of all features in an observation."""
 
 
 def make_action_space(space: ActionSpace) -> MultiDiscrete:
@@ -15,21 +17,28 @@ def make_action_space(space: ActionSpace) -> MultiDiscrete:
     return MultiDiscrete(list(space.sizes.values()))
 
 
-def make_observation_space(space: ActionSpace, features: int) -> Box:
+def make_observation_space(features: int) -> Box:
     """Return the observation space of one host with so many features; see `flatten_observation`."""
-    return Box(-1.0, 1.0, (features + len(space.slot) * (1 + len(space.blueprint)),), np.float32)
+    return Box(-LARGEST_FEATURE, LARGEST_FEATURE, (features,), np.float32)
 
 
-def flatten_observation(observation: Observation, space: ActionSpace) -> np.ndarray:  # [N, D + K·(1 + blueprints)]
-    """Return the features of each host, then the blueprint in each slot as a one-hot code; code 0 is an empty slot."""
-    codes = one_hot(download(observation.blueprints), 1 + len(space.blueprint)).flatten(1)
-    return torch.cat([download(observation.features), codes], 1).to(torch.float32).numpy()
+def flatten_observation(pool: HostPool) -> np.ndarray:  # [N, features]
+    """Return the features of each host, then those of its slots, then those of the blueprints in each slot."""
+    parts = pool.rows.split(download(pool.observation.features))
+    return torch.cat([part.flatten(1) for part in parts], 1).to(torch.float32).numpy()
 
 
-def observation_names(space: ActionSpace, features: list[str]) -> list[str]:
+def observation_names(pool: HostPool) -> list[str]:
     """Return the name of each number of a flat observation."""
-    codes = [f"{slot}.blueprint.{name}" for slot in space.slot for name in ("none", *space.blueprint)]
-    return [*features, *codes]
+    host, slot, _ = pool.rows
+    names, space = pool.feature_names, pool.space
+    of_slot = [name.removeprefix("slot.") for name in names[host : host + slot]]
+    of_blueprint = [name.removeprefix("blueprint.") for name in names[host + slot :]]
+    return [
+        *names[:host],
+        *(f"{place}.{name}" for place in space.slot for name in of_slot),
+        *(f"{place}.{kind}.{name}" for place in space.slot for kind in space.blueprint for name in of_blueprint),
+    ]
 
 
 def choice_masks(masks: Masks, space: ActionSpace) -> dict[str, Tensor]:  # [N, choices] bool by head
@@ -40,21 +49,14 @@ def choice_masks(masks: Masks, space: ActionSpace) -> dict[str, Tensor]:  # [N, 
     """
     acting = masks.slot.clone()  # [N, ops, K]
     acting[:, Op.WAIT] = False
-    ops = len(space.op)
     germinating = acting[:, Op.GERMINATE]  # [N, K]
-    timed_ops = [op for op in (Op.CULL, Op.SET_ALPHA) if op < ops]
-    speeds = (masks.speed & acting[..., None])[:, timed_ops].flatten(1, 2).any(1)  # [N, speeds]
+    can_germinate = germinating.any(1, keepdim=True)
     found = {
         "op": masks.op,
         "slot": acting.any(1),
         "blueprint": (masks.blueprint & germinating[..., None]).any(1),
-        "style": germinating.any(1, keepdim=True).expand(-1, len(space.style)),
-        "tempo": germinating.any(1, keepdim=True).expand(-1, len(space.tempo)),
-        "target": (masks.target & acting[:, Op.SET_ALPHA, :, None]).any(1)
-        if ops > Op.SET_ALPHA
-        else torch.zeros(len(acting), len(space.target), dtype=torch.bool),
-        "speed": speeds,
-        "curve": (masks.curve & speeds[..., None]).any(1),
+        "style": can_germinate.expand(-1, len(space.style)),
+        "tempo": can_germinate.expand(-1, len(space.tempo)),
     }
     return {name: with_fallback(possible) for name, possible in found.items()}
 

@@ -1,16 +1,15 @@
 """Hosts made from any network by attaching slots behind its modules."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.growth.attach import attach_from_records, attach_slots, attachment_records
+from esper_lightning.growth.attach import attach_at, attach_slots, attached_places
 from esper_lightning.growth.lifecycle import slots_of
-from esper_lightning.machine import check_memory
 from esper_lightning.registry import import_object
 
 CPU = torch.device("cpu")
@@ -52,27 +51,27 @@ class Attached(nn.Module):
         channels_last: list[str] | None = None,
     ) -> None:
         super().__init__()
-        self._make = import_object(network, "host Attached")
+        self._path = network
         self._settings = (settings or {}) | ({} if classes_as is None else {classes_as: outputs})
         records = find_slot_records(
             network,
             json.dumps(self._settings),
-            input_shape=tuple(input_shape),
+            example_shape=(TRIAL_BATCH_SIZE, *input_shape),
             outputs=outputs,
             tokens=tokens,
             slots=tuple(slots),
             isolate=isolate,
             channels_last=tuple(channels_last or ()),
         )
-        self.network = make_network(self._make, self._settings)
-        attach_from_records(self, [record | {"module": f"network.{record['module']}"} for record in records])
+        self.network = make_network(network, self._settings)
+        attach_at(self, [record | {"module": f"network.{record['module']}"} for record in records])
 
     def initialise_whole(self, generator: torch.Generator) -> None:
         """Initialise the whole network by its own constructor, since its modules may be of any class."""
         rng_seed = torch.randint(MAX_RNG_SEED, (), generator=generator, device=generator.device).item()
         with CPU, torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(rng_seed)
-            fresh = make_network(self._make, self._settings)
+            fresh = make_network(self._path, self._settings)
         for slot in slots_of(self).values():
             slot.initialise(generator)
         self.network.load_state_dict(fresh.state_dict())
@@ -81,12 +80,12 @@ class Attached(nn.Module):
         return self.network(x)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=32)  # a host is made for every episode
 def find_slot_records(
     network: str,
     settings: str,
     *,
-    input_shape: tuple[int, ...],
+    example_shape: tuple[int, ...],
     outputs: int,
     tokens: bool,
     slots: tuple[str, ...],
@@ -98,16 +97,14 @@ def find_slot_records(
     Raises ValueError if a slot cannot be attached, or if the output does not fit the task.
     """
     with CPU, torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        check_network_size(network, json.loads(settings))
-        trial = make_network(import_object(network, "host Attached"), json.loads(settings)).eval()
-        shape = (TRIAL_BATCH_SIZE, *input_shape)
-        example = torch.zeros(shape, dtype=torch.int64) if tokens else torch.randn(shape)
+        trial = make_network(network, json.loads(settings)).eval()
+        example = torch.zeros(example_shape, dtype=torch.int64) if tokens else torch.randn(example_shape)
         try:
             with torch.no_grad():
                 output = trial(example)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            raise ValueError(f"host Attached: {network} does not take inputs {list(input_shape)}: {reason}") from error
+            raise ValueError(f"host Attached: {network} takes no inputs {list(example_shape[1:])}: {reason}") from error
         attach_slots(trial, slots, example, detach_input=isolate, channels_last=channels_last)
     if not isinstance(output, Tensor) or output.shape[-1] != outputs:
         found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
@@ -115,28 +112,14 @@ def find_slot_records(
             f"host Attached: {network} answers with {found}, the task has {outputs} classes; name the argument that "
             f"takes their number by data.host.init_args.classes_as"
         )
-    return attachment_records(trial)
+    return attached_places(trial)
 
 
-def check_network_size(network: str, settings: dict[str, Any]) -> None:
-    """Raise ValueError if the parameters of a network are larger than the memory, before any is taken.
-
-    A network whose constructor needs values, which the meta device does not have, is not checked.
-    """
+def make_network(path: str, settings: dict[str, Any]) -> nn.Module:
+    """Return the network with an import path. Raises ValueError if the arguments do not fit, or if it is none."""
     try:
-        with torch.device("meta"):
-            outline = make_network(import_object(network, "host Attached"), settings)
-    except (NotImplementedError, RuntimeError):
-        return
-    needed = sum(parameter.numel() * parameter.element_size() for parameter in outline.parameters())
-    check_memory(needed, f"host Attached: {network} needs", "make its settings smaller")
-
-
-def make_network(make: Callable[..., nn.Module], settings: dict[str, Any]) -> nn.Module:
-    """Return `make(**settings)`. Raises ValueError if the arguments do not fit, or if it makes no network."""
-    try:
-        network = make(**settings)
-    except (TypeError, ValueError) as error:
+        network = import_object(path, "host Attached")(**settings)
+    except TypeError as error:
         raise ValueError(f"host Attached: {error}; see data.host.init_args.settings and classes_as") from error
     if not isinstance(network, nn.Module):
         raise ValueError(f"host Attached: data.host.init_args.network made a {type(network).__name__}, not a network")

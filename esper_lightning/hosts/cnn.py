@@ -8,10 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.hosts.checkpointing import run_block
-from esper_lightning.hosts.slots import MAX_DEPTH, MAX_WIDTH, Slots, check_sizes
-
-MAX_KERNEL = 1000
+from esper_lightning.hosts.parts import Slots, run_block
 
 
 class CNN(nn.Module):
@@ -26,7 +23,6 @@ class CNN(nn.Module):
         kernel: Side of the convolutions; odd.
         residual: Add the input of each block to what its ReLU takes, through a 1×1 convolution where the number of
             channels changes.
-        norm: Normalise each block by BatchNorm. False: its convolution has a bias instead.
         pools: Number of blocks that end in a 2×2 max-pool, counted from the first. None: all.
         slots: Slots in which seeds may grow: `block1` (before the pool), `block1.pool` (after it) … None: one per
             block, after its pool if it has one.
@@ -54,32 +50,32 @@ class CNN(nn.Module):
         channels_last: bool = True,
         widths: list[int] | None = None,
         residual: bool = False,
-        norm: bool = True,
     ) -> None:
         super().__init__()
-        if widths is not None:
-            base, blocks = min(widths, default=0), len(widths)
-        check_sizes("CNN", maximum=MAX_DEPTH, blocks=blocks)
+        if len(input_shape) != 3:
+            raise ValueError(f"host CNN needs images of shape (C, H, W), the task gives {tuple(input_shape)}")
         widths = [base * 2**i for i in range(blocks)] if widths is None else widths
-        self.pools = blocks if pools is None else pools
+        self.pools = len(widths) if pools is None else pools
+        if not widths or min(widths) < 1 or kernel % 2 == 0 or kernel < 1:
+            raise ValueError(f"host CNN: it needs blocks of positive widths and an odd kernel, got {widths}, {kernel}")
+        if not 0 <= self.pools <= len(widths) or min(input_shape[1:]) < 2**self.pools:
+            raise ValueError(
+                f"host CNN: pools must lie between 0 and the number of blocks, {len(widths)}, and need images of at "
+                f"least 2**pools pixels, got {self.pools} for {tuple(input_shape[1:])}"
+            )
         self.checkpoint_activations = checkpoint_activations
         self.channels_last = channels_last
-        _check(input_shape, base=base, blocks=blocks, kernel=kernel, pools=self.pools)
-
-        check_sizes("CNN", maximum=MAX_WIDTH, width=max(widths))
-        widths = [input_shape[0], *widths]
-        self.convs = nn.ModuleList(
-            nn.Conv2d(c, d, kernel, padding=kernel // 2, bias=not norm) for c, d in pairwise(widths)
-        )
-        self.norms = nn.ModuleList(nn.BatchNorm2d(width) if norm else nn.Identity() for width in widths[1:])
+        shapes = list(pairwise([input_shape[0], *widths]))
+        self.convs = nn.ModuleList(nn.Conv2d(c, d, kernel, padding=kernel // 2, bias=False) for c, d in shapes)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for width in widths)
         self.shortcuts: nn.ModuleList | None = None
         if residual:
             self.shortcuts = nn.ModuleList(
-                nn.Identity() if c == d else nn.Conv2d(c, d, 1, bias=False) for c, d in pairwise(widths)
+                nn.Identity() if c == d else nn.Conv2d(c, d, 1, bias=False) for c, d in shapes
             )
-        block_slots = [[f"block{i + 1}", f"block{i + 1}.pool"][: 2 if i < self.pools else 1] for i in range(blocks)]
-        slot_widths = {name: width for names, width in zip(block_slots, widths[1:], strict=True) for name in names}
-        default_slots = [names[-1] for names in block_slots]
+        names = [[f"block{i}", f"block{i}.pool"][: 2 if i <= self.pools else 1] for i in range(1, len(widths) + 1)]
+        slot_widths = {name: width for own, width in zip(names, widths, strict=True) for name in own}
+        default_slots = [own[-1] for own in names]
         self.slots = Slots(default_slots if slots is None else slots, slot_widths, layout="image", isolate=isolate)
         self.head = nn.Linear(widths[-1], outputs)
 
@@ -97,17 +93,3 @@ class CNN(nn.Module):
         y = F.relu(y if self.shortcuts is None else y + self.shortcuts[i](x))
         x = self.slots.forward_at(f"block{i + 1}", y)
         return self.slots.forward_at(f"block{i + 1}.pool", F.max_pool2d(x, 2)) if i < self.pools else x
-
-
-def _check(input_shape: Sequence[int], *, base: int, blocks: int, kernel: int, pools: int) -> None:
-    if len(input_shape) != 3:
-        raise ValueError(f"host CNN needs images of shape (C, H, W), the task gives {tuple(input_shape)}")
-    if base < 1 or blocks < 1 or kernel < 1:
-        raise ValueError(f"host CNN: base, blocks and kernel must be positive, got {base}, {blocks}, {kernel}")
-    check_sizes("CNN", maximum=MAX_KERNEL, kernel=kernel)
-    if kernel % 2 == 0:
-        raise ValueError(f"host CNN: kernel must be odd to keep the image's size, got {kernel}")
-    if not 0 <= pools <= blocks:
-        raise ValueError(f"host CNN: pools must lie between 0 and blocks = {blocks}, got {pools}")
-    if min(input_shape[1:]) < 2**pools:
-        raise ValueError(f"host CNN: {pools} pools need images of at least {2**pools} pixels, got {input_shape[1:]}")

@@ -7,7 +7,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.hosts.slots import MAX_DEPTH, MAX_WIDTH, Slots, check_sizes
+from esper_lightning.hosts.parts import Slots
 
 
 class MLP(nn.Module):
@@ -35,8 +35,6 @@ class MLP(nn.Module):
         super().__init__()
         if width < 1 or layers < 1:
             raise ValueError(f"host MLP: width and layers must be positive, got {width}, {layers}")
-        check_sizes("MLP", maximum=MAX_WIDTH, width=width)
-        check_sizes("MLP", maximum=MAX_DEPTH, layers=layers)
         widths = [math.prod(input_shape)] + [width] * layers
         self.layers = nn.ModuleList(nn.Linear(c, d) for c, d in pairwise(widths))
         slot_widths = {f"layer{i + 1}": width for i in range(layers)}

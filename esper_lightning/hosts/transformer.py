@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.hosts.checkpointing import run_block
 from esper_lightning.hosts.dropout import Dropout
-from esper_lightning.hosts.slots import MAX_DEPTH, MAX_WIDTH, Slots, check_sizes
+from esper_lightning.hosts.parts import Slots, run_block
 
 INITIAL_STD = 0.02
 """Standard deviation of the initial weights, as in GPT-2."""
@@ -146,11 +145,17 @@ class GPT(nn.Module):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        _check(input_shape, width=width, blocks=blocks, heads=heads, context=context)
+        if len(input_shape) != 1:
+            raise ValueError(f"host GPT needs sequences of tokens of shape (T,), the task gives {tuple(input_shape)}")
+        if min(width, blocks, heads) < 1 or width % heads or (rotary and width // heads % 2):
+            raise ValueError(
+                f"host GPT: width, blocks and heads must be positive, heads must divide width (with rotary positions "
+                f"into an even number), got {width}, {blocks}, {heads}"
+            )
+        if input_shape[0] > context:
+            raise ValueError(f"host GPT: context must be at least {input_shape[0]}, the task's length, got {context}")
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"host GPT: dropout must lie in [0, 1), got {dropout}")
-        if rotary and width // heads % 2:
-            raise ValueError(f"host GPT: rotary positions need an even width / heads, got {width} / {heads}")
         self.checkpoint_activations = checkpoint_activations
         self.tokens = TokenEmbedding(outputs, width)
         self.positions = nn.Identity() if rotary else PositionEmbedding(context, width)
@@ -189,16 +194,3 @@ class GPT(nn.Module):
 
     def _block(self, i: int, x: Tensor) -> Tensor:  # [B, T, C] -> [B, T, C]
         return self.slots.forward_at(f"layer{i + 1}", self.blocks[i](x))
-
-
-def _check(input_shape: Sequence[int], *, width: int, blocks: int, heads: int, context: int) -> None:
-    if len(input_shape) != 1:
-        raise ValueError(f"host GPT needs sequences of tokens of shape (T,), the task gives {tuple(input_shape)}")
-    if width < 1 or blocks < 1 or heads < 1:
-        raise ValueError(f"host GPT: width, blocks and heads must be positive, got {width}, {blocks}, {heads}")
-    check_sizes("GPT", maximum=MAX_WIDTH, width=width, context=context)
-    check_sizes("GPT", maximum=MAX_DEPTH, blocks=blocks)
-    if width % heads:
-        raise ValueError(f"host GPT: heads must divide width = {width}, got {heads}")
-    if input_shape[0] > context:
-        raise ValueError(f"host GPT: context must be at least {input_shape[0]}, the task's length, got {context}")

@@ -4,41 +4,41 @@ T environment steps per rollout, N environments.
 """
 
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from esper_lightning.envs.seeding import TRAINING, episode_rng_seeds
-from esper_lightning.envs.vector_env import FinalObservation, VectorEnv
+from esper_lightning.envs.vector_env import VectorEnv
 from esper_lightning.errors import DivergedError
 from esper_lightning.ppo.gae import discounted_sums, gae, normalise
-from esper_lightning.ppo.guard import find_defect, usable_environments
 from esper_lightning.ppo.losses import PPOConfig
-from esper_lightning.ppo.rollout_buffer import Experience, Rollout, RolloutBuffer
-from esper_lightning.ppo.running_norm import ObservationNorm, RunningMeanStd
+from esper_lightning.ppo.rollout_buffer import Experience, Rollout, RolloutBuffer, map_tensors
+from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.ranks import Ranks
-from esper_lightning.serialization.checks import (
-    check_count,
-    check_generator_state,
-    check_index_range,
-    check_keys,
-    check_matching_tensor,
-)
 from esper_lightning.tamiyo.policy import Policy, RecurrentState
+
+LARGEST_NUMBER = 1e15
+"""Largest absolute reward, return or feature to learn from: the sum of the squares of 10⁸ of them fits in float32."""
 
 REWARD = "the reward"
 
-REMEDY = (
-    "for a reward lower data.env.reward, data.env.objective or Governor.rules.penalty, for a feature look at the "
-    "environment, else lower model.ppo.lr"
-)
-"""Advice where no environment of a rollout can be learned from."""
+
+def is_usable(record: Tensor) -> Tensor:  # [T, N, …] -> [T, N] bool
+    """Return the steps whose numbers are all finite and at most `LARGEST_NUMBER`."""
+    return (record.abs() <= LARGEST_NUMBER).flatten(2).all(2) if record.dim() > 2 else record.abs() <= LARGEST_NUMBER
 
 
-def clone_record(record: Any) -> Any:
-    """Return a copy of a record of tensors."""
-    return type(record)(*(part.clone() for part in record))
+def first_defect(records: Mapping[str, Tensor], env: int) -> tuple[int, str, float] | None:
+    """Return step, name and value of the first unusable number of an environment in records [T, N, …]; None: none."""
+    found = []
+    for name, record in records.items():
+        for step in (~is_usable(record)[:, env]).nonzero().flatten().tolist()[:1]:
+            values = record[step, env].flatten()
+            found.append((step, name, values[~(values.abs() <= LARGEST_NUMBER)][0].item()))
+    return min(found, key=itemgetter(0), default=None)
 
 
 class RolloutSummary(NamedTuple):
@@ -47,17 +47,12 @@ class RolloutSummary(NamedTuple):
     returns: Tensor  # [N] undiscounted sum of rewards per environment of all ranks; without those that are left out
     values: Tensor  # [steps] V(s_t) of this rank's steps that are learned from, in units of the return
     value_targets: Tensor  # [steps] returns that these values estimate
-    advantage_spread: float
-    """Standard deviation of advantages before normalisation."""
     advantages: Tensor  # [T, N] normalised; NaN where the action was forced
-    places: Tensor | None = None
-    """Indices of the sequences of all ranks in this rank's rollout; see `Rollout.minibatches`. None: one rank."""
-    left_out: int = 0
-    """Environments from which nothing is learned, because they have numbers that are not finite or too large."""
-    defect: str | None = None
-    """First such number of the first environment that is left out. None: no environment is left out."""
-    reward_deviation: float | None = None
-    """Number by which the rewards of the rollout were divided. None: rewards are not normalised."""
+    usable: Tensor  # [N] bool: environments of all ranks that are learned from
+    defect: str | None  # first number that is not finite or too large, of the first environment that is left out
+    metrics: dict[str, float]
+    """Numbers to log: environments that are left out, the standard deviation of advantages before normalisation, and
+    the number by which rewards were divided, if they are normalised."""
 
 
 class RolloutCollector:
@@ -91,7 +86,6 @@ class RolloutCollector:
     ) -> None:
         self.pool = pool
         self.ranks = ranks or Ranks([pool.n_envs])
-        assert len(self.ranks.own) == pool.n_envs, "the environments of this rank"
         self.policy = policy
         self.observation_norm = observation_norm
         self.value_norm = value_norm
@@ -103,9 +97,10 @@ class RolloutCollector:
         self.ticks = 0  # environment steps since the run began: the x-axis of every plot
         self.generator = torch.Generator(pool.device).manual_seed(run_rng_seed)  # exploration and minibatches
         self.buffer = RolloutBuffer(pool, policy, config.sequence)
+        # Of the rollout, beside what the policy learns from [T, N, …]: features as the normalisers will learn them, and
+        # V of the last states of truncated episodes, which an autoreset hides from the next observation.
         self.raw_features = torch.zeros(pool.horizon, *pool.observation.features.shape, device=pool.device)
         self.raw_privileged = None if self.buffer.privileged is None else torch.zeros_like(self.buffer.privileged)
-        # V of the last states of truncated episodes, [T, N], which an autoreset hides from the next observation.
         self.final_values = torch.zeros_like(self.buffer.values) if pool.autoreset else None
         # Discounted sums of rewards after the last rollout [N], for episodes that continue in the next one. They are no
         # part of a checkpoint: hosts begin an episode with every rollout, other environments do so after a resume.
@@ -132,23 +127,22 @@ class RolloutCollector:
     @torch.no_grad()
     def step(self) -> Any:
         """Choose one action per environment, take one environment step and record it. Returns the step's result."""
-        with self.pool.clock.measure("policy"):
-            length = self.buffer.length
+        pool, length, state = self.pool, self.buffer.length, self.state
+        with pool.clock.measure("policy"):
             # Copies, because the step overwrites the environments' observation.
-            masks, privileged = clone_record(self.pool.masks), self._normalise_privileged(self.pool.privileged)
-            observation, state = self._normalise_observation(clone_record(self.pool.observation)), self.state
-            privileged = None if privileged is None else privileged.clone()
+            masks, seen = map_tensors(torch.clone, pool.masks), map_tensors(torch.clone, pool.observation)
+            observation, privileged = self._normalised(seen, map_tensors(torch.clone, pool.privileged))
             distribution, values, self.state = self.policy.step(
                 observation, state, masks, starts=self.starts, privileged=privileged
             )
             action = distribution.sample(self.generator, self.ranks)
-            self.raw_features[length].copy_(self.pool.observation.features)
+            self.raw_features[length].copy_(pool.observation.features)
             if self.raw_privileged is not None:
-                assert self.pool.privileged is not None
-                self.raw_privileged[length].copy_(self.pool.privileged)
+                assert pool.privileged is not None
+                self.raw_privileged[length].copy_(pool.privileged)
         with torch.enable_grad():
-            step = self.pool.step(action)
-        with self.pool.clock.measure("policy"):
+            step = pool.step(action)
+        with pool.clock.measure("policy"):
             self.buffer.add(
                 Experience(
                     observation=observation,
@@ -170,7 +164,7 @@ class RolloutCollector:
             if self.final_values is not None:
                 self.starts.logical_or_(step.truncated)
                 if step.final is not None:
-                    self.final_values[length].copy_(self._final_values(step.final))
+                    self.final_values[length].copy_(self._value(*step.final, starts=torch.zeros_like(self.starts)))
         self.ticks += 1
         self.last_step = step
         self.reward_terms[length] = step.terms
@@ -178,23 +172,18 @@ class RolloutCollector:
             listener()
         return step
 
-    def _final_values(self, ended: FinalObservation) -> Tensor:  # [N]
+    def _normalised(self, observation: Any, privileged: Tensor | None) -> tuple[Any, Tensor | None]:
+        """Return what the policy sees and what its critic sees beyond that, as they are stored."""
+        features = self.observation_norm(observation.features)
+        more = None if self.privileged_norm is None else self.privileged_norm(privileged)
+        return observation._replace(features=features), more
+
+    def _value(self, observation: Any, privileged: Tensor | None, *, starts: Tensor) -> Tensor:  # [N]
         """Return V of the states after the last action, with the recurrent state after it."""
-        no_starts = torch.zeros_like(self.starts)
-        privileged = self._normalise_privileged(ended.privileged)
+        observation, privileged = self._normalised(observation, privileged)
         return self.value_norm.inverse(
-            self.policy.estimate_value(
-                self._normalise_observation(ended.observation), self.state, no_starts, privileged=privileged
-            )
+            self.policy.estimate_value(observation, self.state, starts, privileged=privileged)
         )
-
-    def _normalise_observation(self, observation: Any) -> Any:
-        """Return an observation with normalised features, as given to the policy and stored."""
-        return observation._replace(features=self.observation_norm(observation.features))
-
-    def _normalise_privileged(self, privileged: Tensor | None) -> Tensor | None:
-        """Return normalised privileged features; None if the critic sees no more than the policy."""
-        return None if self.privileged_norm is None else self.privileged_norm(privileged)
 
     @torch.no_grad()
     def finish(self) -> tuple[Rollout, RolloutSummary]:
@@ -204,21 +193,17 @@ class RolloutCollector:
         """
         buffer, config, ranks = self.buffer, self.config, self.ranks
         assert buffer.length == buffer.ticks, "the rollout is not finished"
-        # V of the state after the last action, with the recurrent state after it.
-        privileged = self._normalise_privileged(self.pool.privileged)
-        last_value = self.policy.estimate_value(
-            self._normalise_observation(self.pool.observation), self.state, self.starts, privileged=privileged
-        )
         values = self.value_norm.inverse(buffer.values)
-        next_values = torch.cat([values[1:], self.value_norm.inverse(last_value)[None]])
+        last_value = self._value(self.pool.observation, self.pool.privileged, starts=self.starts)
+        next_values = torch.cat([values[1:], last_value[None]])
         terminated, truncated = buffer.terminated, buffer.truncated
         if self.final_values is not None:
             next_values = torch.where(truncated, self.final_values, next_values)
         elif config.horizon_is_end:
             terminated = terminated | truncated
-        reward_deviation = self._update_reward_norm()
+        reward_unit = self._update_reward_norm()
         advantages, returns = gae(
-            buffer.rewards if reward_deviation is None else buffer.rewards / reward_deviation,
+            buffer.rewards / reward_unit,
             values,
             next_values,
             terminated=terminated,
@@ -226,25 +211,30 @@ class RolloutCollector:
             gamma=config.gamma,
             lam=config.gae_lambda,
         )
-        records = {REWARD: buffer.rewards, "an observed feature": self.raw_features}
-        if self.raw_privileged is not None:
-            records["a privileged feature"] = self.raw_privileged
-        records |= {"the policy's log-probability": buffer.log_prob, "the critic's value": values}
-        results = {"the return": returns, "the advantage": advantages}
-        usable = usable_environments([*records.values(), *results.values()])
+        records = {
+            REWARD: buffer.rewards,
+            "an observed feature": self.raw_features,
+            **({} if self.raw_privileged is None else {"a privileged feature": self.raw_privileged}),
+            "the policy's log-probability": buffer.log_prob,
+            "the critic's value": values,
+        }
+        results = {"the return": returns, "the advantage": advantages}  # to blame only if no record is the cause
+        usable = torch.stack([is_usable(part).all(0) for part in (records | results).values()]).all(0)  # [n] own ones
         usable_of_all = ranks.gather_rows(usable)
-        left_out = int((~usable_of_all).sum())
-        defect = None
+        left_out, defect = int((~usable_of_all).sum()), None
         if left_out:
             own = None if usable.all() else self._describe_defect(records, results, env=int(usable.int().argmin()))
             defect = next(one for one in ranks.gather_everywhere(own) if one is not None)
         if left_out == len(usable_of_all):
-            raise DivergedError(f"no environment of the rollout can be learned from: {defect}; {REMEDY}")
+            raise DivergedError(
+                f"no environment of the rollout can be learned from: {defect}; for a reward lower data.env.reward, "
+                f"data.env.objective or Governor.rules.penalty, for a feature look at the environment, else lower "
+                f"model.ppo.lr"
+            )
         advantages, returns = torch.where(usable, advantages, 0.0), torch.where(usable, returns, 0.0)
         # Steps of a host whose episode ended before the horizon are padding.
-        active = ~buffer.masks.ended & usable
-        unforced = ~buffer.masks.forced & usable
-        normalised = normalise(advantages, unforced, config.advantage_floor, ranks=ranks)
+        active, unforced = ~buffer.masks.ended & usable, ~buffer.masks.forced & usable
+        advantages, spread = normalise(advantages, unforced, config.advantage_floor, ranks=ranks)
         self.value_norm.update(returns[active], ranks)
         rollout = Rollout(
             observation=buffer.observation,
@@ -254,88 +244,53 @@ class RolloutCollector:
             values=buffer.values,
             starts=buffer.starts,
             state=buffer.state,
-            advantages=normalised,
+            advantages=advantages,
             targets=self.value_norm(returns),
             privileged=buffer.privileged,
         )
-        sequence_states = buffer.sequence_states
-        if left_out and not usable.all():
-            rest = usable.nonzero().squeeze(1)
-            rollout = rollout.select_envs(rest)
-            if sequence_states is not None:
-                sequence_states = RecurrentState(*(part[:, rest] for part in sequence_states))
-        if isinstance(self.observation_norm, ObservationNorm):
-            # The rollout holds features normalised by the old statistics; the new ones apply from the next rollout on.
-            self.observation_norm.update(self.raw_features[active], ranks)
-        if isinstance(self.privileged_norm, RunningMeanStd):
-            assert self.raw_privileged is not None
-            self.privileged_norm.update(self.raw_privileged[active], ranks)
+        if buffer.sequence_length < buffer.ticks:
+            rollout = rollout.split_sequences(buffer.sequence_length, buffer.sequence_states)
+        # The rollout holds features normalised by the old statistics; the new ones apply from the next rollout on.
+        for norm, raw in ((self.observation_norm, self.raw_features), (self.privileged_norm, self.raw_privileged)):
+            if raw is not None and norm is not None and not isinstance(norm, nn.Identity):
+                norm.update(raw[active], ranks)  # pyright: ignore[reportCallIssue]  # a normaliser
         # A state that is not finite would stay so: at the start of an episode it is multiplied by 0.
         self.state = RecurrentState(*(part.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for part in self.state))
-        if sequence_states is not None:
-            rollout = rollout.split_sequences(buffer.sequence_length, sequence_states)
-        reward_unit = 1.0 if reward_deviation is None else reward_deviation.item()
+        metrics = {"left_out": float(left_out), "advantage_spread": spread * float(reward_unit)}
         return rollout, RolloutSummary(
             returns=ranks.gather_rows(buffer.rewards.sum(0))[usable_of_all].cpu(),
             values=values[active] * reward_unit,
             value_targets=returns[active] * reward_unit,
-            advantage_spread=self._spread(advantages[unforced]) * reward_unit,
-            advantages=torch.where(unforced, normalised, torch.nan),
-            places=None if ranks.world == 1 else self._places(usable, usable_of_all),
-            left_out=left_out,
+            advantages=torch.where(unforced, advantages, torch.nan),
+            usable=usable_of_all,
             defect=defect,
-            reward_deviation=None if reward_deviation is None else reward_unit,
+            metrics=metrics if self.reward_norm is None else metrics | {"reward_deviation": float(reward_unit)},
         )
 
-    def _spread(self, advantages: Tensor) -> float:
-        """Return the standard deviation of advantages [steps] over all ranks; 0 without any."""
-        if self.ranks.world > 1:
-            return self.ranks.moments(advantages).variance.sqrt().item()
-        return advantages.std(correction=0).item() if len(advantages) else 0.0
+    def _update_reward_norm(self) -> Tensor | float:
+        """Update the statistics of the discounted sum of rewards, and return the number by which rewards are divided.
 
-    def _places(self, usable: Tensor, usable_of_all: Tensor) -> Tensor:
-        """Return for each training sequence of all ranks its index in this rank's rollout, or -1, int64.
-
-        Args:
-            usable: Environments of this rank that are learned from, [n] bool.
-            usable_of_all: Environments of all ranks that are learned from, [N] bool.
-        """
-        own = torch.tensor(self.ranks.own, device=usable.device)[usable]
-        places = usable.new_full((len(usable_of_all),), -1, dtype=torch.int64)
-        places[own] = torch.arange(len(own), device=usable.device)
-        places = places[usable_of_all]
-        sequences = range(self.buffer.ticks // self.buffer.sequence_length)
-        return torch.cat([torch.where(places < 0, -1, places + k * len(own)) for k in sequences])
-
-    def _update_reward_norm(self) -> Tensor | None:
-        """Update the statistics of the discounted sum of rewards, and return its standard deviation, a scalar.
-
-        None: rewards are not normalised. As in Engstrom et al. 2020 (https://arxiv.org/abs/2005.12729, appendix A.2),
-        the statistics include the rewards that are divided, and no mean is subtracted from rewards: that would reward
-        or punish the length of an episode.
+        As in Engstrom et al. 2020 (https://arxiv.org/abs/2005.12729, appendix A.2), the statistics include the rewards
+        that are divided, and no mean is subtracted from rewards: that would reward or punish the length of an episode.
         """
         if self.reward_norm is None:
-            return None
+            return 1.0
         buffer = self.buffer
         sums = discounted_sums(buffer.rewards, self.discounted_sums, starts=buffer.starts, gamma=self.config.gamma)
-        usable = usable_environments([buffer.rewards])
+        usable = is_usable(buffer.rewards).all(0)
         self.discounted_sums.copy_(torch.where(usable, sums[-1], 0.0))
         self.reward_norm.update(sums[~buffer.masks.ended & usable], self.ranks)
         return self.reward_norm.deviation
 
     def _describe_defect(self, records: Mapping[str, Tensor], results: Mapping[str, Tensor], env: int) -> str:
-        """Describe the first unusable number of one environment: `in environment 3 at step 7 the reward is nan`.
-
-        Args:
-            records: Numbers of the rollout by name, [T, N, …] each.
-            results: Numbers computed from them, which are named only if no record is the cause.
-            env: Index of the environment.
-        """
-        found = find_defect(records, env) or find_defect(results, env)
+        """Describe the first unusable number of one environment: `in environment 3 at step 7 the reward is nan`."""
+        found = first_defect(records, env) or first_defect(results, env)
         assert found is not None, "the environment is left out"
-        terms = self.reward_terms.get(found.step, {}) if found.name == REWARD else {}
-        culprit = find_defect({f"the reward term {name}": paid[None] for name, paid in terms.items()}, env) or found
-        return f"in environment {self.ranks.own[env]} at step {found.step + 1} {culprit.name} is {culprit.value:g}"
+        step, name, value = found
+        terms = self.reward_terms.get(step, {}) if name == REWARD else {}
+        if of_terms := first_defect({f"the reward term {term}": paid[None] for term, paid in terms.items()}, env):
+            _, name, value = of_terms
+        return f"in environment {self.ranks.own[env]} at step {step + 1} {name} is {value:g}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the collector's state, in types that `weights_only=True` accepts."""
@@ -346,53 +301,23 @@ class RolloutCollector:
             "state": [part.clone() for part in self.state],
             "starts": self.starts.clone(),
             "buffer": self.buffer.state_dict(),
-            "raw_features": self.raw_features[: self.buffer.length].clone(),
-            **{name: part[: self.buffer.length].clone() for name, part in self._optional_storage().items()},
+            **{name: part[: self.buffer.length].clone() for name, part in self._beside_buffer().items()},
         }
 
-    def _optional_storage(self) -> dict[str, Tensor]:
-        """Return the storage that exists only for some environments and policies, by its key in a checkpoint."""
-        storage = {"raw_privileged": self.raw_privileged, "final_values": self.final_values}
-        return {name: part for name, part in storage.items() if part is not None}
+    def _beside_buffer(self) -> dict[str, Tensor]:
+        """Return the storage of the rollout beside the buffer, by its key in a checkpoint."""
+        names = ("raw_features", "raw_privileged", "final_values")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from `state_dict`; its tensors may be on another device.
 
-        Numbers that are not finite are kept: `finish` leaves their environments out. Raises ValueError if the state
-        belongs to another run, or is damaged.
+        Numbers that are not finite are kept: `finish` leaves their environments out.
         """
-        parts = (
-            "episode",
-            "ticks",
-            "generator",
-            "state",
-            "starts",
-            "buffer",
-            "raw_features",
-            *self._optional_storage(),
-        )
-        check_keys("the rollout", state, parts)
-        self.episode, self.ticks = check_count("episode", state["episode"]), check_count("ticks", state["ticks"])
-        self.generator.set_state(check_generator_state("the generator's state", state["generator"], self.generator))
-        parts = zip(RecurrentState._fields, state["state"], self.state, strict=True)
-        self.state = RecurrentState(
-            *(check_matching_tensor(name, part, current).to(current.device) for name, part, current in parts)
-        )
-        self.starts.copy_(check_matching_tensor("starts", state["starts"], self.starts))
+        self.episode, self.ticks = state["episode"], state["ticks"]
+        self.generator.set_state(state["generator"].cpu())
+        self.state = RecurrentState(*(part.to(self.pool.device) for part in state["state"]))
+        self.starts.copy_(state["starts"])
         self.buffer.load_state_dict(state["buffer"])
-        length = self.buffer.length
-        self.raw_features[:length].copy_(
-            check_matching_tensor("the observed features", state["raw_features"], self.raw_features[:length])
-        )
-        for name, part in self._optional_storage().items():
-            part[:length].copy_(check_matching_tensor(name, state[name], part[:length]))
-        for head, choices in self.pool.space.iter_heads(self.buffer.action):
-            check_index_range("an action", head[:length], choices)
-        for part in self.buffer.observation[1:]:
-            check_index_range("what was seen", part[:length], self.pool.num_categories)
-        # With an empty buffer the rollout may not have begun.
-        begun_rollouts = {self.episode - 1, self.episode} if length == 0 else {self.episode - 1}
-        if self.ticks not in {rollouts * self.buffer.ticks + length for rollouts in begun_rollouts}:
-            raise ValueError(
-                f"the rollout is at tick {length}, but {self.ticks} ticks and {self.episode} rollouts began"
-            )
+        for name, part in self._beside_buffer().items():
+            part[: self.buffer.length].copy_(state[name])

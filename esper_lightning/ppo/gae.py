@@ -45,16 +45,18 @@ def discounted_sums(
     return sums
 
 
-def normalise(advantages: Tensor, included: Tensor, floor: float, *, ranks: Ranks = ALONE) -> Tensor:
+def normalise(advantages: Tensor, included: Tensor, floor: float, *, ranks: Ranks = ALONE) -> tuple[Tensor, float]:
     """Normalise advantages to mean 0 and standard deviation 1 over the steps in `included` (bool, same shape).
 
-    The standard deviation is at least `floor`, so that noise is not amplified when all returns are alike. With several
-    ranks both numbers are those of the steps of all ranks.
+    Returns the normalised advantages and the standard deviation. They are divided by at least `floor`, so that noise is
+    not amplified when all returns are alike. Both numbers are those of the steps of all ranks.
     """
     sample = advantages[included]
     if ranks.world > 1:
         count, mean, variance = ranks.moments(sample)
-        return (advantages - mean) / variance.sqrt().clamp(min=floor) if count > 1 else torch.zeros_like(advantages)
-    if sample.numel() < 2:
-        return torch.zeros_like(advantages)
-    return (advantages - sample.mean()) / sample.std(correction=0).clamp(min=floor)
+        spread = variance.sqrt()
+    else:
+        count, mean, spread = len(sample), sample.mean(), sample.std(correction=0) if len(sample) else sample.sum()
+    if count < 2:
+        return torch.zeros_like(advantages), 0.0
+    return (advantages - mean) / spread.clamp(min=floor), spread.item()

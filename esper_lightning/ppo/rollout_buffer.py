@@ -1,14 +1,21 @@
 """Rollout storage, allocated once. T environment steps per rollout, N environments."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from esper_lightning.envs.vector_env import VectorEnv
-from esper_lightning.serialization.checks import check_count, check_keys, check_matching_tensor
+from esper_lightning.ranks import ALONE, Ranks
 from esper_lightning.tamiyo.policy import Policy, RecurrentState
+
+
+def map_tensors(change: Callable[[Tensor], Any], record: Any) -> Any:
+    """Return a nested record with every tensor changed by a function; None stays None."""
+    if record is None or isinstance(record, Tensor):
+        return record if record is None else change(record)
+    return type(record)(*(map_tensors(change, part) for part in record))
 
 
 class Rollout(NamedTuple):
@@ -25,43 +32,38 @@ class Rollout(NamedTuple):
     targets: Tensor  # [T, n] normalised returns
     privileged: Tensor | None = None  # [T, n, P] normalised features for the critic only
 
+    def map_steps(self, change: Callable[[Tensor], Tensor], state: RecurrentState) -> "Rollout":
+        """Return a rollout with every tensor of steps changed, and another recurrent state before the first step."""
+        steps = self._replace(state=None)  # pyright: ignore[reportArgumentType]  # for a moment
+        return map_tensors(change, steps)._replace(state=state)
+
     def select_envs(self, envs: Tensor) -> "Rollout":
         """Return the sequences of the environments with indices `envs` [m] int64."""
-
-        def pick(field: Any) -> Any:
-            if field is None or isinstance(field, Tensor):
-                return field if field is None else field[:, envs]
-            return type(field)(*(part[:, envs] for part in field))
-
-        fields = {name: pick(getattr(self, name)) for name in self._fields if name != "state"}
-        return Rollout(**fields, state=RecurrentState(*(part[envs] for part in self.state)))
+        return self.map_steps(lambda part: part[:, envs], map_tensors(lambda part: part[envs], self.state))
 
     def split_sequences(self, sequence_length: int, sequence_states: RecurrentState) -> "Rollout":
-        """Return the same steps as shorter sequences, which become separate environments.
+        """Return the same steps as shorter sequences, each as an environment: k·n + i is sequence k of environment i.
 
         Args:
             sequence_length: Environment steps L of a sequence; a divisor of T.
             sequence_states: Recurrent states before each sequence but the first, [T / L - 1, n, width].
         """
-
-        def side_by_side(field: Tensor) -> Tensor:  # [T, n, …] -> [L, T / L · n, …]
-            return field.unflatten(0, (-1, sequence_length)).transpose(0, 1).flatten(1, 2)
-
-        def split_field(field: Any) -> Any:
-            if field is None or isinstance(field, Tensor):
-                return field if field is None else side_by_side(field)
-            return type(field)(*map(side_by_side, field))
-
-        fields = {name: split_field(getattr(self, name)) for name in self._fields if name != "state"}
-        states = (
-            torch.cat([first, rest.flatten(0, 1)]) for first, rest in zip(self.state, sequence_states, strict=True)
+        states = zip(self.state, sequence_states, strict=True)
+        return self.map_steps(
+            lambda part: part.unflatten(0, (-1, sequence_length)).transpose(0, 1).flatten(1, 2),
+            RecurrentState(*(torch.cat([first, rest.flatten(0, 1)]) for first, rest in states)),
         )
-        return Rollout(**fields, state=RecurrentState(*states))
 
     def minibatches(
-        self, epochs: int, parts: int, generator: torch.Generator, *, places: Tensor | None = None
+        self,
+        epochs: int,
+        parts: int,
+        generator: torch.Generator,
+        *,
+        usable: Tensor | None = None,
+        ranks: Ranks = ALONE,
     ) -> Iterator["Rollout"]:
-        """Iterate over the rollout `epochs` times, each time in `parts` random groups of environments.
+        """Iterate over the rollout `epochs` times, each time in `parts` random groups of environments (or sequences).
 
         There is one group per environment if there are fewer than `parts`. With several ranks the groups are drawn from
         the environments of all ranks, alike on each of them. A rank gets its own part of a group, which may be empty.
@@ -69,17 +71,21 @@ class Rollout(NamedTuple):
         Args:
             epochs, parts: See above.
             generator: Generator of the groups, in the same state on all ranks.
-            places: For each environment of all ranks its index in this rollout, or -1 if another rank has it, int64.
-                None: this rollout has all environments.
+            usable: Environments of all ranks that are learned from, [N] bool. None: all.
+            ranks: Processes that share the environments.
         """
-        device = self.log_prob.device
-        n = self.log_prob.shape[1] if places is None else len(places)
+        own, device = self.log_prob.shape[1], self.log_prob.device
+        places = torch.arange(own, device=device)  # of the sequences of all ranks in this rollout; -1: of other ranks
+        if ranks.world > 1:
+            sequences, places = own // len(ranks.own), places.new_full((own * ranks.world,), -1)
+            places.view(sequences, ranks.total)[:, ranks.own] = torch.arange(own, device=device).view(sequences, -1)
+        if usable is not None:
+            places = places[usable.repeat(len(places) // len(usable))]
         for _ in range(epochs):
-            for envs in torch.randperm(n, generator=generator, device=device).tensor_split(min(parts, n)):
-                if places is not None:
-                    envs = places[envs]
-                    envs = envs[envs >= 0]
-                yield self.select_envs(envs)
+            order = torch.randperm(len(places), generator=generator, device=device)
+            for group in order.tensor_split(min(parts, len(places))):
+                envs = places[group]
+                yield self.select_envs(envs if ranks.world == 1 else envs[envs >= 0])
 
 
 class Experience(NamedTuple):
@@ -122,26 +128,19 @@ class RolloutBuffer:
             return torch.zeros(self.ticks, n, *shape, dtype=dtype, device=device)
 
         def like(example: Any) -> Any:
-            return type(example)(*(zeros(*part.shape[1:], dtype=part.dtype) for part in example))
+            return map_tensors(lambda part: zeros(*part.shape[1:], dtype=part.dtype), example)
 
         self.length = 0
-        self.observation = like(env.observation)
-        self.masks = like(env.masks)
-        self.action = like(env.space.zeros(n, device))
+        self.observation, self.masks, self.action = map(like, (env.observation, env.masks, env.space.zeros(n, device)))
         self.log_prob, self.values, self.rewards = zeros(), zeros(), zeros()
         self.terminated, self.truncated, self.starts = (zeros(dtype=torch.bool) for _ in range(3))
-        self.privileged: Tensor | None = None
-        if policy.asymmetric:
-            assert env.privileged is not None, "policy_shape has seen them"
-            self.privileged = zeros(env.privileged.shape[-1])
-        self.state = RecurrentState(*(torch.zeros_like(part) for part in policy.initial_state(n)))
-        n_splits = self.ticks // self.sequence_length - 1
+        self.privileged: Tensor | None = like(env.privileged) if policy.asymmetric else None
+        self.state: RecurrentState = map_tensors(torch.zeros_like, policy.initial_state(n))
+        cuts = self.ticks // self.sequence_length - 1
         # Recurrent states before each sequence but the first, [cuts, N, width].
-        self.sequence_states = (
-            RecurrentState(*(part.new_zeros(n_splits, *part.shape) for part in self.state)) if n_splits else None
-        )
+        self.sequence_states: RecurrentState = map_tensors(lambda part: part.new_zeros(cuts, *part.shape), self.state)
         # Views of each step's rows, because creating a view costs as much as writing into it.
-        self._rows = [t.unbind(0) for t in self._storage()]
+        self._rows = [part.unbind(0) for part in self._tensors(self)]
 
     def clear(self, state: RecurrentState) -> None:
         """Begin a rollout whose first step starts from `state`."""
@@ -152,45 +151,37 @@ class RolloutBuffer:
     def add(self, step: Experience) -> None:
         """Store a copy of one step, and of the recurrent state before it if a sequence begins there."""
         assert self.length < self.ticks, "the rollout is full"
-        if self.sequence_states is not None and self.length and self.length % self.sequence_length == 0:
+        if self.length and self.length % self.sequence_length == 0:
             for stored, new in zip(self.sequence_states, step.state, strict=True):
                 stored[self.length // self.sequence_length - 1].copy_(new)
-        for rows, value in zip(self._rows, self._tensors_of(step), strict=True):
+        for rows, value in zip(self._rows, self._tensors(step), strict=True):
             rows[self.length].copy_(value)
         self.length += 1
 
-    def _storage(self) -> tuple[Tensor, ...]:
-        return self._tensors_of(self)
-
-    def _tensors_of(self, record: "Experience | RolloutBuffer") -> tuple[Tensor, ...]:
+    def _tensors(self, record: "Experience | RolloutBuffer") -> list[Tensor]:
         """Return the tensors of one step or of all steps, in the order of a checkpoint."""
-        observed = (*record.observation, *record.masks, record.values, record.starts)
-        extra: tuple[Tensor, ...] = ()
-        if self.privileged is not None:
-            assert record.privileged is not None, "an asymmetric critic needs the privileged features"
-            extra = (record.privileged,)
-        return (*observed, *extra, *record.action, record.log_prob, record.rewards, record.terminated, record.truncated)
+        privileged = [] if record.privileged is None else [record.privileged]
+        observed = (*record.observation, *record.masks, record.values, record.starts, *privileged)
+        return [*observed, *record.action, record.log_prob, record.rewards, record.terminated, record.truncated]
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the steps stored so far and of the recurrent states."""
-        saved = {"ticks": [t[: self.length].clone() for t in self._storage()], "state": [t.clone() for t in self.state]}
-        return (
-            saved
-            if self.sequence_states is None
-            else saved | {"sequence_states": [t.clone() for t in self.sequence_states]}
-        )
+        saved = {
+            "ticks": [part[: self.length].clone() for part in self._tensors(self)],
+            "state": [part.clone() for part in self.state],
+        }
+        if self.sequence_length < self.ticks:
+            saved["sequence_states"] = [part.clone() for part in self.sequence_states]
+        return saved
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state from `state_dict`. Raises ValueError if its shapes or types do not fit this rollout."""
-        check_keys(
-            "the rollout's buffer",
-            state,
-            ("ticks", "state", *(() if self.sequence_states is None else ("sequence_states",))),
-        )
-        length = check_count("the length of the rollout", len(state["ticks"][0]), self.ticks)
-        stored = [t[:length] for t in self._storage()]
-        all_current = (*stored, *self.state, *(self.sequence_states or ()))
-        all_saved = (*state["ticks"], *state["state"], *state.get("sequence_states", ()))
-        for current, saved in zip(all_current, all_saved, strict=True):
-            current.copy_(check_matching_tensor("a part of the rollout", saved, current))
-        self.length = length
+        """Restore a state from `state_dict`. Raises ValueError if the sequences have another length."""
+        if len(state.get("sequence_states", [()])[0]) != len(self.sequence_states[0]):
+            raise ValueError("ppo.sequence is not that of the saved run; set it back")
+        self.length = len(state["ticks"][0])
+        for current, saved in zip(self._tensors(self), state["ticks"], strict=True):
+            current[: self.length].copy_(saved)
+        for current, saved in zip(self.state, state["state"], strict=True):
+            current.copy_(saved)
+        for current, saved in zip(self.sequence_states, state.get("sequence_states", ()), strict=False):
+            current.copy_(saved)

@@ -7,27 +7,34 @@ A reward of your own is a function with a name and the names of its terms:
         return {"gain": step.objective - step.objective_before, "size": -0.01 * sum(s.growth for s in step.slots)}
 """
 
-from esper_lightning.rewards.config import REWARDS, ROLLBACK_TERM, ModeName, Reward, RewardConfig, register
-from esper_lightning.rewards.modes import MODES, account_after, compute_terms
 from esper_lightning.rewards.objective import ObjectiveConfig, Prices, compute_rent, objective, rent
-from esper_lightning.rewards.tick import HostStep, SeedAccount, SlotStatus, SlotStep
+from esper_lightning.rewards.reward import (
+    REWARDS,
+    ROLLBACK_TERM,
+    HostStep,
+    Reward,
+    RewardConfig,
+    SlotStatus,
+    SlotStep,
+    compute_terms,
+    register,
+)
+
+from esper_lightning.rewards import modes  # isort: skip  # it registers the rewards of this package
 
 __all__ = [
-    "MODES",
     "REWARDS",
     "ROLLBACK_TERM",
     "HostStep",
-    "ModeName",
     "ObjectiveConfig",
     "Prices",
     "Reward",
     "RewardConfig",
-    "SeedAccount",
     "SlotStatus",
     "SlotStep",
-    "account_after",
     "compute_rent",
     "compute_terms",
+    "modes",
     "objective",
     "register",
     "rent",

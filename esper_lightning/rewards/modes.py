@@ -1,274 +1,122 @@
-"""Reward modes: each is a named sum of terms, and each term is a function of one environment step of one host.
+"""The rewards of this package.
 
-Scale: `objective`, `kept` and `sparse` are in accuracy 0 … 1, as J is. `shaped` and `escrow` are in accuracy points of
-100. In `basic` and `basic_plus` a seed's next stage earns about 1 of shaping, times the setting `shaping`, and
-accuracies are 0 … 1 times the factor named. The Governor's penalty is the same in every mode.
+`objective`, `kept` and `sparse` are in accuracy 0 … 1, as J is; `shaped` is in accuracy points of 100. The Governor's
+penalty is the same in every mode.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from math import isfinite
-from typing import Any, NamedTuple, get_args
+import math
 
 from esper_lightning.growth.stages import BLENDED, LIVE, Stage
-from esper_lightning.rewards import terms
-from esper_lightning.rewards.config import REWARDS, ModeName, Reward, RewardConfig
-from esper_lightning.rewards.terms import MAX_POINTS
-from esper_lightning.rewards.tick import HostStep, SeedAccount, SlotStep
+from esper_lightning.rewards.reward import HostStep, RewardConfig, SlotStatus, register
+
+POINTS = 100.0
+"""Accuracy points in an accuracy of 1."""
+
+POTENTIALS = (0.0, 1.0, 2.0, 3.5, 5.5, 6.0, 0.0, 0.0)
+"""Potential by stage: DORMANT, GERMINATED, TRAINING, BLENDING, PROBATIONARY, FOSSILIZED, CULLED, EMBARGOED."""
+
+POTENTIAL_PER_TICK, MAX_POTENTIAL_FOR_TICKS = 0.3, 2.0
+"""Potential added by each tick in a stage whose potential is not 0, and the largest sum of these additions."""
+
+GOOD_POINTS = 1.0
+"""Least contribution of a good seed, in accuracy points; equals the default of the gate before fossilization."""
+
+RELIANCE_DECAY_PER_POINT = 3.0
+"""Steepness, per accuracy point, with which attributions shrink where all seeds together make the host worse."""
+
+RANSOM_POINTS, RANSOM_GAIN = 0.1, -0.2
+"""A seed holds the host to ransom if it contributes more, though all seeds together gain less, in accuracy points."""
 
 OP_COSTS = {"GERMINATE": 0.02, "FOSSILIZE": 0.01, "CULL": 0.005}
-"""Cost of an op by its name (shaped)."""
-
-AUTO_CULL_COST = 0.2
-RANSOM_COST = 0.3
+AUTO_CULL_COST, RANSOM_COST, END_WEIGHT = 0.2, 0.3, 0.05
 
 
-class Term(NamedTuple):
-    """Term of a reward."""
-
-    compute: Callable[[HostStep, RewardConfig], float]
-    """Function that returns the term for one step."""
-    paid_after_rollback: bool = False
-    """Also paid where a rollback ends the trajectory, because the term takes back what earlier steps lent."""
+@register("objective", ["objective"], depends_on_seeds=False)
+def objective_change(step: HostStep, config: RewardConfig) -> dict[str, float]:
+    """Change of J, so that an episode's rewards sum to J at its end minus J at its start."""
+    return {"objective": step.objective - step.objective_before}
 
 
-def objective_change(step: HostStep, config: RewardConfig) -> float:
-    return step.objective - step.objective_before
+@register("kept", ["kept"], depends_on_seeds=False)
+def fossilized_objective_change(step: HostStep, config: RewardConfig) -> dict[str, float]:
+    """Change of J with fossilized seeds only: the same sum over an episode, paid when a seed is fossilized."""
+    return {"kept": step.fossilized_objective - step.fossilized_objective_before}
 
 
-def fossilized_objective_change(step: HostStep, config: RewardConfig) -> float:
-    return step.fossilized_objective - step.fossilized_objective_before
+@register("sparse", ["end"], depends_on_seeds=False)
+def objective_at_end(step: HostStep, config: RewardConfig) -> dict[str, float]:
+    return {"end": max(-1.0, min(1.0, step.objective)) if step.at_horizon else 0.0}
 
 
-def objective_at_end(step: HostStep, config: RewardConfig) -> float:
-    return terms.clip(step.objective, -1.0, 1.0) if step.at_horizon else 0.0
-
-
-def stage_shaping(step: HostStep, config: RewardConfig) -> float:
-    before = sum(terms.potential(slot.before.stage, slot.before.ticks_in_stage) for slot in step.slots)
-    after = sum(terms.potential(slot.after.stage, slot.after.ticks_in_stage) for slot in step.slots)
-    ended = step.diverged or (step.at_horizon and config.horizon_is_end)
-    return config.shaping * terms.shaping(before, 0.0 if ended else after, config.gamma)
-
-
-def op_cost(step: HostStep, config: RewardConfig) -> float:
-    return -OP_COSTS.get(step.op, 0.0)
-
-
-def auto_cull_cost(step: HostStep, config: RewardConfig) -> float:
-    return -AUTO_CULL_COST * sum(slot.removed_after_training and not slot.after_action.fading for slot in step.slots)
-
-
-def accuracy_gain_at_end(step: HostStep, config: RewardConfig) -> float:
-    return 5.0 * (step.fossilized_accuracy - step.accuracy_at_start) if step.at_horizon else 0.0
-
-
-def points_since_germination(slot: SlotStep, accuracy: float) -> float:
-    """Return the accuracy points gained since the seed was germinated."""
-    return MAX_POINTS * (accuracy - slot.account.accuracy_at_germination)
-
-
-def seed_attribution(step: HostStep, config: RewardConfig) -> float:
-    """Return the accuracy points attributed to blended seeds; a culled seed's last payment is taken back."""
-    clean, clean_before = (
-        MAX_POINTS * (whole - bare)
-        for whole, bare in (
-            (step.accuracy, step.host_only_accuracy),
-            (step.accuracy_before, step.host_only_accuracy_before),
-        )
-    )
-    paid = 0.0
-    for slot in step.slots:
-        # A seed whose slow cull ends in this step is not paid; one that is culled automatically is paid a last time.
-        if slot.after_action.stage in BLENDED and not (slot.removed_after_training and slot.after_action.fading):
-            paid += terms.attribution(slot.contribution, points_since_germination(slot, step.accuracy), clean)
-        # True after a cull at once, and at the end of a slow cull.
-        if slot.culled_by_action and slot.before.stage in BLENDED:
-            paid -= terms.attribution(
-                slot.contribution_before, points_since_germination(slot, step.accuracy_before), clean_before
-            )
-    return paid
-
-
-def ransom_cost(step: HostStep, config: RewardConfig) -> float:
-    clean = MAX_POINTS * (step.accuracy - step.host_only_accuracy)
-    live = [slot for slot in step.slots if slot.after_action.stage in LIVE]
-    return -RANSOM_COST * sum(terms.is_ransom(slot.contribution, clean) for slot in live)
-
-
-def warning_costs(step: HostStep, config: RewardConfig) -> float:
-    cost = 0.0
-    for slot in step.slots:
-        if slot.after_action.stage is Stage.BLENDING and points_since_germination(slot, step.accuracy) < 0.0:
-            cost += terms.blending_warning(slot.after_action.ticks_in_stage)
-        contributes = (
-            slot.before.stage is Stage.PROBATIONARY and slot.contribution_before >= terms.MIN_CONTRIBUTION_POINTS
-        )
-        if contributes and step.op == "WAIT":
-            cost += terms.waiting_warning(slot.before.ticks_in_stage)
-    return -cost
-
-
-def total_rent(step: HostStep, config: RewardConfig) -> float:
-    return -terms.log_rent(sum(slot.growth for slot in step.slots), config.rent, config.rent_cap)
-
-
-def alpha_weighted_rent(step: HostStep, config: RewardConfig) -> float:
-    weighted_growth = sum(slot.alpha * slot.growth for slot in step.slots)
-    return -min(0.1 * weighted_growth / config.budget, config.rent_cap)
-
-
-def delayed_bonus(step: HostStep, config: RewardConfig) -> float:
-    fossilized = [slot for slot in step.slots if slot.after_action.stage is Stage.FOSSILIZED]
-    with_account = [
-        slot for slot in fossilized if slot.account.ticks_left
-    ]  # 0 in checkpoints from before accounts existed
-    return sum(
-        terms.delayed_bonus_per_tick(slot.contribution, config.fossilize_bonus, slot.account.ticks_left)
-        for slot in with_account
-    )
-
-
-def credit_of_slot(slot: SlotStep, step: HostStep) -> float:
-    """Return a seed's credit in accuracy points after the step (mode `escrow`).
-
-    Credit is reward paid in advance for a seed's contribution. It is taken back if the seed is removed, or not
-    fossilized by the horizon; once the seed is fossilized, it stays as it is.
-    """
-    if slot.after_action.stage is Stage.FOSSILIZED:
-        return slot.account.credit
-    if step.diverged or step.at_horizon or slot.after_action.stage not in LIVE or slot.removed_after_training:
-        return 0.0
-    due = terms.credit_due(slot.contribution, points_since_germination(slot, step.accuracy))
-    return terms.credit_after(slot.account.credit, due)
-
-
-def account_after(slot: SlotStep, step: HostStep) -> SeedAccount:
-    """Return the slot's account after the step."""
-    return slot.account._replace(credit=credit_of_slot(slot, step))
-
-
-def credit_change(step: HostStep, config: RewardConfig) -> float:
-    return sum(credit_of_slot(slot, step) - slot.account.credit for slot in step.slots)
-
-
-def accuracy_at_end_term(weight: float) -> Term:
-    return Term(lambda step, config: weight * step.fossilized_accuracy if step.at_horizon else 0.0)
-
-
-def fossilize_bonus_term(share: float) -> Term:
-    """Return a term that pays `share` of the bonus for a seed in the step in which it is fossilized."""
-
-    def compute(step: HostStep, config: RewardConfig) -> float:
-        kept = [slot for slot in step.slots if slot.newly_fossilized]
-        return share * sum(terms.fossilize_bonus(slot.contribution, config.fossilize_bonus) for slot in kept)
-
-    return Term(compute)
-
-
-SHAPING = Term(stage_shaping, paid_after_rollback=True)
-RENT = Term(alpha_weighted_rent)
-ACCURACY_GAIN = Term(accuracy_gain_at_end)
-
-MODES: Mapping[ModeName, Mapping[str, Term]] = {
-    "objective": {"objective": Term(objective_change)},
-    "kept": {"kept": Term(fossilized_objective_change)},
-    "sparse": {"end": Term(objective_at_end)},
-    "shaped": {
-        "attribution": Term(seed_attribution),
-        "ransom": Term(ransom_cost),
-        "shaping": SHAPING,
-        "rent": Term(total_rent),
-        "warnings": Term(warning_costs),
-        "op": Term(op_cost),
-        "auto_cull": Term(auto_cull_cost),
-        "end": accuracy_at_end_term(0.05 * MAX_POINTS),
-    },
-    "basic": {
-        "shaping": SHAPING,
-        "rent": RENT,
-        "bonus": fossilize_bonus_term(1.0),
-        "end": ACCURACY_GAIN,
-    },
-    "basic_plus": {
-        "shaping": SHAPING,
-        "rent": RENT,
-        "bonus": fossilize_bonus_term(terms.FOSSILIZE_BONUS_IMMEDIATE_SHARE),
-        "drip": Term(delayed_bonus),
-        "end": ACCURACY_GAIN,
-    },
-    "escrow": {"credit": Term(credit_change, paid_after_rollback=True)},
-}
-"""Terms of this package's rewards by name of the reward and of the term."""
-
-assert set(MODES) == set(get_args(ModeName))
-
-
-def compute_mode(step: HostStep, config: RewardConfig, mode: ModeName) -> dict[str, float]:
-    """Return every term of a mode for one step; after a rollback only those with `paid_after_rollback` are paid."""
-    return {
-        name: term.compute(step, config) if term.paid_after_rollback or not step.diverged else 0.0
-        for name, term in MODES[mode].items()
-    }
-
-
-REWARDS.update(
-    {
-        mode: Reward(
-            tuple(MODES[mode]),
-            partial(compute_mode, mode=mode),
-            depends_on_seeds=mode not in ("objective", "kept", "sparse"),
-            needs_host_only=mode == "shaped",
-        )
-        for mode in MODES
-    }
+@register(
+    "shaped",
+    ["attribution", "ransom", "shaping", "rent", "warnings", "op", "auto_cull", "end"],
+    needs_host_only=True,
+    taken_back=["shaping"],
 )
+def shaped(step: HostStep, config: RewardConfig) -> dict[str, float]:
+    """Accuracy points attributed to seeds, potential-based shaping, rent, and costs of ops and of bad habits."""
+    gain = POINTS * (step.accuracy - step.host_only_accuracy)  # of all seeds together
+    gain_before = POINTS * (step.accuracy_before - step.host_only_accuracy_before)
+    attributed = ransom = warnings = auto_cull = 0.0
+    for slot in step.slots:
+        acted = slot.after_action
+        progress = POINTS * (step.accuracy - slot.accuracy_at_germination)
+        if acted.stage in BLENDED:  # a seed that is culled automatically is paid a last time
+            attributed += attribution(slot.contribution, progress, gain)
+        # A cull takes the last payment back.
+        if slot.culled_by_action and slot.before.stage in BLENDED:
+            progress_before = POINTS * (step.accuracy_before - slot.accuracy_at_germination)
+            attributed -= attribution(slot.contribution_before, progress_before, gain_before)
+        # The host depends on the seed although all seeds together reduce its accuracy.
+        if acted.stage in LIVE and slot.contribution > RANSOM_POINTS and gain < RANSOM_GAIN:
+            ransom += RANSOM_COST
+        # It is blended although the host has become worse since it was germinated.
+        if acted.stage is Stage.BLENDING and progress < 0.0:
+            warnings += 0.1 + min(0.05 * acted.ticks_in_stage, 0.3)
+        # A good seed waits for the decision, from its second tick in PROBATIONARY on.
+        waited, is_good = slot.before.ticks_in_stage - 2, slot.contribution_before >= GOOD_POINTS
+        if step.op == "WAIT" and slot.before.stage is Stage.PROBATIONARY and is_good and waited >= 0:
+            warnings += min(0.1 + 0.05 * waited, 0.3)
+        if slot.removed_after_training:
+            auto_cull += AUTO_CULL_COST
+    # γφ' - φ telescopes in the discounted sum. With φ' = 0 where the trajectory ends it changes no policy's rank (Ng,
+    # Harada, Russell 1999, https://people.eecs.berkeley.edu/~russell/papers/icml99-shaping.pdf).
+    ended = step.diverged or (step.at_horizon and config.horizon_is_end)
+    before = sum(potential(slot.before) for slot in step.slots)
+    after = 0.0 if ended else sum(potential(slot.after) for slot in step.slots)
+    growth = sum(slot.growth for slot in step.slots)
+    return {
+        "attribution": attributed,
+        "ransom": -ransom,
+        "shaping": config.shaping * (config.gamma * after - before),
+        "rent": -min(config.rent * math.log1p(growth), config.rent_cap),
+        "warnings": -warnings,
+        "op": -OP_COSTS.get(step.op, 0.0),
+        "auto_cull": -auto_cull,
+        "end": END_WEIGHT * POINTS * step.fossilized_accuracy if step.at_horizon else 0.0,
+    }
 
 
-def compute_terms(step: HostStep, config: RewardConfig) -> dict[str, float]:
-    """Return every term of the config's reward for one step by name; their sum is the reward.
+def potential(slot: SlotStatus) -> float:
+    """Return the potential of a slot, which grows as its seed comes closer to being fossilized."""
+    base = POTENTIALS[slot.stage]
+    return base + min(POTENTIAL_PER_TICK * slot.ticks_in_stage, MAX_POTENTIAL_FOR_TICKS) if base > 0.0 else 0.0
 
-    In a step that ends with a rollback, terms are 0 unless they take back what earlier steps lent.
-    Raises ValueError, if a reward of the user returns something else than a finite number for each term
-    that it has declared.
+
+def attribution(contribution: float, progress: float, gain: float) -> float:
+    """Return the accuracy points of the host that are attributed to one seed.
+
+    Args:
+        contribution: Accuracy with the seed minus accuracy without it.
+        progress: Accuracy now minus accuracy when the seed was germinated.
+        gain: Accuracy now minus accuracy with every seed switched off. If it is negative, the host depends on seeds
+            that have not made it better, so that each seed's contribution looks too large: a positive attribution is
+            then less than half, and tends to 0 the further the gain is below 0. A negative one is kept.
     """
-    reward = REWARDS.find(config.mode)
-    if step.already_ended or (step.diverged and config.mode not in MODES):
-        return dict.fromkeys(reward.terms, 0.0)
-    terms = reward.compute(step, config)
-    return dict(terms) if config.mode in MODES else check_terms(terms, reward.terms, step, f"reward {config.mode!r}")
-
-
-def check_terms(terms: Any, declared: Sequence[str], step: HostStep, what: str) -> dict[str, float]:
-    """Return the terms of a reward of the user as numbers, in the order in which they are declared.
-
-    A term may be NaN or infinite only if the host's own measurements are. Raises ValueError, which begins with `what`,
-    for terms that are none.
-    """
-    if not isinstance(terms, Mapping):
-        example = ", ".join(f"{name!r}: …" for name in declared)
-        raise ValueError(f"{what} returned {_describe(terms)}, not its terms; return a dictionary {{{example}}}")
-    if set(terms) != set(declared):
-        raise ValueError(
-            f"{what} returned the terms {list(terms)}, not those declared, {list(declared)}; name them alike"
-        )
-    numbers = {name: _as_number(terms[name]) for name in declared}
-    for name, number in numbers.items():
-        if number is None:
-            raise ValueError(f"{what} returned {_describe(terms[name])} as its term {name!r}; return a number")
-        if not isfinite(number) and all(isfinite(part) for part in step if isinstance(part, float)):
-            raise ValueError(f"{what} returned {number} as its term {name!r}; return a finite number")
-    return {name: number for name, number in numbers.items() if number is not None}
-
-
-def _as_number(value: Any) -> float | None:
-    """Return a number, also that of a tensor or array of one element; None for another object."""
-    try:
-        return None if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
-        return None
-
-
-def _describe(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    return f"a {type(value).__name__}" + (f" of shape {tuple(shape)}" if shape is not None else f", {value!r:.50}")
+    if contribution < 0.0:
+        return contribution
+    if progress <= 0.0:
+        return 0.0
+    points = math.sqrt(progress * contribution) if progress <= contribution else contribution
+    return points / (1.0 + math.exp(-RELIANCE_DECAY_PER_POINT * gain)) if gain < 0.0 else points

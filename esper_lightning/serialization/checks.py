@@ -90,11 +90,13 @@ def check_keys(label: str, value: Any, names: Iterable[str]) -> Mapping[str, Any
 
 
 def load_settings(kind: type[Settings], saved: Any) -> Settings:
-    """Return the settings, a dataclass of type `kind`, that `dataclasses.asdict` has turned into plain data.
+    """Return settings, a dataclass of type `kind`, given these or the plain data that `asdict` has made of them.
 
     Names that the data lack have their defaults. Raises ValueError if they name a setting that does not exist, or if a
     value is out of range.
     """
+    if isinstance(saved, kind):
+        return saved
     types = get_type_hints(kind)
     values = dict(check_keys(f"the settings {kind.__name__}", saved, ()))
     for name, value in values.items():
@@ -106,11 +108,6 @@ def load_settings(kind: type[Settings], saved: Any) -> Settings:
         return kind(**values)
     except TypeError as error:
         raise ValueError(f"the settings {kind.__name__} do not fit: {error}") from error
-
-
-def as_settings(kind: type[Settings], given: Any) -> Settings:
-    """Return settings of type `kind`, given these or the plain data that `dataclasses.asdict` has made of them."""
-    return given if isinstance(given, kind) else load_settings(kind, given)
 
 
 def check_weights(module: nn.Module, saved: Any) -> dict[str, Any]:

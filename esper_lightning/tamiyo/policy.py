@@ -1,6 +1,11 @@
 """Network of the policy: recurrent or feedforward, with a symmetric or asymmetric critic.
 
-T steps, N environments, D features, K categorical fields, P privileged features.
+Hosts are observed in rows. The number of weights depends on neither slots nor blueprints: every blueprint in a slot and
+every slot is encoded by the same layers, and slots exchange information through the mean and the maximum over their
+rows (Zaheer et al. 2017, https://arxiv.org/abs/1703.06114), which also feed the recurrent core. Any other environment
+has global features alone, which feed the core.
+
+T steps, N environments, K slots, B blueprints, P privileged features, W = width of the policy, H = W // 2.
 """
 
 import math
@@ -16,9 +21,8 @@ from esper_lightning.envs import HostPool, MixedPool
 from esper_lightning.envs.spaces.actions import ActionSpace
 from esper_lightning.envs.spaces.choices import ChoiceSpace
 from esper_lightning.envs.spaces.rows import RowSizes
-from esper_lightning.envs.vector_env import ActionSpaceProtocol, VectorEnv
-from esper_lightning.serialization.checks import check_count
-from esper_lightning.tamiyo.heads import Heads
+from esper_lightning.envs.vector_env import Observation, VectorEnv
+from esper_lightning.tamiyo.heads import ChoiceHeads, Hidden, HostHeads, linear
 from esper_lightning.tamiyo.segments import split_segments
 
 
@@ -29,9 +33,6 @@ class PolicyConfig:
     width: int = 128
     """Number of hidden features and of LSTM cells."""
 
-    blueprint_embedding: int = 4
-    """Size of the embedding of the blueprint in each slot."""
-
     memory: Literal["lstm", "none"] = "lstm"
     """Recurrent layer: an LSTM, or none, so that every action depends on the current observation only."""
 
@@ -39,78 +40,56 @@ class PolicyConfig:
     """Give the critic the privileged features, which environments keep from the policy (the critic is used in training
     only)."""
 
-    probability_floors: dict[str, float] | None = None
-    """Least probability of each possible choice of an action head, by name (op, slot, blueprint, tempo …), less than
-    1 / its number of choices. Probabilities are mixed with a uniform choice in training and wherever actions are
-    sampled; the most likely choice stays the same. None: no floors."""
-
     def __post_init__(self) -> None:
-        if self.width < 2 or self.blueprint_embedding < 1:
-            raise ValueError(
-                f"policy: width must be at least 2 and blueprint_embedding at least 1, "
-                f"got {self.width} and {self.blueprint_embedding}"
-            )
+        if self.width < 2:
+            raise ValueError(f"policy.width must be at least 2, got {self.width}")
 
 
 class PolicyShape(NamedTuple):
     """Sizes of the policy's inputs and outputs."""
 
     features: int
-    """Number D of features; where the observation has rows, of those of the host."""
-    space: ActionSpaceProtocol
-    categorical_fields: int = 0
-    """Number K of categorical fields in an observation."""
-    categories: int = 0
-    """Number of values of each categorical field."""
+    """Number of features of the environment as a whole."""
+    space: ActionSpace | ChoiceSpace
     privileged: int = 0
-    """Number of features that only the critic may receive."""
+    """Number P of features that only the critic may receive."""
     slot_features: int = 0
-    """Number of features of a slot in an observation in rows. 0: the observation is flat."""
+    """Number of features of a slot. 0: the environment is no host, and has no slots."""
     blueprint_features: int = 0
-    """Number of features of a blueprint in a slot in an observation in rows."""
+    """Number of features of a blueprint in a slot."""
 
     @property
     def rows(self) -> RowSizes | None:
-        """Sizes of the parts of a row. None: the observation is flat."""
+        """Sizes of the parts of a row. None: the environment has no slots."""
         return RowSizes(self.features, self.slot_features, self.blueprint_features) if self.slot_features else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sizes as plain data, for a checkpoint."""
-        assert isinstance(self.space, ActionSpace | ChoiceSpace), "the action heads know no other kind"
         space = self.space._asdict() if isinstance(self.space, ActionSpace) else asdict(self.space)
         return self._asdict() | {"space": space}
 
     @classmethod
     def from_state_dict(cls, saved: Mapping[str, Any]) -> "PolicyShape":
-        """Return the sizes that `state_dict` has turned into plain data. Raises ValueError or TypeError if they are
-        damaged."""
-        sizes = {name: check_count(f"the policy's {name}", size) for name, size in saved.items() if name != "space"}
-        kind = ActionSpace if set(saved["space"]) == set(ActionSpace._fields) else ChoiceSpace
-        return cls(**sizes, space=kind(**saved["space"]))
+        """Return the sizes that `state_dict` has turned into plain data."""
+        kind = ActionSpace if "op" in saved["space"] else ChoiceSpace
+        return cls(**{**saved, "space": kind(**saved["space"])})
 
 
 def policy_shape(env: VectorEnv) -> PolicyShape:
     """Return the input and output sizes of a policy for these environments."""
-    features, *categorical = env.observation
-    rows = env.rows if isinstance(env, HostPool | MixedPool) else None
-    fields = categorical[0].shape[-1] if env.num_categories else 0
     privileged = 0 if env.privileged is None else env.privileged.shape[-1]
-    if rows is not None:
-        return PolicyShape(
-            rows.host,
-            env.space,
-            privileged=privileged,
-            slot_features=rows.slot,
-            blueprint_features=rows.blueprint,
-        )
-    return PolicyShape(features.shape[-1], env.space, fields, env.num_categories, privileged)
+    if isinstance(env, HostPool | MixedPool):
+        host, slot, blueprint = env.rows
+        return PolicyShape(host, env.space, privileged, slot, blueprint)
+    assert isinstance(env.space, ChoiceSpace), "the action heads know no other kind"
+    return PolicyShape(env.observation.features.shape[-1], env.space, privileged)
 
 
 class RecurrentState(NamedTuple):
     """State of the LSTM, an explicit input and output of the policy. Without an LSTM both parts have no columns."""
 
-    hidden: Tensor  # [N, width]
-    cell: Tensor  # [N, width]
+    hidden: Tensor  # [N, W]
+    cell: Tensor  # [N, W]
 
 
 def use_ieee_float32() -> None:
@@ -122,50 +101,56 @@ def use_ieee_float32() -> None:
     torch.backends.cudnn.allow_tf32 = False
 
 
+def pool_rows(rows: Tensor, present: Tensor) -> Tensor:  # [..., n, C] -> [..., 2·C]
+    """Return mean and maximum over the rows that are `present` [..., n], 1 or 0; 0 if none is.
+
+    Rows must not be negative.
+    """
+    kept = rows * present.unsqueeze(-1)
+    mean = kept.sum(-2) / present.sum(-1, keepdim=True).clamp(min=1)
+    return torch.cat([mean, kept.amax(-2)], -1)
+
+
 class Policy(nn.Module):
     """Policy and critic with a shared body.
 
     Linear -> LayerNorm -> ReLU -> LSTM, added to its input -> LayerNorm -> action heads and critic. Without an LSTM the
-    action heads and the critic follow the ReLU.
+    action heads and the critic follow the ReLU. Hosts' slots and blueprints are encoded and pooled before.
 
     Args:
         shape: Sizes of inputs and outputs.
         config: Size and architecture.
 
-    Raises ValueError if the critic is asymmetric but there are no privileged features, or if the probability floors do
-    not fit the action heads.
+    Raises ValueError if the critic is asymmetric but there are no privileged features.
     """
 
     def __init__(self, shape: PolicyShape, config: PolicyConfig) -> None:
         super().__init__()
         if config.asymmetric and not shape.privileged:
             raise ValueError("policy.asymmetric: these environments keep nothing from the policy; leave it at false")
-        width = config.width
+        width, half = config.width, config.width // 2
         self.width = width
         self.state_width = width if config.memory == "lstm" else 0
         self.asymmetric = config.asymmetric
-        self.encoder = nn.Linear(self._make_inputs(shape, config), width)
+        self.rows = shape.rows
+        inputs = shape.features
+        if self.rows is not None:
+            self.blueprint_encoder = nn.Sequential(
+                linear(self.rows.blueprint, half), nn.ReLU(inplace=True), linear(half, half), nn.ReLU(inplace=True)
+            )
+            self.slot_encoder = nn.Sequential(linear(self.rows.slot + 2 * half, width), nn.LayerNorm(width), nn.ReLU())
+            inputs += 2 * width
+        self.encoder = nn.Linear(inputs, width)
         self.encoder_norm = nn.LayerNorm(width)
         self.lstm: nn.LSTM | None = None
         if config.memory == "lstm":
             self.lstm = nn.LSTM(width, width)
             self.lstm_norm = nn.LayerNorm(width)
-        self.heads = self._make_heads(shape, config)
-        n_critic_inputs = width + (shape.privileged if config.asymmetric else 0)
-        self.value = nn.Sequential(nn.Linear(n_critic_inputs, width // 2), nn.ReLU(), nn.Linear(width // 2, 1))
+        space = shape.space
+        self.heads = HostHeads(width, space) if isinstance(space, ActionSpace) else ChoiceHeads(width, space)
+        critic_inputs = width + (shape.privileged if config.asymmetric else 0)
+        self.value = nn.Sequential(nn.Linear(critic_inputs, half), nn.ReLU(), nn.Linear(half, 1))
         self._initialise()
-
-    def _make_inputs(self, shape: PolicyShape, config: PolicyConfig) -> int:
-        """Create the layers before the encoder, and return the number of its inputs."""
-        self.embedding: nn.Embedding | None = None
-        if not shape.categories:
-            return shape.features
-        self.embedding = nn.Embedding(shape.categories, config.blueprint_embedding)
-        return shape.features + shape.categorical_fields * config.blueprint_embedding
-
-    def _make_heads(self, shape: PolicyShape, config: PolicyConfig) -> Any:
-        """Create the action heads."""
-        return Heads(config.width, shape.space, config.probability_floors)
 
     def _initialise(self) -> None:
         for layer, gain in ((self.encoder, math.sqrt(2)), (self.value[0], math.sqrt(2)), (self.value[2], 1.0)):
@@ -189,7 +174,12 @@ class Policy(nn.Module):
         return RecurrentState(zeros, zeros.clone())
 
     def forward(
-        self, observation: Any, state: RecurrentState, masks: Any, starts: Tensor, privileged: Tensor | None = None
+        self,
+        observation: Observation,
+        state: RecurrentState,
+        masks: Any,
+        starts: Tensor,
+        privileged: Tensor | None = None,
     ) -> tuple[Any, Tensor, RecurrentState]:
         """Process T steps of N environments.
 
@@ -206,65 +196,79 @@ class Policy(nn.Module):
         hidden, state = self.encode(observation, state, starts)
         return *self.decode(hidden, masks, privileged), state
 
-    def encode(self, observation: Any, state: RecurrentState, starts: Tensor) -> tuple[Any, RecurrentState]:
-        """Return the hidden features [T, N, width] of T steps and the state after the last one: see `forward`."""
-        features, *categorical = observation
-        if self.embedding is not None:
-            features = torch.cat([features, self.embedding(categorical[0]).flatten(-2)], -1)  # [T, N, D + K·E]
-        return self._encode_host(features, state, starts)
-
-    def _encode_host(self, x: Tensor, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
-        """Return the output [T, N, width] of encoder and LSTM for the encoder's inputs [T, N, …], and the new state."""
-        encoded = F.relu(self.encoder_norm(self.encoder(x)))
-        if self.lstm is None:
-            return encoded, state
-        recurrent, state = self._run_lstm(encoded, state, starts)
-        return self.lstm_norm(recurrent + encoded), state
-
-    def decode(self, hidden: Any, masks: Any, privileged: Tensor | None) -> tuple[Any, Tensor]:
-        """Return the distribution over actions and the normalised values [...] for hidden features [..., width]."""
-        return self.heads.distribution(hidden, masks), self._critic_value(hidden, privileged)
-
     def step(
-        self, observation: Any, state: RecurrentState, masks: Any, *, starts: Tensor, privileged: Tensor | None = None
+        self,
+        observation: Observation,
+        state: RecurrentState,
+        masks: Any,
+        *,
+        starts: Tensor,
+        privileged: Tensor | None = None,
     ) -> tuple[Any, Tensor, RecurrentState]:
         """Process one step: as `forward`, but without the axis T."""
         hidden, state = self._encode_step(observation, state, starts)
         return *self.decode(hidden, masks, privileged), state
 
     def step_actor(
-        self, observation: Any, state: RecurrentState, masks: Any, *, starts: Tensor
+        self, observation: Observation, state: RecurrentState, masks: Any, *, starts: Tensor
     ) -> tuple[Any, RecurrentState]:
         """Process one step without the critic, whose privileged features may be unavailable after training."""
         hidden, state = self._encode_step(observation, state, starts)
         return self.heads.distribution(hidden, masks), state
 
     def decide(
-        self, observation: Any, state: RecurrentState, masks: Any, *, starts: Tensor
+        self, observation: Observation, state: RecurrentState, masks: Any, *, starts: Tensor
     ) -> tuple[Any, RecurrentState]:
         """Process one step and return the most likely action, and the new state."""
         hidden, state = self._encode_step(observation, state, starts)
         return self.heads.decide(hidden, masks), state
 
     def estimate_value(
-        self, observation: Any, state: RecurrentState, starts: Tensor, *, privileged: Tensor | None = None
+        self, observation: Observation, state: RecurrentState, starts: Tensor, *, privileged: Tensor | None = None
     ) -> Tensor:  # [N]
         """Return the normalised values of one step, without an action distribution."""
         return self._critic_value(self._encode_step(observation, state, starts)[0], privileged)
 
-    def _critic_value(self, hidden: Any, privileged: Tensor | None) -> Tensor:  # [..., width] -> [...]
+    def encode(self, observation: Observation, state: RecurrentState, starts: Tensor) -> tuple[Hidden, RecurrentState]:
+        """Return the hidden features [T, N, …] of T steps and the state after the last one: see `forward`."""
+        x, slots, blueprints = observation.features, None, None
+        if self.rows is not None:
+            host, slot, blueprint = self.rows.split(x)
+            blueprint = blueprint.contiguous()
+            blueprints = self.blueprint_encoder(blueprint)  # [T, N, K, B, H]
+            in_slot = pool_rows(blueprints, blueprint[..., 0])
+            slots = self.slot_encoder(torch.cat([slot, in_slot], -1))  # [T, N, K, W]
+            x = torch.cat([host, pool_rows(slots, slot[..., 0])], -1)
+        core = F.relu(self.encoder_norm(self.encoder(x)))  # [T, N, W]
+        if self.lstm is not None:
+            recurrent, state = self._run_lstm(core, state, starts)
+            core = self.lstm_norm(recurrent + core)
+        return Hidden(core, slots, blueprints), state
+
+    def decode(self, hidden: Hidden, masks: Any, privileged: Tensor | None) -> tuple[Any, Tensor]:
+        """Return the distribution over actions and the normalised values [...] for hidden features [..., width]."""
+        return self.heads.distribution(hidden, masks), self._critic_value(hidden, privileged)
+
+    def _critic_value(self, hidden: Hidden, privileged: Tensor | None) -> Tensor:  # [...]
+        core = hidden.core
         if self.asymmetric:
             assert privileged is not None, "an asymmetric critic needs the privileged features"
-            hidden = torch.cat([hidden, privileged], -1)
-        return self.value(hidden).squeeze(-1)
+            core = torch.cat([core, privileged], -1)
+        return self.value(core).squeeze(-1)
 
-    def _encode_step(self, observation: Any, state: RecurrentState, starts: Tensor) -> tuple[Any, RecurrentState]:
-        hidden, state = self.encode([part[None] for part in observation], state, starts[None])
-        return hidden[0], state
+    def _encode_step(
+        self, observation: Observation, state: RecurrentState, starts: Tensor
+    ) -> tuple[Hidden, RecurrentState]:
+        hidden, state = self.encode(Observation(observation.features[None]), state, starts[None])
+        return hidden.first(), state
 
     def _run_lstm(self, x: Tensor, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
         assert self.lstm is not None
         before = RecurrentState(*(part * ~starts[0, :, None] for part in state))
+        if len(x) == 1 and not torch.is_grad_enabled():
+            # A decision is one step, for which torch's LSTM takes twice as long as its cell.
+            after = RecurrentState(*torch.lstm_cell(x[0], before, *self.lstm.all_weights[0]))
+            return after.hidden[None], after
         # A single step needs no transfer from the device.
         if len(x) == 1 or not starts[1:].any():
             output, after = self.lstm(x, tuple(part.unsqueeze(0) for part in before))

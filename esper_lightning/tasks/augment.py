@@ -1,4 +1,4 @@
-"""Random augmentation of training images: shift, flip and cutout, for batches of B images on their device."""
+"""Minibatches, and the random augmentation of their images: shift, flip and cutout, on the images' device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,28 +8,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from esper_lightning.tasks.task import Split
+
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentConfig:
     """Augmentation of training images, in this order. Validation and test images are not augmented."""
 
     pad: int = 0
-    """Largest random shift of each image in pixels, vertically and horizontally, with zero padding. 0: off. 4 is usual
-    for 32×32 pixels."""
+    """Largest random shift of each image in pixels, with zero padding. 0: off. 4 is usual for 32×32 pixels."""
 
     flip: bool = False
     """Mirror each image left to right with probability 1/2."""
 
     cutout: int = 0
-    """Side in pixels of a square that is set to zero in each image. Its centre is a random pixel, so near the border a
-    part of the square lies outside. 0: off. 8 to 16 are usual for 32×32 pixels."""
-
-    def __post_init__(self) -> None:
-        for name in ("pad", "cutout"):
-            if getattr(self, name) < 0:
-                raise ValueError(
-                    f"training.augment.{name} must not be negative, got {getattr(self, name)}; 0 switches it off"
-                )
+    """Side in pixels of a square around a random pixel that is set to zero. 0: off. 8 to 16 are usual for 32×32."""
 
     def check(self, input_shape: Sequence[int]) -> None:
         """Raise ValueError unless inputs of this shape can be augmented with these settings."""
@@ -40,12 +33,11 @@ class AugmentConfig:
                 f"training.augment needs images of shape (C, H, W), the task gives {tuple(input_shape)}; leave it off"
             )
         side = min(input_shape[1:])
-        for name, usual in (("pad", "an eighth"), ("cutout", "a quarter to a half")):
-            if getattr(self, name) >= side:
-                raise ValueError(
-                    f"training.augment.{name} must be less than the image's {side} pixels, got {getattr(self, name)}; "
-                    f"{usual} of them is usual"
-                )
+        if not (0 <= self.pad < side and 0 <= self.cutout < side):
+            raise ValueError(
+                f"training.augment: pad and cutout must lie in 0 … {side - 1} for images of {side} pixels, got "
+                f"{self.pad} and {self.cutout}"
+            )
 
 
 class AugmentParams(NamedTuple):
@@ -53,9 +45,7 @@ class AugmentParams(NamedTuple):
 
     shift: Tensor | None = None  # [..., B, 2] int64 in -pad … pad: offset of the window, in pixels down and right
     flip: Tensor | None = None  # [..., B] bool
-    cutout_centre: Tensor | None = (
-        None  # [..., B, 2] in [0, 1): centre of the cutout, as a fraction of height and width
-    )
+    cutout_centre: Tensor | None = None  # [..., B, 2] in [0, 1): centre, as a fraction of height and width
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "AugmentParams":
         """Return these parameters with `change` applied to every tensor."""
@@ -110,3 +100,36 @@ def _window_mask(centre: Tensor, side: int, length: int) -> Tensor:  # [B] -> [B
     first = (centre * length).long() - side // 2
     offset = torch.arange(length, device=centre.device) - first[:, None]
     return (offset >= 0) & (offset < side)
+
+
+class Batches(NamedTuple):
+    """The minibatches of one environment step, [batches, B], or a single minibatch, [B]."""
+
+    indices: Tensor  # [..., B] int64: indices into the training data
+    augment_params: AugmentParams  # [..., B, …]
+
+    @classmethod
+    def concatenate(cls, all_batches: Sequence["Batches"]) -> "Batches":
+        """Concatenate minibatches of N hosts along the sample axis: N times [batches, B] -> [batches, N·B]."""
+        sample_axis = all_batches[0].indices.ndim - 1
+        drawn = zip(*(batches.augment_params for batches in all_batches), strict=True)
+        return cls(
+            torch.cat([batches.indices for batches in all_batches], sample_axis),
+            AugmentParams(*(None if parts[0] is None else torch.cat(parts, sample_axis) for parts in drawn)),
+        )
+
+    def minibatch(self, i: int) -> "Batches":  # [batches, B] -> [B]
+        """Return the i-th minibatch."""
+        return self._map(lambda part: part[i])
+
+    def split(self, number: int) -> "Batches":  # [batches, B] -> [batches · number, B / number]
+        """Split each minibatch into `number` smaller ones, in order."""
+        return self._map(lambda part: part.unflatten(1, (number, -1)).flatten(0, 1))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "Batches":
+        return Batches(change(self.indices), self.augment_params.map(change))
+
+
+def fetch(data: Split, batch: Batches, config: AugmentConfig) -> Split:
+    """Return the augmented samples of one minibatch [B]."""
+    return Split(augment(data.inputs[batch.indices], batch.augment_params, config), data.targets[batch.indices])

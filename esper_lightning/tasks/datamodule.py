@@ -1,6 +1,6 @@
 """Task with the data of any LightningDataModule."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -8,18 +8,11 @@ from lightning import LightningDataModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from esper_lightning.machine import total_memory
 from esper_lightning.parallel import seeded_generators
 from esper_lightning.tasks.task import Split, Task, TaskData
 
 LOADERS = {"training": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
 """Name of the loader method for each split."""
-
-MAX_BATCHES = 100_000
-"""Largest number of batches of a loader; larger batches hold more samples."""
-
-MAX_MEMORY_SHARE = 0.25
-"""Largest share of the machine's memory for the batches of a loader, which are copied once."""
 
 RNG_SEED = 0
 """RNG seed for reading a data module, which may draw the order of samples and their augmentation."""
@@ -38,8 +31,6 @@ class FromDataModule(Task):
     """
 
     def __init__(self, data: LightningDataModule, classes: int | None = None, test_share: float | None = None) -> None:
-        if classes is not None and classes < 2:
-            raise ValueError(f"FromDataModule: classes must be at least 2, got {classes}")
         if test_share is not None and not 0.0 < test_share < 1.0:
             raise ValueError(f"FromDataModule: test_share must lie in (0, 1), got {test_share}")
         self.data = data
@@ -58,85 +49,33 @@ class FromDataModule(Task):
             self.data.setup("fit")
             if "test" in wanted:
                 self.data.setup("test")
-            train, validation, *rest = (
-                concatenate_batches(getattr(self.data, LOADERS[name]), f"{kind}'s {name}") for name in wanted
-            )
+            splits = [concatenate(getattr(self.data, LOADERS[name])(), f"{kind}'s {name}") for name in wanted]
             if self.test_share is not None:
-                validation, test = split_off(validation, self.test_share, kind)
-                rest = [test]
-        splits = (train, validation, *rest)
-        classes_in_data = 1 + max(int(split.targets.max()) for split in splits)
+                order = torch.randperm(splits[1].samples)
+                count = round(self.test_share * len(order))  # none at all is refused by `check_data`
+                splits[1:] = (Split(*(part[chosen] for part in splits[1])) for chosen in (order[count:], order[:count]))
+        classes_in_data = 1 + max(int(split.targets.max()) for split in splits if split.samples)
         return TaskData(*splits, classes=self.classes or max(2, classes_in_data))
 
 
-def concatenate_batches(make_loader: Callable[[], Any], source: str) -> Split:
-    """Concatenate all batches of a loader.
-
-    Raises ValueError unless they are pairs of inputs and class numbers, or if they do not come to an end.
-    """
-    loader = make_loader()
-    if not isinstance(loader, Iterable):
-        raise ValueError(f"FromDataModule: {source} loader is a {type(loader).__name__}, which has no batches")
-    batches: list[Any] = []
-    size = 0
-    for batch in loader:
-        check_batch(batch, source)
-        batches.append(batch)
-        size += sum(part.nbytes for part in batch)
-        if len(batches) > MAX_BATCHES or size > MAX_MEMORY_SHARE * total_memory():
+def concatenate(batches: Iterable[Any], source: str) -> Split:
+    """Concatenate all batches of a loader. Raises ValueError unless they are pairs of inputs and class numbers."""
+    pairs: list[Any] = list(batches)
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(part, Tensor) for part in pair):
+            raise ValueError(f"FromDataModule: {source} batches must be pairs of tensors, inputs and class numbers")
+        inputs, targets = pair
+        if inputs.dtype in (torch.uint8, torch.bool) or inputs.is_complex() or targets.is_floating_point():
             raise ValueError(
-                f"FromDataModule: {source} data have no end after {len(batches)} batches of {size / 2**30:.1f} GiB "
-                f"together; give a loader that ends, with at most {MAX_BATCHES} batches in a quarter of the memory"
+                f"FromDataModule: {source} batches are {inputs.dtype} and {targets.dtype}; give numbers (float32) or "
+                "tokens (int64), and class numbers (int64)"
             )
-    if not batches:
-        raise ValueError(f"FromDataModule: {source} data are empty")
-    shapes = {tuple(inputs.shape[1:]) for inputs, _ in batches}
-    if len(shapes) > 1:
-        raise ValueError(f"FromDataModule: {source} inputs have several shapes, {sorted(shapes)}; bring them to one")
-    shapes = {tuple(targets.shape[1:]) for _, targets in batches}
-    if len(shapes) > 1:
-        raise ValueError(f"FromDataModule: {source} targets have several shapes, {sorted(shapes)}; bring them to one")
-    inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        if targets.ndim not in (1, 2) or inputs.ndim < 2 or inputs.shape[: targets.ndim] != targets.shape:
+            raise ValueError(
+                f"FromDataModule: {source} batches are {list(inputs.shape)} and {list(targets.shape)}; they need "
+                "inputs [B, …] and class numbers [B], or [B, T] for tokens"
+            )
+    if len({(inputs.shape[1:], targets.shape[1:]) for inputs, targets in pairs}) != 1:
+        raise ValueError(f"FromDataModule: {source} data are empty or of several shapes; bring them to one")
+    inputs, targets = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     return Split(inputs.float() if inputs.is_floating_point() else inputs.long(), targets.long())
-
-
-def check_batch(batch: Any, source: str) -> None:
-    """Raise ValueError unless `batch` is a pair of inputs [B, …] and class numbers [B] or [B, T]."""
-    if not isinstance(batch, list | tuple) or len(batch) != 2 or not all(isinstance(part, Tensor) for part in batch):
-        parts = [type(part).__name__ for part in batch] if isinstance(batch, list | tuple) else type(batch).__name__
-        raise ValueError(f"FromDataModule: {source} batches must be pairs of tensors, inputs and targets, got {parts}")
-    inputs, targets = batch
-    if inputs.is_complex():
-        raise ValueError(f"FromDataModule: {source} inputs are complex; give real numbers")
-    if inputs.dtype in (torch.uint8, torch.bool):
-        raise ValueError(
-            f"FromDataModule: {source} inputs are {inputs.dtype}; give numbers (float32) or tokens (int64)"
-        )
-    if targets.is_floating_point():
-        raise ValueError(f"FromDataModule: {source} targets are {targets.dtype}; give the number of the class, int64")
-    if targets.ndim not in (1, 2) or inputs.ndim < 2 or len(inputs) != len(targets):
-        raise ValueError(
-            f"FromDataModule: {source} batches are {list(inputs.shape)} and {list(targets.shape)}; they need inputs "
-            f"[B, …] and class numbers [B], or [B, T] for tokens"
-        )
-    if targets.ndim == 2 and targets.shape[1] != inputs.shape[1]:
-        raise ValueError(
-            f"FromDataModule: {source} targets are {list(targets.shape)}, which is no class number for each sample; "
-            f"take the argmax of one-hot targets"
-        )
-
-
-def split_off(split: Split, share: float, kind: str) -> tuple[Split, Split]:
-    """Split off a random share of the samples and return the rest and the share.
-
-    Raises ValueError if one of the two would be empty.
-    """
-    order = torch.randperm(split.samples)
-    split_off_samples = round(share * split.samples)
-    if not 0 < split_off_samples < split.samples:
-        raise ValueError(
-            f"FromDataModule: a share of {share} of {kind}'s {split.samples} validation samples is {split_off_samples}"
-        )
-    return Split(*(part[order[split_off_samples:]] for part in split)), Split(
-        *(part[order[:split_off_samples]] for part in split)
-    )

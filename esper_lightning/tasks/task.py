@@ -1,39 +1,42 @@
 """Interface of tasks: data on a device, and a function that measures outputs against targets."""
 
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
-from torchmetrics.functional.regression import r2_score
 from torchmetrics.functional.text import perplexity
-
-MAX_RNG_SEED = 2**32 - 1
-"""Largest RNG seed of generated data."""
 
 CALIBRATION_BINS = 15
 """Number of bins of confidence in the calibration error, as in https://arxiv.org/abs/1706.04599."""
 
-
-def check_data_seed(setting: str, rng_seed: int) -> None:
-    """Raise ValueError, naming the setting, unless a number can be the RNG seed of generated data."""
-    if not 0 <= rng_seed <= MAX_RNG_SEED:
-        raise ValueError(f"{setting} must lie in 0 … {MAX_RNG_SEED}, got {rng_seed}")
+SPLITS = ("train", "validation", "test")
 
 
-class Split(NamedTuple):
-    """Inputs and targets of one split of a data set."""
+@dataclass(frozen=True, eq=False)
+class Split:
+    """One split of a data set: `inputs, targets = split`."""
 
-    inputs: Tensor  # [samples, …]
-    targets: Tensor  # [samples, …] int64
+    inputs: Tensor  # [variants · samples, …]
+    targets: Tensor  # [variants · samples, …] integers
+    variants: int = field(default=1, kw_only=True)
+    """Number of variants of the data, one after the other."""
+    copies: Mapping[torch.device, "Split"] = field(default_factory=dict, kw_only=True)
+    """The split on each device, if it lies on several."""
 
-    variants = 1  # number of variants, concatenated along the first axis: see VariedSplit
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.inputs, self.targets))
 
     def to(self, device: torch.device) -> "Split":
-        return Split(self.inputs.to(device), self.targets.to(device))
+        """Return the split on a device."""
+        if device in self.copies:
+            return self.copies[device]
+        return replace(self, inputs=self.inputs.to(device), targets=self.targets.to(device), copies={})
 
     def variant(self, index: int) -> "Split":
         """Return one variant of the data as a view."""
@@ -41,50 +44,10 @@ class Split(NamedTuple):
             return self
         return Split(*(part.unflatten(0, (self.variants, -1))[index] for part in self))
 
-    def copy_to(self, devices: Sequence[torch.device]) -> "Split":
-        """Return this split with a copy on each of these devices."""
-        if len(devices) == 1:
-            return self.to(devices[0])
-        copies = {device: self.to(device) for device in devices}
-        split = MultiDeviceSplit(*copies[devices[0]])
-        split.copies, split.variants = copies, self.variants
-        return split
-
     @property
     def samples(self) -> int:
         """Number of samples in one variant."""
         return self.inputs.shape[0] // self.variants
-
-
-class VariedSplit(Split):
-    """Several variants of a split with equal numbers of samples: inputs and targets are [variants · samples, …]."""
-
-    variants: int
-
-    @classmethod
-    def join(cls, variants: Sequence[Split]) -> "VariedSplit":
-        """Concatenate variants of a split."""
-        split = cls(*(torch.cat(parts) for parts in zip(*variants, strict=True)))
-        split.variants = len(variants)
-        return split
-
-    def to(self, device: torch.device) -> "VariedSplit":
-        split = VariedSplit(*super().to(device))
-        split.variants = self.variants
-        return split
-
-
-class MultiDeviceSplit(Split):
-    """A split with a copy on each of several devices: its tensors are on the first, and `to` returns the other copies.
-
-    Attributes:
-        copies: The split on each device.
-    """
-
-    copies: dict[torch.device, Split]
-
-    def to(self, device: torch.device) -> Split:
-        return self.copies[device] if device in self.copies else super().to(device)
 
 
 class TaskData(NamedTuple):
@@ -101,9 +64,12 @@ class TaskData(NamedTuple):
         return tuple(self.train.inputs.shape[1:])
 
     def copy_to(self, devices: Sequence[torch.device]) -> "TaskData":
-        """Return the data set with a copy on each of these devices; data already there are not copied."""
-        train, validation, test = (split.copy_to(devices) for split in self[:3])
-        return TaskData(train, validation, test, self.classes)
+        """Return the data set on the first of these devices, with a copy on each other; `Split.to` returns them."""
+        splits = {}
+        for name in SPLITS:
+            copies = {device: getattr(self, name).to(device) for device in devices}
+            splits[name] = replace(copies[devices[0]], copies=copies if len(devices) > 1 else {})
+        return self._replace(**splits)
 
 
 class Measures(NamedTuple):
@@ -146,15 +112,12 @@ class Task(ABC):
           and accuracy (https://arxiv.org/abs/1706.04599); and `accuracy.<class>`, the accuracy on the samples of each
           class, NaN for a class without samples.
         - Tokens: `perplexity`, e to the mean cross-entropy per token.
-        - Quantities: `r2`, the coefficient of determination; the mean over them if there are several.
 
         Args:
-            outputs: Logits [samples, classes] or [samples, T, classes], or estimates [samples, quantities].
-            targets: Class numbers [samples] or [samples, T], or quantities as floats, [samples] or like the outputs.
+            outputs: Logits [samples, classes] or [samples, T, classes].
+            targets: Class numbers [samples] or [samples, T].
         """
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-        if targets.is_floating_point():
-            return {"r2": r2_score(outputs.view_as(targets), targets).item()}
         if targets.ndim > 1:
             return {"perplexity": perplexity(outputs, targets).item()}
         classes = outputs.shape[-1]
@@ -164,3 +127,53 @@ class Task(ABC):
         is_absent = torch.bincount(targets, minlength=classes) == 0
         shares = accuracies.masked_fill(is_absent, torch.nan).tolist()
         return {"calibration_error": error.item()} | {f"accuracy.{c}": share for c, share in enumerate(shares)}
+
+
+def check_data(data: TaskData, task: str) -> None:
+    """Raise ValueError, naming the split, unless hosts can learn from `data`: on a GPU torch would not say why."""
+    for name, (inputs, targets) in zip(SPLITS, data[:3], strict=True):
+        where = f"task {task}: its {name} data"
+        if not 0 < len(inputs) == len(targets):
+            raise ValueError(f"{where} have {len(inputs)} inputs and {len(targets)} targets; get the data set again")
+        if inputs.shape[1:] != data.train.inputs.shape[1:]:
+            raise ValueError(f"{where} have inputs {list(inputs.shape[1:])}, the training data {data.input_shape}")
+        if inputs.ndim > 3 and not inputs.is_floating_point():
+            raise ValueError(f"{where} have images of {inputs.dtype}; give floats, such as inputs.float() / 255")
+        if inputs.is_floating_point() and not inputs.isfinite().all():
+            raise ValueError(f"{where} hold inputs that are not finite; get the data set again")
+        if targets.is_floating_point():
+            raise ValueError(f"{where} have targets of {targets.dtype}; give the number of the class, int64")
+        if not 0 <= int(targets.min()) <= int(targets.max()) < data.classes:
+            raise ValueError(
+                f"{where} hold targets {int(targets.min())} … {int(targets.max())}, outside of 0 … {data.classes - 1}; "
+                "correct `classes` or the targets"
+            )
+
+
+def check_outputs(outputs: object, classes: int) -> None:
+    """Raise ValueError unless the outputs of a host have a number for each class."""
+    found = list(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
+    if not isinstance(outputs, Tensor) or outputs.ndim < 2 or outputs.shape[-1] < classes:
+        raise ValueError(
+            f"the host's forward returned {found}, and the task has {classes} classes; return a tensor of logits with "
+            "as many outputs as the host's constructor is given"
+        )
+
+
+def check_measures(measures: Measures, samples: int, task: str) -> None:
+    """Raise ValueError unless `measures` are a loss and a share of correct predictions for each sample."""
+    if any(getattr(values, "shape", None) != (samples,) for values in measures):
+        raise ValueError(
+            f"task {task}: measure returned other shapes than ({samples},) for {samples} samples; return Measures of a "
+            "number per sample, such as F.cross_entropy(…, reduction='none')"
+        )
+
+
+def fingerprint(data: TaskData) -> str:
+    """Return a description like `897 + 200 + 700 samples of 10 classes, checksum 8d1f03aa`, the same on any device."""
+    checksum = 0
+    for split in data[:3]:
+        for tensor in split:
+            checksum = zlib.crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data, checksum)
+    sizes = " + ".join(str(split.samples) for split in data[:3])
+    return f"{sizes} samples of {data.classes} classes, checksum {checksum:08x}"

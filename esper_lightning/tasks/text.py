@@ -1,5 +1,8 @@
-"""Next-token prediction on any UTF-8 file. T tokens in a sequence."""
+"""Next-token prediction: on any UTF-8 file, and on the source code of Python itself. T tokens in a sequence."""
 
+import sysconfig
+import zlib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -7,17 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper_lightning.tasks.files import check_file
-from esper_lightning.tasks.task import Split, Task, TaskData
+from esper_lightning.tasks.task import Measures, Split, Task, TaskData
 
 PYTHON_REFERENCE = "python"
 """Name of the Python language reference as a source: 460 kB of English that come with CPython, without a download."""
 
-BYTES_PER_BYTE = 32
-"""Bytes of memory for each byte of a file: text and parts with up to 4 per character, tokens with 8 in 3 copies."""
-
 N_BYTE_TOKENS = 256
 """Number of tokens where each byte is one."""
+
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
+"""Folders below the standard library that are not part of it."""
 
 
 class Text(Task):
@@ -46,37 +48,26 @@ class Text(Task):
         test: float = 0.1,
         train: int | None = None,
     ) -> None:
-        if length < 1 or (train is not None and train < 1):
-            raise ValueError(f"Text: length and train must be at least 1, got {length} and {train}")
         if tokens == "bpe" and vocabulary <= N_BYTE_TOKENS:
             raise ValueError(f"Text: a vocabulary of bpe has more than {N_BYTE_TOKENS} tokens, got {vocabulary}")
-        if min(validation, test) <= 0.0 or validation + test >= 1.0:
-            raise ValueError(
-                f"Text: validation and test must be positive and leave something to learn from, got {validation} and "
-                f"{test}"
-            )
+        check_shares("Text", validation, test)
         self.source = source
-        self.tokens = tokens
-        self.vocabulary = vocabulary
+        self.vocabulary = vocabulary if tokens == "bpe" else N_BYTE_TOKENS
         self.length = length
-        self.validation = validation
-        self.test = test
+        self.shares = (1.0 - validation - test, 1.0 - test)
         self.train = train
 
     def load(self) -> TaskData:
         text = self._read()
-        first, second = (int(share * len(text)) for share in (1.0 - self.validation - self.test, 1.0 - self.test))
+        first, second = (int(share * len(text)) for share in self.shares)
         parts = [text[:first], text[first:second], text[second:]]
-        if self.tokens == "bytes":
-            streams = [
-                torch.from_numpy(np.frombuffer(part.encode(), dtype=np.uint8).astype(np.int64)) for part in parts
-            ]
+        if self.vocabulary == N_BYTE_TOKENS:
+            streams = [torch.from_numpy(np.frombuffer(part.encode(), np.uint8).astype(np.int64)) for part in parts]
         else:
             tokenizer = train_tokenizer(parts[0], self.vocabulary)
             streams = [torch.tensor(tokenizer.encode(part).ids) for part in parts]
-        splits = [self._sequences(stream) for stream in streams]
-        train = Split(*(part[: self.train] for part in splits[0]))
-        return TaskData(train, *splits[1:], classes=N_BYTE_TOKENS if self.tokens == "bytes" else self.vocabulary)
+        train, validation, test = (sequences(stream, self.length) for stream in streams)
+        return TaskData(Split(*(part[: self.train] for part in train)), validation, test, classes=self.vocabulary)
 
     def _read(self) -> str:
         if self.source == PYTHON_REFERENCE:
@@ -89,21 +80,70 @@ class Text(Task):
                 f"Text: there is no file {self.source!r}; name a UTF-8 file by --data.task.init_args.source, or "
                 f"{PYTHON_REFERENCE} for the one that comes with CPython"
             )
-        check_file(path, "Text", bytes_per_byte=BYTES_PER_BYTE)
         try:
             return path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"Text: {self.source!r} is not UTF-8 ({error.reason} at byte {error.start})") from error
 
-    def _sequences(self, stream: Tensor) -> Split:  # [n] -> inputs [(n − 1) // T, T], targets one token later
-        count = (len(stream) - 1) // self.length
-        if count < 1:
-            raise ValueError(
-                f"Text: {self.source!r} is too short: a part of it has {len(stream)} tokens, not one sequence of "
-                f"{self.length}; lower length, or name a longer text"
-            )
-        inputs, targets = (stream[start : start + count * self.length] for start in (0, 1))
-        return Split(inputs.view(count, self.length).clone(), targets.view(count, self.length).clone())
+
+class Source(Task):
+    """Next-byte prediction on the standard library of this Python. Accuracy is the share of bytes predicted correctly.
+
+    A token takes one byte of memory. Whole files belong to training, validation or test.
+
+    Args:
+        length: Number of bytes T in a sequence.
+        validation, test: Share of the bytes in each part, up to the next end of a file.
+        train: Number of sequences that hosts are trained on. None: all. Fewer make ticks shorter.
+    """
+
+    def __init__(
+        self, *, length: int = 128, validation: float = 0.05, test: float = 0.1, train: int | None = None
+    ) -> None:
+        check_shares("Source", validation, test)
+        self.length = length
+        self.shares = (1.0 - validation - test, 1.0 - test, 1.0)
+        self.train = train
+
+    def load(self) -> TaskData:
+        files = [path.read_bytes() for path in source_files(Path(sysconfig.get_paths()["stdlib"]))]
+        if not files:
+            raise ValueError("Source: this Python has no source of its standard library; take the task Text")
+        stream = torch.frombuffer(bytearray().join(files), dtype=torch.uint8)
+        ends = np.cumsum([len(file) for file in files])
+        cuts = [0, *(int(ends[np.searchsorted(ends, share * ends[-1] - 0.5)]) for share in self.shares)]
+        train, validation, test = (sequences(stream[start:end], self.length) for start, end in pairwise(cuts))
+        return TaskData(Split(*(part[: self.train] for part in train)), validation, test, classes=N_BYTE_TOKENS)
+
+    def measure(self, outputs: Tensor, targets: Tensor) -> Measures:
+        return super().measure(outputs, targets.long())
+
+    def test_metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        return super().test_metrics(outputs, targets.long())
+
+
+def source_files(folder: Path) -> list[Path]:
+    """Return the Python files below a folder in an order that mixes its parts and is the same everywhere."""
+    relative = (path.relative_to(folder) for path in folder.rglob("*.py"))
+    names = [path.as_posix() for path in relative if not SKIPPED_FOLDERS & set(path.parts)]
+    return [folder / name for name in sorted(names, key=lambda name: (zlib.crc32(name.encode()), name))]
+
+
+def check_shares(task: str, validation: float, test: float) -> None:
+    """Raise ValueError unless shares of a data set leave something to learn from."""
+    if min(validation, test) <= 0.0 or validation + test >= 1.0:
+        raise ValueError(
+            f"{task}: validation and test must be positive and leave something to learn from, got {validation} and "
+            f"{test}"
+        )
+
+
+def sequences(stream: Tensor, length: int) -> Split:  # [n] -> inputs [(n − 1) // T, T], targets one token later
+    """Cut a stream of tokens into sequences, as views. Raises ValueError if it is too short."""
+    count = (len(stream) - 1) // length if length > 0 else 0
+    if count < 1:
+        raise ValueError(f"a part of the text has {len(stream)} tokens, not one sequence of {length}; lower length")
+    return Split(*(stream[start : start + count * length].view(count, length) for start in (0, 1)))
 
 
 def train_tokenizer(text: str, vocabulary: int) -> Any:

@@ -1,6 +1,5 @@
 """Variants of a data set: transformed or noisy inputs, other labels, or fewer samples."""
 
-import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from esper_lightning.tasks.integrity import SPLITS
-from esper_lightning.tasks.task import Split, TaskData, VariedSplit
+from esper_lightning.tasks.task import SPLITS, Split, TaskData
 
 PERMUTATION_RNG_SEED = 0
 """RNG seed of the pixel permutation of `shuffled`, which must be the same in all splits."""
@@ -65,10 +63,10 @@ class Variant:
     def __post_init__(self) -> None:
         if self.transform not in TRANSFORMS:
             raise ValueError(f"data.transform: unknown {self.transform!r}; there are: {', '.join(TRANSFORMS)}")
-        if not 0.0 <= self.noise < math.inf or not 0.0 <= self.label_noise <= 1.0:
+        if self.noise < 0.0 or not 0.0 <= self.label_noise <= 1.0:
             raise ValueError(
-                f"data.noise must be finite and not negative and data.label_noise must lie in [0, 1], "
-                f"got {self.noise} and {self.label_noise}"
+                f"data.noise must not be negative and data.label_noise must lie in [0, 1], got {self.noise} and "
+                f"{self.label_noise}"
             )
         for name, least in (("classes", 2), ("samples", 1)):
             value = getattr(self, name)
@@ -97,19 +95,18 @@ class Variant:
         """Return the modified data with all samples, on the CPU."""
         # The RNG seed depends on the names of this class and its fields: renaming them would change the data.
         generator = torch.Generator().manual_seed(zlib.crc32(repr(self.without_subset).encode()))
-        return data._replace(**{name: self._split(getattr(data, name), data, generator) for name in SPLITS})
-
-    def _split(self, split: Split, data: TaskData, generator: torch.Generator) -> Split:
-        inputs, targets = (part.cpu() for part in split)
-        classes = self.classes or data.classes
-        inputs = TRANSFORMS[self.transform](inputs, generator)
-        if self.noise > 0.0:
-            inputs = inputs + self.noise * torch.randn(inputs.shape, generator=generator, dtype=inputs.dtype)
-        targets = targets % classes
-        if self.label_noise > 0.0:
-            wrong = torch.rand(targets.shape, generator=generator) < self.label_noise
-            targets = torch.where(wrong, torch.randint(classes, targets.shape, generator=generator), targets)
-        return Split(inputs, targets)
+        classes, splits = self.classes or data.classes, {}
+        for name in SPLITS:
+            inputs, targets = (part.cpu() for part in getattr(data, name))
+            inputs = TRANSFORMS[self.transform](inputs, generator)
+            if self.noise > 0.0:
+                inputs = inputs + self.noise * torch.randn(inputs.shape, generator=generator, dtype=inputs.dtype)
+            targets = targets % classes
+            if self.label_noise > 0.0:
+                wrong = torch.rand(targets.shape, generator=generator) < self.label_noise
+                targets = torch.where(wrong, torch.randint(classes, targets.shape, generator=generator), targets)
+            splits[name] = Split(inputs, targets)
+        return data._replace(**splits)
 
 
 def make_variants(data: TaskData, variants: Sequence[Variant]) -> TaskData:
@@ -117,4 +114,5 @@ def make_variants(data: TaskData, variants: Sequence[Variant]) -> TaskData:
     for variant in variants:
         variant.check(data)
     varied = [variant.apply(data) for variant in variants]
-    return data._replace(**{name: VariedSplit.join([getattr(part, name) for part in varied]) for name in SPLITS})
+    parts = {name: zip(*(getattr(one, name) for one in varied), strict=True) for name in SPLITS}
+    return data._replace(**{name: Split(*map(torch.cat, parts[name]), variants=len(variants)) for name in SPLITS})

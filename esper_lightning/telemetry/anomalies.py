@@ -1,175 +1,239 @@
-"""Anomaly detection: maps the metrics of one PPO update to the anomalies that it raises or clears.
+"""Anomalies of a training: a table of rules, and their application to the metrics of each PPO update.
 
-Each rule has a state machine: quiet → raised (a warning, or critical) → cleared. A change of state needs several
-updates in a row, so a metric that sits at its bound does not raise the same anomaly again and again.
+A rule is raised after its metric was out of bounds for some updates in a row, and cleared after some within bounds, so
+a metric that sits at its bound does not raise the same anomaly again and again.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
-from esper_lightning.telemetry.anomaly_rules import RULES, AnomalyConfig, Bounds, Limits, Rule
+from esper_lightning.telemetry.events import AnomalyChanged
 
-LEVELS = ("quiet", "warning", "critical")
-"""Names of the levels of an anomaly, by level 0 … 2."""
+CLEARING_UPDATES = 3
+"""PPO updates in a row with the metric within bounds before an anomaly is cleared."""
+
+LEAST_CHOICE_SHARE = 0.01
+"""Least share of actions in which a head had a choice for its entropy to be checked."""
+
+LEAST_FOSSILS = 0.1
+"""Fossilized seeds per episode above which waiting is no anomaly: it may be all that is left to do."""
+
+GRAD_NORM_DECAY = 0.99
+"""Decay per update of the running mean of the policy's gradient norm."""
+
+CRITIC_FLOORS = ((0.1, -0.5), (0.25, -0.2), (0.75, 0.0), (math.inf, 0.1))
+"""(end, floor) pairs: the floor of explained variance until that share of training is over."""
 
 
-class Anomaly(NamedTuple):
-    """A change of an anomaly's level."""
+def critic_floor(progress: float) -> float:
+    """Return the least explained variance: more is asked of the critic as training goes on."""
+    return next(floor for end, floor in CRITIC_FLOORS if progress <= end)
+
+
+def fading_entropy(progress: float) -> float:
+    """Return the least entropy of a head: a policy may make up its mind in the end."""
+    return 0.3 * (1.0 - min(1.0, progress))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Rule for one anomaly: its metric, its bound and the likely cause."""
 
     name: str
-    level: str
-    """New level of the anomaly: `warning`, `critical`, or `cleared`."""
-    value: float
-    threshold: float
-    """Bound that the value crossed, in either direction."""
-    update: int
-    """Number of the PPO update, counted from 1."""
+    metric: str
+    """Name of the metric; `.*` at the end stands for all metrics with that prefix, each with a state of its own."""
+    side: Literal[">", "<"]
+    """Side of the bound on which the metric is out of bounds. A metric that is not finite always is."""
+    bound: float | Callable[[float], float]
+    """Bound, or a function that returns it for a share of training that is over, 0 … 1."""
+    updates: int = 1
+    """PPO updates in a row with the metric out of bounds before the anomaly is raised."""
     cause: str
+    """Likely cause of the anomaly; `{what}` stands for the part of the metric's name that matched the `*`."""
     settings: tuple[str, ...]
+    """Settings that the user should check."""
 
-    def __str__(self) -> str:
-        """Return `anomaly kl: warning at update 7: 0.13, bound 0.1: updates are too large; look at model.ppo.lr, …`."""
-        if self.level == "cleared":
-            return f"anomaly {self.name}: cleared at update {self.update}: {self.value:.3g}, bound {self.threshold:.3g}"
-        where = f"{self.level} at update {self.update}: {self.value:.3g}, bound {self.threshold:.3g}"
-        return f"anomaly {self.name}: {where}: {self.cause}; look at {', '.join(self.settings)}"
+    def is_out_of_bounds(self, value: float, bound: float) -> bool:
+        return not math.isfinite(value) or (value > bound if self.side == ">" else value < bound)
+
+    def matches(self, metrics: Iterable[str]) -> list[tuple[str, str]]:
+        """Return the metrics of the rule, and for each the part of its name that matched the `*`."""
+        if not self.metric.endswith(".*"):
+            return [(self.metric, "")] if self.metric in metrics else []
+        stem = self.metric.removesuffix("*")
+        return [(metric, metric.removeprefix(stem)) for metric in metrics if metric.startswith(stem)]
+
+
+FROZEN_CHANGE = 1e-6
+"""Relative change of the policy's weights in an update below which it does not change."""
+
+LARGE_STEPS = "updates are too large"
+STEP_SETTINGS = ("model.ppo.lr", "model.ppo.epochs", "model.ppo.target_kl")
+
+RULES: tuple[Rule, ...] = (
+    Rule(name="ratio_high", metric="ratio_high", side=">", bound=5.0, cause=LARGE_STEPS, settings=STEP_SETTINGS),
+    Rule(name="ratio_low", metric="ratio_low", side="<", bound=0.1, cause=LARGE_STEPS, settings=STEP_SETTINGS),
+    Rule(name="kl", metric="kl", side=">", bound=0.1, cause=LARGE_STEPS, settings=STEP_SETTINGS),
+    Rule(
+        name="explained_variance", metric="explained_variance", side="<", bound=critic_floor, updates=5,
+        cause="the critic does not learn to predict returns",
+        settings=("model.ppo.lr", "model.ppo.value_coefficient", "data.n_envs"),
+    ),
+    Rule(
+        name="entropy", metric="entropy.*", side="<", bound=fading_entropy, updates=3,
+        cause="the head {what} always makes the same choice: exploration has stopped",
+        settings=("model.ppo.entropy", "model.ppo.lr"),
+    ),
+    Rule(
+        name="grad_norm_high", metric="grad_norm_ratio", side=">", bound=2.0, updates=3,
+        cause="the policy's gradient has grown: rewards or values have left their usual range",
+        settings=("model.ppo.lr", "model.ppo.max_grad_norm", "Governor.rules.penalty"),
+    ),
+    Rule(
+        name="grad_norm_low", metric="grad_norm_ratio", side="<", bound=0.5, updates=3,
+        cause="the policy's gradient has shrunk: there is little left to learn, or nothing to learn from",
+        settings=("model.ppo.entropy", "data.env.reward.mode"),
+    ),
+    Rule(
+        name="state_high", metric="state_rms", side=">", bound=10.0, cause="the LSTM's state grows without bound",
+        settings=("model.ppo.lr", "model.normalize.clip"),
+    ),
+    Rule(
+        name="state_low", metric="state_rms", side="<", bound=1e-6, cause="the LSTM's state has vanished",
+        settings=("model.policy.memory", "model.ppo.lr"),
+    ),
+    Rule(
+        name="stale_state", metric="first_ratio_error", side=">", bound=1e-4,
+        cause="the update sees another recurrent state, observation or mask than the policy that acted: an error in "
+        "the program, or numbers too coarse",
+        settings=("trainer.precision", "model.ppo.sequence"),
+    ),
+    Rule(
+        name="frozen_policy", metric="weight_change", side="<", bound=FROZEN_CHANGE, updates=2,
+        cause="updates do not change the policy: the learning rate is 0, or updates stop before the first step",
+        settings=("model.ppo.lr", "model.ppo.target_kl"),
+    ),
+    Rule(
+        name="ratio_one", metric="ratio_spread", side="<", bound=1e-5, updates=2,
+        cause="each update is a single step, so that ratios are always 1 and nothing is proximal",
+        settings=("model.ppo.epochs", "model.ppo.minibatches"),
+    ),
+    Rule(
+        name="waiting", metric="waiting", side=">", bound=0.95, updates=3,
+        cause="the policy has collapsed to WAIT: seeds are not worth their price, or cannot learn",
+        settings=("data.env.objective.price", "data.env.actions.blueprints", "model.ppo.entropy"),
+    ),
+    Rule(
+        name="dead_seeds", metric="dead_seeds.*", side=">", bound=0.5,
+        cause="seeds of blueprint {what} get no gradient: dead at birth",
+        settings=("data.env.actions.blueprints", "data.env.lifecycle.birth", "data.env.family"),
+    ),
+    Rule(
+        name="gradient_health", metric="gradient_health", side="<", bound=0.6,
+        cause="hosts' gradients vanish or explode",
+        settings=("data.env.training.lr", "data.env.training.max_grad_norm"),
+    ),
+    Rule(
+        name="rolled_back", metric="rolled_back", side=">", bound=0.25, cause="hosts diverge",
+        settings=("data.env.training.lr", "data.env.training.max_grad_norm", "Governor.rules"),
+    ),
+    Rule(
+        name="reliance", metric="reliance", side=">", bound=0.25, updates=2,
+        cause="hosts rely on seeds that have not made them better",
+        settings=("data.env.reward.mode", "data.env.actions.tempos"),
+    ),
+    Rule(
+        name="memory", metric="memory.share", side=">", bound=0.85, cause="memory is nearly full",
+        settings=("data.n_envs", "data.env.training.micro_batches", "data.env.training.batch_size"),
+    ),
+)  # fmt: skip
+"""Every rule for an anomaly."""
 
 
 class AnomalyState(NamedTuple):
-    """State machine of one anomaly: its level, and lengths of the current runs of PPO updates."""
+    """State of one anomaly."""
 
-    level: int = 0
-    """0: quiet, 1: warning, 2: critical."""
-    updates_out_of_bounds: int = 0
-    """Updates in a row with the metric out of bounds, critical or not."""
-    updates_critical: int = 0
-    """Updates in a row with the metric beyond the critical bound."""
-    updates_in_bounds: int = 0
-    """Updates in a row with the metric within bounds."""
-    updates_not_critical: int = 0
-    """Updates in a row with the metric not beyond the critical bound."""
+    raised: bool = False
+    contradictions: int = 0
+    """PPO updates in a row that contradict it: out of bounds while it is not raised, within bounds while it is."""
 
 
-def next_state(state: AnomalyState, rule: Rule, value: float, *, limits: Limits, bounds: Bounds) -> AnomalyState:
-    """Return the state after one more PPO update. A value that is not finite is beyond every bound."""
-    unknown = not math.isfinite(value)
-    critical = limits.critical is not None and (unknown or rule.is_out_of_bounds(value, limits.critical))
-    warned = unknown or critical or rule.is_out_of_bounds(value, limits.warning)
-    runs = AnomalyState(
-        level=state.level,
-        updates_out_of_bounds=state.updates_out_of_bounds + 1 if warned else 0,
-        updates_critical=state.updates_critical + 1 if critical else 0,
-        updates_in_bounds=0 if warned else state.updates_in_bounds + 1,
-        updates_not_critical=0 if critical else state.updates_not_critical + 1,
-    )
-    level = state.level
-    if runs.updates_critical >= bounds.updates:
-        level = 2
-    elif runs.updates_out_of_bounds >= bounds.updates and level == 0:
-        level = 1
-    elif runs.updates_in_bounds >= bounds.clear:
-        level = 0
-    elif warned and runs.updates_not_critical >= bounds.clear and level == 2:
-        level = 1
-    return runs._replace(level=level)
-
-
-def rule_inputs(metrics: Mapping[str, float], config: AnomalyConfig) -> dict[str, float]:
-    """Add `ratio_spread` and `waiting`; drop the entropy of heads that rarely had a choice.
-
-    A rule whose metric is left out keeps its state.
-    """
-    found = dict(metrics)
-    for key in metrics:
-        kind, _, head = key.partition(".")
-        if kind == "entropy" and head and metrics.get(f"choice_share.{head}", 1.0) < config.least_choice_share:
-            del found[key]
-    changed = metrics.get("weight_change", 0.0) >= config.frozen_policy.warning
-    if changed and {"ratio_low", "ratio_high"} <= metrics.keys():
-        found["ratio_spread"] = max(metrics["ratio_high"] - 1.0, 1.0 - metrics["ratio_low"])
-    if {"op.WAIT", "fossils"} <= metrics.keys():
-        found["waiting"] = metrics["op.WAIT"] if metrics["fossils"] <= config.least_fossils else 0.0
-    return found
-
-
-class RunningMean(NamedTuple):
-    """Exponential moving average, corrected for the bias of its first values."""
-
-    total: float = 0.0
-    weight: float = 0.0
-
-    @property
-    def value(self) -> float:
-        return self.total / self.weight
-
-    def updated(self, number: float, decay: float) -> "RunningMean":
-        return RunningMean(decay * self.total + (1.0 - decay) * number, decay * self.weight + 1.0 - decay)
+def next_state(state: AnomalyState, out_of_bounds: bool, updates: int) -> AnomalyState:
+    """Return the state after one more PPO update; an anomaly is raised after `updates` in a row."""
+    if out_of_bounds == state.raised:
+        return AnomalyState(state.raised)
+    contradictions = state.contradictions + 1
+    is_enough = contradictions >= (CLEARING_UPDATES if state.raised else updates)
+    return AnomalyState(not state.raised) if is_enough else AnomalyState(state.raised, contradictions)
 
 
 class AnomalyDetector:
-    """Applies the anomaly rules to the metrics of successive PPO updates.
+    """Applies the rules to the metrics of successive PPO updates.
 
     Args:
-        config: Bounds of the rules.
+        ignore: Names of rules that are not applied.
+
+    Raises ValueError if there is no such rule.
     """
 
-    def __init__(self, config: AnomalyConfig) -> None:
-        self.config = config
+    def __init__(self, ignore: Iterable[str] = ()) -> None:
+        names = [rule.name for rule in RULES]
+        if unknown := [name for name in ignore if name not in names]:
+            raise ValueError(f"Telemetry.ignore: no rule is called {unknown[0]!r}; rules are {', '.join(names)}")
+        self.rules = [rule for rule in RULES if rule.name not in ignore]
         self.states: dict[str, AnomalyState] = {}  # by name of the anomaly
-        self.grad_norm = RunningMean()
+        self.grad_norm = (0.0, 0.0)  # decaying sum of the norms, and of their weights
 
-    def observe(self, metrics: Mapping[str, float], update: int, progress: float) -> list[Anomaly]:
+    def observe(self, metrics: Mapping[str, float], *, tick: int, update: int, progress: float) -> list[AnomalyChanged]:
         """Process the metrics of one PPO update and return the anomalies that it raises or clears.
+
+        A rule whose metric is missing keeps its state.
 
         Args:
             metrics: Values by name; see `Rule.metric`.
+            tick: Ticks since the run began.
             update: Number of the update, counted from 1.
             progress: Share of training that is over, 0 … 1.
         """
-        numbers = rule_inputs(metrics, self.config) | self._grad_norm_ratio(metrics)
+        values = self._with_derived(metrics)
         changes = []
-        for rule in RULES:
-            bounds = self.config.bounds(rule)
-            limits = rule.limits(bounds, self.config, progress)
-            for key in rule.matching_metrics(numbers):
-                name, value = rule.anomaly_name(key), numbers[key]
+        for rule in self.rules:
+            bound = rule.bound(progress) if callable(rule.bound) else rule.bound
+            for metric, what in rule.matches(values):
+                name, value = f"{rule.name}.{what}" if what else rule.name, values[metric]
                 before = self.states.get(name, AnomalyState())
-                after = self.states[name] = next_state(before, rule, value, limits=limits, bounds=bounds)
-                if after.level != before.level:
-                    crossed = max(before.level, after.level)
-                    critical = limits.critical if crossed == 2 else None
-                    # A resumed run may have dropped the critical bound that an earlier one has crossed.
-                    threshold = limits.warning if critical is None else critical
-                    level = LEVELS[after.level] if after.level else "cleared"
-                    what = key.removeprefix(rule.metric.removesuffix("*"))
-                    cause = rule.cause.format(what=what)
-                    changes.append(Anomaly(name, level, value, threshold, update, cause, rule.settings))
+                after = self.states[name] = next_state(before, rule.is_out_of_bounds(value, bound), rule.updates)
+                if after.raised != before.raised:
+                    level, cause = "raised" if after.raised else "cleared", rule.cause.format(what=what)
+                    changes.append(AnomalyChanged(tick, update, name, level, value, bound, cause, list(rule.settings)))
         return changes
 
-    def _grad_norm_ratio(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the gradient norm divided by its running mean over the previous updates."""
-        norm, mean = metrics.get("grad_norm"), self.grad_norm
-        if norm is None:
-            return {}
-        if math.isfinite(norm):
-            self.grad_norm = mean.updated(norm, self.config.grad_norm_decay)
+    def _with_derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Add metrics of several others; drop the entropy of heads that rarely had a choice."""
+        found = dict(metrics)
+        for name in metrics:
+            kind, _, head = name.partition(".")
+            if kind == "entropy" and head and metrics.get(f"choice_share.{head}", 1.0) < LEAST_CHOICE_SHARE:
+                del found[name]
+        if metrics.get("weight_change", 0.0) >= FROZEN_CHANGE and {"ratio_low", "ratio_high"} <= metrics.keys():
+            found["ratio_spread"] = max(metrics["ratio_high"] - 1.0, 1.0 - metrics["ratio_low"])
+        if {"op.WAIT", "fossils"} <= metrics.keys():
+            found["waiting"] = metrics["op.WAIT"] if metrics["fossils"] <= LEAST_FOSSILS else 0.0
+        norm, (total, weight) = metrics.get("grad_norm"), self.grad_norm
         # An update that was stopped before its first optimizer step has no gradient.
-        return {"grad_norm_ratio": norm / mean.value} if norm != 0.0 and mean.total > 0.0 else {}
-
-    @property
-    def levels(self) -> dict[str, int]:
-        """Level (0: quiet, 1: warning, 2: critical) by name, for every anomaly whose metric was ever measured."""
-        return {name: state.level for name, state in self.states.items()}
+        if norm and total > 0.0:
+            found["grad_norm_ratio"] = norm * weight / total
+        if norm is not None and math.isfinite(norm):
+            rest = 1.0 - GRAD_NORM_DECAY
+            self.grad_norm = (GRAD_NORM_DECAY * total + rest * norm, GRAD_NORM_DECAY * weight + rest)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in types that `torch.load(weights_only=True)` accepts."""
-        return {
-            "watches": {name: list(state) for name, state in self.states.items()},
-            "grad_norm": list(self.grad_norm),
-        }
+        return {"states": {name: list(state) for name, state in self.states.items()}, "grad_norm": self.grad_norm}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state."""
-        self.states = {name: AnomalyState(*counts) for name, counts in state["watches"].items()}
-        self.grad_norm = RunningMean(*state["grad_norm"])
+        self.states = {name: AnomalyState(*parts) for name, parts in state["states"].items()}
+        self.grad_norm = tuple(state["grad_norm"])

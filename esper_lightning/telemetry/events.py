@@ -5,16 +5,13 @@ docs/reference/events.md describes every record. A number that is not finite bec
 
 import json
 import math
-import reprlib
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the records' format; raised whenever a reader of the old format cannot read the new one."""
-
-MAX_LINE_BYTES = 2**24
-"""Length of the longest line that is read, far above that of any event."""
 
 
 class Started(NamedTuple):
@@ -26,7 +23,6 @@ class Started(NamedTuple):
     horizon: int
     slots: list[str]
     blueprints: list[str]
-    level: str
 
 
 class SeedChanged(NamedTuple):
@@ -109,23 +105,6 @@ class Updated(NamedTuple):
     metrics: dict[str, float | None]
 
 
-class RatioExploded(NamedTuple):
-    """A transition whose probability an update changed beyond the warnings `ratio_high` and `ratio_low`."""
-
-    tick: int
-    update: int
-    host: int
-    action_tick: int
-    """Tick in which the action was carried out."""
-    action: str
-    heads: list[str]
-    """Names of the heads that had a choice for this action."""
-    before: list[float | None]
-    """Log-probability of each head's choice under the policy that acted, given the choices of earlier heads."""
-    after: list[float | None]
-    """The same under the policy after the update. The sum of the differences is the log-ratio."""
-
-
 class AnomalyChanged(NamedTuple):
     """An anomaly was raised or cleared."""
 
@@ -133,32 +112,22 @@ class AnomalyChanged(NamedTuple):
     update: int
     name: str
     level: str
+    """`raised` or `cleared`."""
     value: float | None
     threshold: float
     cause: str
     settings: list[str]
 
-
-class LevelChanged(NamedTuple):
-    """The level of telemetry was raised, or returned to the configured one."""
-
-    tick: int
-    level: str
-    cause: str
+    def __str__(self) -> str:
+        """Return `anomaly kl: raised at update 7: 0.13, bound 0.1: updates are too large; look at model.ppo.lr, …`."""
+        line = (
+            f"anomaly {self.name}: {self.level} at update {self.update}: {self.value:.3g}, bound {self.threshold:.3g}"
+        )
+        return line if self.level == "cleared" else f"{line}: {self.cause}; look at {', '.join(self.settings)}"
 
 
 Event = (
-    Started
-    | SeedChanged
-    | GateRefused
-    | Contributed
-    | SeedCredited
-    | RolledBack
-    | Vetoed
-    | Updated
-    | RatioExploded
-    | AnomalyChanged
-    | LevelChanged
+    Started | SeedChanged | GateRefused | Contributed | SeedCredited | RolledBack | Vetoed | Updated | AnomalyChanged
 )
 
 EVENT_CLASSES: dict[str, type[Event]] = {
@@ -170,9 +139,7 @@ EVENT_CLASSES: dict[str, type[Event]] = {
     "rollback": RolledBack,
     "veto": Vetoed,
     "update": Updated,
-    "ratio": RatioExploded,
     "anomaly": AnomalyChanged,
-    "level": LevelChanged,
 }
 """Class of event by the `type` of a line."""
 
@@ -198,25 +165,12 @@ def to_line(event: Event) -> str:
 
 def from_line(line: str) -> Event:
     """Parse the event in a line. Raises ValueError if the line holds no event of this schema."""
-    try:
-        fields = json.loads(line)
-    except RecursionError:
-        raise ValueError(f"no event of schema {SCHEMA}, but JSON nested too deeply: {reprlib.repr(line)}") from None
-    event_name = fields.get("type") if isinstance(fields, dict) else None
-    if not isinstance(event_name, str) or event_name not in EVENT_CLASSES:
-        raise ValueError(f"no event of schema {SCHEMA}: {reprlib.repr(line)}")
-    event_class = EVENT_CLASSES[fields.pop("type")]
-    if set(fields) != set(event_class._fields):
-        raise ValueError(
-            f"no event of schema {SCHEMA}: {reprlib.repr(line)} has not the fields {', '.join(event_class._fields)}"
-        )
-    if type(fields["tick"]) is not int or fields["tick"] < 0:
-        raise ValueError(f"no event of schema {SCHEMA}: tick is {reprlib.repr(fields['tick'])}, no number of ticks")
-    if event_class is Started and fields["schema"] != SCHEMA:
-        written = reprlib.repr(fields["schema"])
-        raise ValueError(
-            f"events of schema {written}, but this version reads {SCHEMA}; use the version that wrote them"
-        )
+    fields = json.loads(line)
+    event_class = EVENT_CLASSES.get(fields.pop("type", "")) if isinstance(fields, dict) else None
+    if event_class is Started and fields.get("schema") != SCHEMA:
+        raise ValueError(f"events of schema {fields.get('schema')}; use the version of this package that wrote them")
+    if event_class is None or set(fields) != set(event_class._fields):
+        raise ValueError(f"no event of schema {SCHEMA}: {line.strip():.80}")
     return event_class(**fields)
 
 
@@ -225,12 +179,18 @@ def read_events(path: Path) -> Iterator[Event]:
 
     Raises ValueError if any other line holds no event.
     """
-    with path.open(encoding="utf-8") as file:
+    for _, event in _read_lines(path):
+        yield event
+
+
+def _read_lines(path: Path) -> Iterator[tuple[bytes, Event]]:
+    """Yield each complete line of a file of events with its event."""
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return
             try:
-                yield from_line(line)
+                yield line, from_line(line.decode())
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
 
@@ -249,29 +209,12 @@ class EventLog:
     def discard_after(self, tick: int) -> None:
         """Truncate the file after the events of `tick`, for a run that resumes there; drop an incomplete last line.
 
-        Raises ValueError, and leaves the file as it is, if it is not a regular file, if a line that would stay holds
-        no event, or if ticks go back.
+        Raises ValueError, and leaves the file as it is, if a line that would stay holds no event.
         """
-        if not self.path.exists() and not self.path.is_symlink():
+        if not self.path.exists():
             return
-        if self.path.is_symlink() or not self.path.is_file():  # a link would be followed, a pipe waited for
-            raise ValueError(f"{self.path} is not a regular file")
-        length, latest = 0, 0
-        with self.path.open("rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
-                if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
-                    break
-                try:
-                    event = from_line(line.decode())
-                except ValueError as error:
-                    if latest > tick:  # the line is removed in any case
-                        continue
-                    raise ValueError(f"{self.path}, line {number}: {error}") from error
-                if event.tick < latest and event.tick <= tick:
-                    raise ValueError(f"{self.path}, line {number}: tick {event.tick} after tick {latest}")
-                latest = event.tick
-                if latest <= tick:
-                    length += len(line)
+        kept = takewhile(lambda read: read[1].tick <= tick, _read_lines(self.path))
+        length = sum(len(line) for line, _ in kept)
         with self.path.open("r+b") as file:
             file.truncate(length)
 

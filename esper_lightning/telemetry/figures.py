@@ -11,16 +11,14 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from esper_lightning.growth.stages import Stage
-from esper_lightning.telemetry.blueprint_stats import SeedStats
-from esper_lightning.telemetry.episode_trace import EpisodeTrace
+from esper_lightning.telemetry.hosts import Tick
+from esper_lightning.telemetry.observer import Observer, SeedStats, Trace
 
 OP_COLOURS = {
     "WAIT": "#eeeeee",
     "GERMINATE": "#2ca02c",
     "CULL": "#d62728",
     "FOSSILIZE": "#1f77b4",
-    "ADVANCE": "#ff7f0e",
-    "SET_ALPHA": "#9467bd",
 }
 """Colour of each op, in the order of the op indices."""
 
@@ -45,12 +43,24 @@ WHITE_SHARE_ABOVE_ALPHA = 0.72
 """Share of white in the colour of a stage above the height of alpha."""
 
 
-def growth_timeline(trace: EpisodeTrace, slots: Sequence[str]) -> Figure:
+def draw_figures(observer: Observer, last: Tick) -> dict[str, Figure]:
+    """Return the figures of the finished episode by tag; if a part was not observed, only those without history."""
+    final = (last.hosts[name] for name in ("accuracy", "parameters", "objective"))
+    found = {
+        "figures/hosts": accuracy_against_parameters(*final),
+        "figures/blueprints": blueprint_scoreboard(observer.run_stats, observer.blueprints, observer.slots),
+    }
+    if observer.is_complete:
+        found |= {
+            "figures/growth": growth_timeline(observer.trace, observer.slots),
+            "figures/ops": op_map(observer.trace),
+        }
+    return found
+
+
+def growth_timeline(trace: Trace, slots: Sequence[str]) -> Figure:
     """Draw each slot's stage after each tick as colour, alpha as the height of the filled part, and rollbacks."""
-    stage, alpha = (
-        trace.stage[: trace.length, :MAX_HOSTS_SHOWN].numpy(),
-        trace.alpha[: trace.length, :MAX_HOSTS_SHOWN].numpy(),
-    )
+    stage, alpha = (part[: trace.length, :MAX_HOSTS_SHOWN] for part in (trace.stage, trace.alpha))
     hosts = stage.shape[1]
     figure, panels = make_panels(len(slots), trace.length, hosts)
     for k, (axes, slot) in enumerate(zip(panels, slots, strict=True)):
@@ -59,7 +69,7 @@ def growth_timeline(trace: EpisodeTrace, slots: Sequence[str]) -> Figure:
             stage_image(stage[..., k].T, alpha[..., k].T), aspect="auto", interpolation="nearest", extent=extent
         )
         draw_cell_borders(axes, hosts, trace.length, title=slot)
-        ticks, host_indices = np.nonzero(trace.rolled_back[: trace.length, :hosts].numpy())
+        ticks, host_indices = np.nonzero(trace.rolled_back[: trace.length, :hosts])
         axes.scatter(ticks + 1, host_indices, marker="v", s=14, color="black", zorder=3)
     present = [(name.name, colour) for name, colour in STAGE_COLOURS.items() if (stage == name).any()]
     add_legend(figure, present, "▼ rolled back" if trace.rolled_back[: trace.length, :hosts].any() else None)
@@ -76,9 +86,9 @@ def stage_image(stage: np.ndarray, alpha: np.ndarray) -> np.ndarray:  # [H, T] b
     return (colours[:, None] * (1.0 - pale) + pale).reshape(-1, stage.shape[1], 3)
 
 
-def op_map(trace: EpisodeTrace) -> Figure:
+def op_map(trace: Trace) -> Figure:
     """Draw the op carried out on each host before each tick, and the share of each op in each tick."""
-    op = trace.op[: trace.length].numpy()
+    op = trace.op[: trace.length]
     hosts = min(op.shape[1], MAX_HOSTS_SHOWN)
     figure, (left, right) = make_panels(2, trace.length, hosts, sharey=False)
     draw_cells(left, op[:, :hosts].T, list(OP_COLOURS.values()), title=f"the first {hosts} hosts")

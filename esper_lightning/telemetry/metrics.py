@@ -1,19 +1,17 @@
-"""Metrics for plots, by tag. N hosts, T ticks of a rollout."""
+"""Metrics for plots, by tag. N hosts, K slots, T ticks of a rollout."""
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from esper_lightning.growth.stages import Stage
-from esper_lightning.telemetry.events import SeedCredited
-
-if TYPE_CHECKING:
-    from esper_lightning.envs import HostPool, PoolMetrics, StepResult
-    from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.machine import resident_memory, total_memory
+from esper_lightning.telemetry.events import SeedCredited, Vetoed
+from esper_lightning.telemetry.hosts import Tick
 
 RETURN_QUANTILES = (0.1, 0.5, 0.9)
 """Quantiles over hosts at which the returns are reported, to show their spread."""
@@ -21,86 +19,56 @@ RETURN_QUANTILES = (0.1, 0.5, 0.9)
 LSTM_SATURATION = 0.95
 """Absolute value of an LSTM's hidden unit (at most 1) beyond which it counts as saturated: it hardly changes."""
 
-
-def tick_metrics(step: "StepResult") -> dict[str, float]:
-    """Return means over hosts of one environment step; all inputs are on the CPU already."""
-    metrics = step.metrics
-    return {
-        "hosts/accuracy": metrics.accuracy.mean().item(),
-        "hosts/loss": metrics.loss.mean().item(),
-        "hosts/objective": metrics.objective.mean().item(),
-        "hosts/parameters": metrics.parameters.float().mean().item(),
-        "hosts/reward": metrics.reward.mean().item(),
-        **{f"reward/{name}": paid.mean().item() for name, paid in step.terms.items()},
-    }
+MIN_RELIED_POINTS, MAX_RELIANCE, MIN_GAIN = 5.0, 5.0, 1.0
+"""A host relies on a seed too much that contributes at least so many accuracy points, and more than so many times the
+host's gain since the seed was germinated; a smaller gain is noise and counts as so many points."""
 
 
-def task_metrics(final: "PoolMetrics", tasks: Mapping[str, slice]) -> dict[str, float]:
-    """Return means over the hosts of each task, at the end of the episode."""
-    return {
-        f"tasks/{task}/{name}": getattr(final, name)[span].float().mean().item()
-        for task, span in tasks.items()
-        for name in ("objective", "accuracy", "parameters")
-    }
+def tick_metrics(tick: Tick, slots: Sequence[str]) -> dict[str, float]:
+    """Return the metrics of one environment step; `slots` are the names of the K slots."""
+    hosts, seeds = tick.hosts, tick.slots
+    found = {f"hosts/{name}": hosts[name].mean() for name in ("accuracy", "loss", "objective", "parameters", "reward")}
+    found |= {f"reward/{name}": paid.mean() for name, paid in tick.terms.items()}
+    for k, slot in enumerate(slots):
+        found |= {f"growth/{slot}/{stage.name}": (seeds["stage"][:, k] == stage).mean() for stage in Stage}
+    alive = ~hosts["ended"]
+    for name, table in (("host", hosts[alive]), ("seed", seeds[alive][seeds[alive]["live"]])):
+        norms, healths = table["norm"], table["health"]
+        if np.isfinite(norms).any():
+            found[f"gradients/{name}_norm"] = norms[np.isfinite(norms)].mean()
+            found[f"gradients/{name}_health"] = np.nanmean(healths)
+    potentials = seeds["potential"][alive]
+    if np.isfinite(potentials).any():
+        found["growth/potential"] = potentials[np.isfinite(potentials)].mean()
+    skipped = {i: steps for i, steps in enumerate(hosts["skipped_steps"].tolist()) if steps == steps}  # not NaN
+    if skipped:
+        found |= {f"skipped_steps/host{i}": steps for i, steps in skipped.items()}
+        found["hosts/skipped_steps"] = sum(skipped.values())
+    if not np.isnan(hosts["suspicious"]).any():
+        found |= {f"governor/{name}": hosts[name].sum() for name in ("suspicious", "rollbacks")}
+        found["governor/ended"] = hosts["stopped"].sum()
+        found["governor/vetoes"] = sum(isinstance(event, Vetoed) for event in tick.interventions)
+    return {tag: float(value) for tag, value in found.items()}
 
 
-def growth_metrics(envs: Sequence["HostEnv"]) -> dict[str, float]:
-    """Return, for each slot and stage, the share of hosts whose slot is in that stage."""
-    return {
-        f"growth/{slot.name}/{stage.name}": sum(env.slots[k].stage is stage for env in envs) / len(envs)
-        for k, slot in enumerate(envs[0].slots)
-        for stage in Stage
-    }
+def episode_metrics(last: Tick, tasks: Mapping[str, slice]) -> dict[str, float]:
+    """Return what has become of the hosts at the end of an episode: means over all of them, and over those of a task.
 
-
-def gradient_metrics(envs: Sequence["HostEnv"]) -> dict[str, float]:
-    """Return mean norm and health of the last minibatch's gradients, of hosts and of live seeds."""
-    hosts = [env.host_gradient for env in envs if env.host_gradient is not None and not env.ended]
-    seeds = [
-        record.gradient
-        for env in envs
-        for slot, record in zip(env.slots, env.records, strict=True)
-        if slot.live and record.gradient is not None and not env.ended
-    ]
-    found = {}
-    for name, stats in (("host", hosts), ("seed", seeds)):
-        norms = [gradient.norm for gradient in stats if math.isfinite(gradient.norm)]
-        if norms:
-            found[f"gradients/{name}_norm"] = sum(norms) / len(norms)
-            found[f"gradients/{name}_health"] = sum(gradient.health for gradient in stats) / len(stats)
-    return found
-
-
-def contribution_values(envs: Sequence["HostEnv"]) -> list[float]:
-    """Return the contributions (accuracy points) of all blended seeds whose contribution was measured."""
-    points = [
-        record.contribution
-        for env in envs
-        for slot, record in zip(env.slots, env.records, strict=True)
-        if slot.blended and record.contribution is not None
-    ]
-    return [point for point in points if math.isfinite(point)]
-
-
-def potential_metrics(envs: Sequence["HostEnv"]) -> dict[str, float]:
-    """Return the mean potential of all seeds that are not blended yet, in accuracy points; empty if none is known."""
-    points = [
-        record.potential
-        for env in envs
-        for slot, record in zip(env.slots, env.records, strict=True)
-        if slot.isolated and record.potential is not None and math.isfinite(record.potential) and not env.ended
-    ]
-    return {"growth/potential": sum(points) / len(points)} if points else {}
-
-
-def layer_metrics(hosts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return means over hosts of the layers' gradient norms, by name. Hosts need not have the same layers."""
-    norms: dict[str, list[float]] = {}
-    for layers in hosts:
-        for name, norm in layers.items():
-            if math.isfinite(norm):
-                norms.setdefault(name, []).append(norm)
-    return {f"layers/{name}": sum(values) / len(values) for name, values in norms.items()}
+    Args:
+        last: The last step.
+        tasks: Hosts of each task; empty if there is one task.
+    """
+    hosts, seeds = last.hosts, last.slots
+    parts = ("objective", "accuracy", "parameters")
+    found = {f"rollout/{name}": hosts[name].mean() for name in parts}
+    found |= {f"tasks/{task}/{name}": hosts[name][span].mean() for task, span in tasks.items() for name in parts}
+    found["rollout/fossils"] = (seeds["stage"] == Stage.FOSSILIZED).sum(1).mean()
+    found["rollout/rolled_back"] = (hosts["stopped"] | (hosts["rollbacks"] > 0)).mean()
+    blended = seeds[seeds["blended"] & np.isfinite(seeds["contribution"])]
+    ratios = blended["contribution"] / np.maximum(blended["gain"], MIN_GAIN)
+    relied_on = (blended["contribution"] >= MIN_RELIED_POINTS) & (ratios > MAX_RELIANCE)
+    found["rollout/reliance"] = relied_on.mean() if relied_on.size else 0.0
+    return {tag: float(value) for tag, value in found.items()}
 
 
 def credit_metrics(credit_events: Sequence[SeedCredited]) -> dict[str, float]:
@@ -120,31 +88,24 @@ def credit_metrics(credit_events: Sequence[SeedCredited]) -> dict[str, float]:
 def return_metrics(returns: Tensor) -> dict[str, float]:  # [N]
     """Return mean and quantiles over hosts of the episodes' returns."""
     quantiles = returns.double().quantile(torch.tensor(RETURN_QUANTILES, dtype=torch.float64)).tolist()
-    by_quantile = {
-        f"rollout/return.p{100 * q:.0f}": value for q, value in zip(RETURN_QUANTILES, quantiles, strict=True)
-    }
-    return {"rollout/return": returns.mean().item(), **by_quantile}
+    of_quantile = {f"rollout/return.p{100 * q:.0f}": one for q, one in zip(RETURN_QUANTILES, quantiles, strict=True)}
+    return {"rollout/return": returns.mean().item(), **of_quantile}
 
 
 def lstm_metrics(state: Iterable[Tensor]) -> dict[str, float]:
-    """Return statistics of a recurrent state, hidden and cell [N, width]; nothing for a policy without memory.
-
-    All of them take one transfer from the device.
-    """
+    """Return statistics of a recurrent state, hidden and cell [N, width], by one transfer; nothing without a memory."""
     hidden, cell = (part.float() for part in state)
     if not hidden.numel():
         return {}
-    numbers = (
-        hidden.square().mean().sqrt(),
-        cell.square().mean().sqrt(),
-        (hidden.abs() > LSTM_SATURATION).float().mean(),
-    )
-    names = ("hidden_rms", "cell_rms", "saturated")
-    return {f"lstm/{name}": value for name, value in zip(names, torch.stack(numbers).tolist(), strict=True)}
+    squares = torch.stack([hidden.square().mean(), cell.square().mean()])
+    saturated = (hidden.abs() > LSTM_SATURATION).float().mean()
+    numbers = torch.cat([squares.sqrt(), saturated[None], squares.mean().sqrt()[None]]).tolist()
+    tags = ("lstm/hidden_rms", "lstm/cell_rms", "lstm/saturated", "rollout/state_rms")
+    return dict(zip(tags, numbers, strict=True))
 
 
 def choice_metrics(action: Any, masks: Any, space: Any, *, relevant: Tensor) -> dict[str, float]:
-    """Return the frequency of each choice of each head where the head mattered, and of each op being possible.
+    """Return the frequency of each op and of each choice of a head where there was one, and of each op being possible.
 
     Args:
         action: Actions of a rollout, [T, N] for each head.
@@ -156,63 +117,35 @@ def choice_metrics(action: Any, masks: Any, space: Any, *, relevant: Tensor) -> 
     matters = relevant.to(action.op.device)[action.op].bool() & free[..., None]  # [T, N, heads]
     found = {}
     for head, (name, choices) in enumerate(zip(space._fields, space, strict=True)):
-        if name == "op" or len(choices) < 2:
+        if len(choices) < 2 and name != "op":
             continue
-        counts = torch.bincount(action[head][matters[..., head]], minlength=len(choices)).tolist()
-        found |= {f"heads/{name}.{c}": n / max(1, sum(counts)) for c, n in zip(choices, counts, strict=True)}
+        chosen = action[head][free if name == "op" else matters[..., head]]
+        counts = torch.bincount(chosen, minlength=len(choices)).tolist()
+        group = "rollout/op" if name == "op" else f"heads/{name}"
+        found |= {f"{group}.{c}": n / max(1, sum(counts)) for c, n in zip(choices, counts, strict=True)}
     possible = masks.op.float().mean((0, 1)).tolist()  # [ops]
     found |= {f"masks/{op}": share for op, share in zip(space.op, possible, strict=True)}
     return found | {"masks/forced": 1.0 - free.float().mean().item()}
 
 
-def skipped_step_metrics(envs: Sequence["HostEnv"], indices: Sequence[int]) -> dict[str, float]:
-    """Return the optimizer steps skipped since the episode began.
-
-    The total and one number per host; an empty dict if no host uses a GradScaler.
-
-    Args:
-        envs: The hosts.
-        indices: Index of each host among those of all processes.
-    """
-    skipped = {i: float(env.skipped_steps) for i, env in zip(indices, envs, strict=True) if env.loss_scale is not None}
-    each = {f"skipped_steps/host{i}": steps for i, steps in skipped.items()}
-    return {"hosts/skipped_steps": sum(skipped.values()), **each} if skipped else {}
-
-
-def governor_metrics(step: "StepResult", envs: Sequence["HostEnv"]) -> dict[str, float]:
-    """Return counts of hosts that are suspicious or ended, of rollbacks in this episode, and of vetoes in this step."""
-    monitors = [env.monitor for env in envs if env.monitor is not None]
-    return {
-        "governor/suspicious": float(sum(monitor.governor_state.consecutive_anomalies > 0 for monitor in monitors)),
-        "governor/rollbacks": float(sum(monitor.governor_state.rollbacks for monitor in monitors)),
-        "governor/ended": float(sum(env.stopped for env in envs)),
-        "governor/vetoes": float(len(step.vetoes)),
-    }
-
-
-def phase_seconds(seconds: Mapping[str, float], ticks: int, clock: str) -> dict[str, float]:
-    """Return the seconds per tick by phase, under the name of the clock that measured them."""
-    return {f"time/{clock}.{phase}": spent / ticks for phase, spent in seconds.items()}
-
-
 def phase_shares(seconds: Mapping[str, float], elapsed: float) -> dict[str, float]:
     """Return the seconds by phase as shares of the `elapsed` seconds; `other` is the rest."""
-    shares = {phase: spent / elapsed for phase, spent in seconds.items()}
-    return shares | {"other": 1.0 - sum(shares.values())}
+    shares = {f"time/share.{phase}": spent / elapsed for phase, spent in seconds.items()}
+    return shares | {"time/share.other": 1.0 - sum(shares.values())}
 
 
-def throughput(pool: "HostPool", *, seconds: Mapping[str, float], trained: int, validated: int) -> dict[str, float]:
-    """Return the samples of all hosts per second in the phases `train` and `validate`; nothing for one that took none.
+def memory_metrics(device: torch.device, peaks: Mapping[str, float], peak: float) -> dict[str, float]:
+    """Return the memory of the process and of tensors on the GPU in MiB, and the share of the device's that is used.
 
     Args:
-        pool: The hosts.
-        seconds: Time spent, by phase.
-        trained, validated: Numbers of host epochs and of validations in that time.
+        device: Device of the hosts.
+        peaks: Largest number of MiB in each phase of the rollout.
+        peak: Largest number in any phase so far, which is what counts as used on a GPU.
     """
-    trained_samples, validated_samples = pool.samples_per_epoch
-    samples = {"train": trained * trained_samples, "validate": validated * validated_samples}
-    return {
-        f"time/samples_per_second.{phase}": number / seconds[phase]
-        for phase, number in samples.items()
-        if seconds.get(phase, 0.0) > 0.0
-    }
+    found = {f"memory/phase.{phase}": held for phase, held in peaks.items()}
+    if (now := resident_memory()) is not None:
+        found["memory/process"] = now
+    if device.type == "cuda":
+        found["memory/cuda"] = torch.cuda.memory_allocated(device) / 2**20
+    used = peak if device.type == "cuda" else now
+    return found if used is None else found | {"memory/share": used * 2**20 / total_memory(device)}

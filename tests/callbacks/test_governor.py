@@ -9,8 +9,7 @@ import torch
 from lightning import Callback, Trainer
 
 from esper_lightning.callbacks import Governor
-from esper_lightning.datamodules.hosts import HostPoolData
-from esper_lightning.datamodules.tasks import TaskConfig
+from esper_lightning.datamodules.hosts import HostPoolData, TaskConfig
 from esper_lightning.envs import HostPool, MixedPool, StepResult
 from esper_lightning.governor.judge import Verdict
 from esper_lightning.hosts import MLP
@@ -137,7 +136,7 @@ def test_without_the_callback_no_host_is_watched(data: HostPoolData) -> None:
     assert step.verdicts == step.vetoes == [] and not step.terminated.any()
     assert "rollback" not in step.terms
     assert [is_finite(pool, host) for host in (0, 1)] == [False, True]
-    assert pool.overseer is None
+    assert pool.governor is None
     assert all(env.monitor is None and env.state_dict()["monitor"] is None for env in pool.envs), "and no snapshot"
 
 

@@ -43,8 +43,7 @@ def test_a_checkpoint_holds_the_rollout_in_flight(tmp_path: Path) -> None:
 
     state = load(only_run(tmp_path).last)["callbacks"]["RolloutState"]
     loop = built.model.collector
-    assert set(state) == {"loop", "normalisers", "random"}
-    assert state["normalisers"]["observation_norm.count"] == len(built.model.collector.raw_features) * 2
+    assert set(state) == {"loop", "random"}
     assert state["loop"]["ticks"] == loop.ticks == loop.buffer.length
     assert state["loop"]["episode"] == 1
     assert torch.equal(state["loop"]["raw_features"], loop.raw_features)

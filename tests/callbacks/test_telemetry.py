@@ -44,16 +44,13 @@ def test_where_time_goes_adds_up_to_all_of_it(scalars: Scalars) -> None:
     assert sum(shares) == pytest.approx(1.0)
 
 
-def test_seconds_of_a_tick_are_told_by_the_name_of_the_clock(tmp_path: Path) -> None:
-    fit(tmp_path, "--trainer.max_epochs=2", *with_callback(Telemetry, every_n_ticks=2))
-
-    scalars = only_run(tmp_path).scalars()
+def test_seconds_of_a_tick_are_told_by_the_name_of_the_clock(scalars: Scalars) -> None:
+    """S13: a run's telemetry says by which clock time was measured."""
     seconds = {phase: scalars[f"time/perf_counter.{phase}"] for phase in PHASES}
-    assert all([step for step, _ in points] == [2, 4, 6, 8, 10] for points in seconds.values())
     for phase in ("data", "train", "validate", "policy", "bookkeeping"):
         assert all(value > 0.0 for _, value in seconds[phase]), phase
-    # The first rollout's update falls into the fifth tick, and so into the mean of ticks 5 and 6.
-    assert [value > 0.0 for _, value in seconds["update"]] == [False, False, True, False, True]
+    # The update is a part of the last tick of a rollout.
+    assert {step for step, value in seconds["update"] if value > 0.0} == {HORIZON, 2 * HORIZON}
     assert not [tag for tag in scalars if "cuda_events" in tag]
 
 

@@ -15,7 +15,7 @@ import yaml
 from esper_lightning.__main__ import main
 from esper_lightning.evaluation.networks import HOST_FILE, NETWORK_FILE, SAMPLES_FILE, load_host, read_description
 from esper_lightning.growth.attach import attach_slots
-from esper_lightning.growth.saving import save
+from esper_lightning.growth.export import save
 from esper_lightning.growth.stages import Stage
 from tests.growth.attached import images, small_network
 from tests.growth.grown import grow

@@ -94,11 +94,6 @@ def wider(channels):
     return Residual(nn.Conv2d(channels, channels + 1, 1))
 
 
-@blueprint("nothing")
-def nothing(channels):
-    pass
-
-
 @blueprint("miscounted")
 def miscounted(channels):
     return Residual(nn.Conv2d(channels, channels, 3, padding=1))
@@ -174,14 +169,13 @@ REFUSED = {
     f"{AGAINST}[own.Flat]": "controller 'own.Flat': the action of one host is a list, as [op, slot, bl",
     f"{AGAINST}[own.Silent]": "an action is made by to_action([[op, slot, blueprint, …], …], pool.dev",
     f"{AGAINST}[own.NoPart]": "controller 'own.NoPart': NoPart has no method 'reset'; give it one",
-    "--data.env.actions.blueprints=[own.nothing]": "blueprint 'nothing' built a NoneType; return an nn.Module",
     "--data.env.actions.blueprints=[own.miscounted]": "parameters(4) returns 16, and its module for 4 channels has",
     "--data.env.reward.mode=own.shapeless": "'own.shapeless' returned a Tensor of shape (3,) as its term",
-    "--data.task=own.TwoClasses": "correct `classes` or the targets, or get the data set again",
-    "--data.task=own.MeanLoss": "task MeanLoss: measure returned as loss shape () for 32 samples; return Measures",
+    "--data.task=own.TwoClasses": "hold targets 0 … 9, outside of 0 … 1; correct `classes` or the targets",
+    "--data.task=own.MeanLoss": "task MeanLoss: measure returned other shapes than (32,) for 32 samples; return",
     "--data.task=own.NoPart": "data.task",
     "--data.task=nowhere.Task": "data.task",
-    "--data.host=own.FewOutputs": "the host's outputs have shape (32, 7), and the task has 10 classes; end the",
+    "--data.host=own.FewOutputs": "the host's forward returned [32, 7], and the task has 10 classes; return a",
     "--data.host=own.NoSlots": "the host has no slots; name at least one where seeds may grow",
     "--data.host=own.NoPart": "data.host",
 }

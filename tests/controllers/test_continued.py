@@ -13,7 +13,6 @@ from esper_lightning.controllers.hill_climbing import ClimbingConfig, HillClimbi
 from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.controllers.periodic import Periodic, PeriodicConfig
 from esper_lightning.controllers.schedule import Schedule, ScheduledAction
-from esper_lightning.controllers.transfer import TrainingSpaces, TransferController
 from esper_lightning.envs import Action, HostPool
 from esper_lightning.tamiyo.policy import Policy
 
@@ -79,15 +78,10 @@ def test_a_rule_continues_an_episode_from_its_saved_state(make_pool: MakePool, n
     assert any(row[0] != 0 for row in whole[HORIZON // 2 :]), "the second half has something to continue"
 
 
-def test_a_policy_on_other_hosts_continues_with_its_memory(
-    make_pool: MakePool, make_policy: Callable[..., Policy]
-) -> None:
+def test_a_policy_continues_with_its_memory(make_pool: MakePool, make_policy: Callable[..., Policy]) -> None:
     pool = make_pool(1, horizon=HORIZON)
     policy = make_policy(pool, 1)
-    spaces = TrainingSpaces(pool.space, pool.feature_names)
 
-    whole, taken_over = continued(
-        pool, lambda pool: TransferController(LearnedController(policy, torch.nn.Identity()), spaces)
-    )
+    whole, taken_over = continued(pool, lambda pool: LearnedController(policy, torch.nn.Identity()))
 
     assert taken_over == whole

@@ -16,9 +16,9 @@ from esper_lightning.controllers.schedule import (
     read_schedule,
     write_schedule,
 )
-from esper_lightning.envs import ActionConfig, HostPool
+from esper_lightning.envs import HostPool
 from tests.conftest import FREE
-from tests.decisions import advance, cull, fossilize, germinate, set_alpha
+from tests.decisions import cull, fossilize, germinate
 
 SLOTS = ("block1.pool", "block2.pool", "block3")
 
@@ -39,9 +39,8 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     schedule = Schedule(
         SLOTS,
         (
-            ScheduledAction(0, "GERMINATE", "block3", "norm", "cosine_gate", "SLOW"),
-            ScheduledAction(3, "SET_ALPHA", "block3", target=0.5, speed=2, curve="cosine"),
-            ScheduledAction(5, "CULL", "block3", speed=0, curve="linear"),
+            ScheduledAction(0, "GERMINATE", "block3", "norm", "linear_gate", "SLOW"),
+            ScheduledAction(5, "CULL", "block3"),
         ),
     )
 
@@ -65,18 +64,14 @@ def test_names_become_the_pools_numbers_and_what_is_left_out_its_first_choice(po
     entries = (
         ScheduledAction(4, "FOSSILIZE", "block3"),
         ScheduledAction(0, "GERMINATE", "block1.pool", "conv_small"),
-        ScheduledAction(0, "GERMINATE", "block2.pool", "norm", "cosine_gate", "SLOW"),
-        ScheduledAction(3, "SET_ALPHA", "block3", target=1.0, speed=3, curve="cosine"),
-        ScheduledAction(3, "CULL", "block3", speed=2),
-        ScheduledAction(3, "ADVANCE", "block3"),
+        ScheduledAction(0, "GERMINATE", "block2.pool", "norm", "linear_gate", "SLOW"),
+        ScheduledAction(3, "CULL", "block3"),
     )
 
     assert actions_by_tick(Schedule(SLOTS, entries), pool) == [
         (0, germinate(0, 1)),
         (0, germinate(1, 0, tempo=1, style=2)),
-        (3, set_alpha(2, 1, speed=2, curve=1)),
-        (3, cull(2, speed=1)),
-        (3, advance(2)),
+        (3, cull(2)),
         (4, fossilize(2)),
     ]
 
@@ -93,8 +88,6 @@ def test_names_become_the_pools_numbers_and_what_is_left_out_its_first_choice(po
             ScheduledAction(0, "GERMINATE", "block3", "norm", tempo="FST"),
             r"tempo 'FST' is not available here; did you mean 'FAST'",
         ),
-        (ScheduledAction(0, "SET_ALPHA", "block3", target=0.7), r"target 0\.7 is not available here; did you mean"),
-        (ScheduledAction(0, "CULL", "block3", speed=1), r"speed 1 is not available"),
     ],
 )
 def test_a_schedule_for_other_choices_is_refused(pool: HostPool, entry: ScheduledAction, error: str) -> None:
@@ -102,15 +95,9 @@ def test_a_schedule_for_other_choices_is_refused(pool: HostPool, entry: Schedule
         actions_by_tick(Schedule(SLOTS, (ScheduledAction(0, "CULL", "block3"), entry)), pool)
 
 
-def test_a_schedule_for_other_slots_ops_or_places_is_refused(
-    make_pool: Callable[..., HostPool], pool: HostPool
-) -> None:
+def test_a_schedule_for_other_slots_is_refused(pool: HostPool) -> None:
     with pytest.raises(ValueError, match=r"with slots \['block7'\], these have \['block1.pool'"):
         actions_by_tick(Schedule(("block7",), ()), pool)
-
-    few = make_pool(1, actions=ActionConfig(blueprints=["norm"], tempos={"FAST": 1}))
-    with pytest.raises(ValueError, match=r"entry 1 .*op 'ADVANCE' is not available here; there are: WAIT"):
-        actions_by_tick(Schedule(SLOTS, (ScheduledAction(0, "ADVANCE", "block3"),)), few)
 
 
 def without(key: str) -> dict[str, Any]:
@@ -133,10 +120,6 @@ def without(key: str) -> dict[str, Any]:
         (GROW | {"blueprint": 4}, "entry 2: blueprint must be a name, got 4"),
         (GROW | {"tmepo": "FAST"}, "entry 2: unknown key 'tmepo'; did you mean 'tempo'"),
         (GROW | {"speed": 0}, "entry 2: unknown key 'speed'"),
-        ({"tick": 0, "op": "CULL", "slot": "block3", "speed": 0.5}, "entry 2: speed must be a whole number of ticks"),
-        ({"tick": 0, "op": "SET_ALPHA", "slot": "block3"}, "entry 2: target is missing"),
-        ({"tick": 0, "op": "SET_ALPHA", "slot": "block3", "target": 0}, r"entry 2: target must lie in \(0, 1\], got 0"),
-        ({"tick": 0, "op": "SET_ALPHA", "slot": "block3", "target": float("nan")}, "entry 2: target must lie in"),
     ],
 )
 def test_an_unsound_entry_is_named_in_one_line(tmp_path: Path, entry: Any, error: str) -> None:

@@ -24,7 +24,6 @@ PPO = PPOConfig(
     minibatches=2,
     gamma=0.9,
     entropy=Anneal(start=0.01, end=0.0),
-    entropy_weights={"row": 0.5},
     target_kl=None,
 )
 
@@ -80,35 +79,23 @@ def test_without_memory_it_cannot_be_done() -> None:
     assert right_answers(module, delay=3) < 0.4
 
 
-def test_a_weight_for_a_head_that_these_environments_do_not_have_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("settings", "privileged", "message"),
+    [
+        ({"ppo": PPOConfig(minibatches=9, sequence=4)}, True, "minibatches is 9, more than the 8 sequences"),
+        ({"ppo": PPOConfig(minibatches=5)}, True, "minibatches is 5, more than the 4 environments"),
+        ({"ppo": PPOConfig(sequence=3)}, True, r"ppo\.sequence is 3, but a rollout has 8 ticks"),
+        ({"policy": PolicyConfig(asymmetric=True)}, False, "these environments keep nothing from the policy"),
+    ],
+)
+def test_settings_that_do_not_fit_the_environments_are_refused(
+    settings: dict[str, Any], privileged: bool, message: str
+) -> None:
     data = VectorData(CueMemory, {"n_envs": 4, "horizon": 8})
-    module = TamiyoModule(ppo=PPOConfig(entropy_weights={"slot": 1.0}))
+    data.pool.privileged = data.pool.privileged if privileged else None
 
-    with pytest.raises(ValueError, match=r"unknown heads \['slot'\]; there are row, column"):
-        module.check(data)
-
-
-def test_minibatches_are_made_of_sequences_where_rollouts_are_cut() -> None:
-    data = VectorData(CueMemory, {"n_envs": 4, "horizon": 8})
-
-    TamiyoModule(ppo=PPOConfig(minibatches=8, sequence=4)).check(data)
-    with pytest.raises(ValueError, match="minibatches is 9, more than the 8 sequences"):
-        TamiyoModule(ppo=PPOConfig(minibatches=9, sequence=4)).check(data)
-
-
-def test_a_critic_cannot_see_what_is_not_there() -> None:
-    data = VectorData(CueMemory, {"n_envs": 4, "horizon": 8})
-    data.pool.privileged = None
-
-    with pytest.raises(ValueError, match=r"policy\.asymmetric: these environments keep nothing from the policy"):
-        trainer(1).fit(TamiyoModule(PolicyConfig(asymmetric=True)), datamodule=data)
-
-
-def test_a_rollout_of_whole_sequences_is_insisted_on() -> None:
-    data = VectorData(CueMemory, {"n_envs": 4, "horizon": 8})
-
-    with pytest.raises(ValueError, match=r"ppo\.sequence is 3, but a rollout has 8 ticks"):
-        trainer(1).fit(TamiyoModule(ppo=PPOConfig(sequence=3)), datamodule=data)
+    with pytest.raises(ValueError, match=message):
+        trainer(1).fit(TamiyoModule(**settings), datamodule=data)
 
 
 def test_a_run_goes_on_from_its_checkpoint_with_new_episodes(tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning import Trainer
 
 from esper_lightning.controllers.random import WaitOnly
 from esper_lightning.datamodules.hosts import HostPoolData, TickLoader
 from esper_lightning.envs import EnvConfig
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.ranks import local_world
 from esper_lightning.tasks import AugmentConfig, Digits
 from tests.runs import differences, fit, only_run, tiny_host
 
@@ -21,41 +23,24 @@ def hosts(n_envs: int = 2, batch_size: int = 32) -> HostPoolData:
     return HostPoolData(Digits(), tiny_host, env, n_envs=n_envs)
 
 
-def test_a_loader_numbers_the_ticks_of_every_rollout() -> None:
-    loader = TickLoader(3)
-
-    assert len(loader) == 3
-    assert [list(loader), list(loader)] == [[0, 1, 2], [0, 1, 2]]
-
-
-@pytest.mark.parametrize("done", [1, 2])
+@pytest.mark.parametrize("done", [0, 1, 2, 3])
 def test_a_loader_goes_on_in_mid_rollout_and_then_starts_anew(done: int) -> None:
-    stopped = TickLoader(3)
+    stopped, resumed = TickLoader(3), TickLoader(3)
     list(itertools.islice(stopped, done))
-    resumed = TickLoader(3)
     resumed.load_state_dict(stopped.state_dict())
 
-    assert list(resumed) == [0, 1, 2][done:]
-    assert list(resumed) == [0, 1, 2]
+    assert list(resumed) == [0, 1, 2][done % 3 :]
+    assert list(resumed) == [0, 1, 2] and len(resumed) == 3
 
 
-def test_a_loader_saved_at_the_end_of_a_rollout_begins_the_next() -> None:
-    stopped = TickLoader(3)
-    list(stopped)
-    resumed = TickLoader(3)
-    resumed.load_state_dict(stopped.state_dict())
+def test_processes_that_lightning_starts_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    trainer = Trainer(accelerator="cpu", devices=2, logger=False)
 
-    assert list(resumed) == [0, 1, 2]
+    hosts(n_envs=4).build_for(trainer)
 
-
-def test_hosts_are_built_once() -> None:
-    data = hosts()
-    data.build(CPU)
-    pool = data.pool
-
-    data.build(CPU)
-
-    assert data.pool is pool
+    assert local_world() == 2
 
 
 def test_another_pool_of_the_same_kind_leaves_the_first_alone() -> None:
@@ -78,17 +63,6 @@ def test_settings_that_do_not_fit_the_task_are_refused() -> None:
         hosts(n_envs=0)
 
 
-def test_hosts_of_another_number_are_not_loaded() -> None:
-    two, three = hosts(2), hosts(3)
-    two.build(CPU)
-    three.build(CPU)
-
-    before = three.state_dict()
-    three.load_state_dict(two.state_dict())
-
-    assert differences(three.state_dict(), before) == []
-
-
 def test_what_is_configured_for_hosts_is_what_runs(tmp_path: Path) -> None:
     chosen = ("optimizer=sgd", "lr=0.007", "weight_decay=0.001", "batch_size=16", "batches=3")
     more = ("seed_lr_factor=0.5", "max_grad_norm=2", "augment.pad=1", "augment.flip=true", "augment.cutout=3")
@@ -102,7 +76,7 @@ def test_what_is_configured_for_hosts_is_what_runs(tmp_path: Path) -> None:
     for env in pool.envs:
         host, *seeds = env.optimizer.param_groups
         assert isinstance(env.optimizer, torch.optim.SGD)
-        assert (host["lr"], host["momentum"], host["weight_decay"]) == (0.007, 0.8, 0.001)
+        assert (host["lr"], host["weight_decay"]) == (0.007, 0.001)
         assert all(seed["lr"] == 0.0035 for seed in seeds)
         assert env.draw_batches(pool.data.train.samples).indices.shape == (3, 16)
         assert env.training.max_grad_norm == 2.0

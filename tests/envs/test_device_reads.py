@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from esper_lightning.envs import HostPool, Masks, Overseer
+from esper_lightning.envs import HostPool, Masks
 from esper_lightning.envs.device_transfer import download
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.nested import iter_tensors
@@ -18,7 +18,7 @@ from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.tamiyo.policy import Policy
 from esper_lightning.tasks import Digits
-from esper_lightning.telemetry.metrics import growth_metrics, tick_metrics
+from esper_lightning.telemetry.hosts import observe
 from tests.conftest import SMALL, small_host
 
 READING = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "nonzero"}
@@ -78,8 +78,7 @@ def test_a_tick_reads_the_device_twice(
     reads = Reads(monkeypatch, pool)
     with reads:
         for _ in range(pool.config.horizon):
-            tick_metrics(loop.step())
-            growth_metrics(pool.envs)
+            observe(pool, loop.step(), loop.ticks)
 
     heads, slots = len(loop.buffer.action), len(pool.space.slot)
     measured = 3 + 4 * (1 + slots) + 2 * (2 * slots + 2)
@@ -97,8 +96,8 @@ def test_nothing_in_a_tick_waits_for_the_gpu_but_the_two_reads(
     """S3: a step waits for the GPU only in its two transfers. Torch raises an error at any other synchronisation, also
     at copies from pageable memory."""
     gpu, task = torch.device("cuda", 0), Digits(validation=100, test=100)
-    config, overseer = replace(SMALL, executor=executor), Overseer(GovernorConfig())
-    pool = HostPool(task, task.load(), small_host, config=config, n_envs=3, device=gpu, overseer=overseer)
+    config, governor = replace(SMALL, executor=executor), GovernorConfig()
+    pool = HostPool(task, task.load(), small_host, config=config, n_envs=3, device=gpu, governor=governor)
     norms = RunningMeanStd((len(pool.feature_names),)).to(gpu), RunningMeanStd((), clip=float("inf")).to(gpu)
     loop = RolloutCollector(
         pool,
@@ -123,7 +122,7 @@ def test_nothing_in_a_tick_waits_for_the_gpu_but_the_two_reads(
     try:
         torch.cuda.set_sync_debug_mode("error")
         for _ in range(pool.config.horizon - 1):
-            tick_metrics(loop.step())
+            observe(pool, loop.step(), loop.ticks)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -15,7 +15,7 @@ from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.stages import Stage
 from tests.conftest import FREE
-from tests.decisions import WAIT, Row, act, advance, cull, fossilize, germinate
+from tests.decisions import WAIT, Row, act, cull, fossilize, germinate
 
 CALM = GradientStats(norm=1.0, rms=0.1, vanished=0.0, exploded=0.0)
 
@@ -148,21 +148,18 @@ def test_the_host_and_other_seeds_keep_their_momentum_through_germination_and_cu
 
 MOVES = {
     "germination": [germinate(0, 1)],
-    "advance": [germinate(0, 1), WAIT, advance(0)],
-    "fossilization": [germinate(0, 1), WAIT, advance(0), advance(0), fossilize(0)],
+    "fossilization": [germinate(0, 1), WAIT, WAIT, fossilize(0)],
     "cull": [germinate(0, 1), WAIT, cull(0)],
 }
 """Actions, of which the last one is named."""
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-@pytest.mark.parametrize("carry_over", [True, False])
 @pytest.mark.parametrize("rows", MOVES.values(), ids=list(MOVES))
-def test_without_carry_over_every_change_of_the_host_costs_all_momentum(
-    make_pool: Callable[..., HostPool], rows: list[Row], carry_over: bool, optimizer: str
+def test_a_change_of_the_host_keeps_its_momentum(
+    make_pool: Callable[..., HostPool], rows: list[Row], optimizer: str
 ) -> None:
-    training = HostTraining(optimizer=optimizer, batches=2, carry_over=carry_over)
-    pool = make_pool(1, **FREE, training=training)
+    pool = make_pool(1, **FREE, training=HostTraining(optimizer=optimizer, batches=2))
     env, (*before, last) = pool.envs[0], rows
     for row in [WAIT, *before]:
         pool.step(act(row))
@@ -170,27 +167,7 @@ def test_without_carry_over_every_change_of_the_host_costs_all_momentum(
     assert any(value.any() for value in had)
 
     env.apply(last)
-
-    if carry_over:
-        assert same(momenta(env, "host"), had)
-    else:
-        everything = [value for state in env.optimizer.state.values() for value in state.values()]
-        assert not any(value.any() for value in everything), "step counts too"
-
-
-def test_without_carry_over_a_host_learns_otherwise_from_its_first_seed_on(
-    make_pool: Callable[..., HostPool],
-) -> None:
-    def life(carry_over: bool, rows: list[Row]) -> list[Tensor]:
-        pool = make_pool(1, training=HostTraining(batches=2, carry_over=carry_over))
-        pool.reset([3])
-        return [pool.step(act(row)).observation.features.clone() for row in rows]
-
-    waiting, growing = [WAIT] * 4, [WAIT, WAIT, germinate(0, 1), WAIT]
-    assert same(life(True, waiting), life(False, waiting)), "where nothing changes nothing is forgotten"
-    with_it, without = life(True, growing), life(False, growing)
-    assert same(with_it[:2], without[:2])
-    assert not torch.equal(with_it[2], without[2])
+    assert same(momenta(env, "host"), had)
 
 
 def test_contributions_are_those_of_the_last_two_ticks_in_which_the_seed_was_blended(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from esper_lightning.controllers.random import RandomValid
-from esper_lightning.envs import HostPool, Op, Overseer
+from esper_lightning.envs import HostPool, Op
 from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.tasks import Digits
@@ -32,7 +32,7 @@ def make_pool(host_devices: Sequence[torch.device] | None = None, **changes: Any
         n_envs=3,
         device=torch.device("cuda"),
         host_devices=host_devices,
-        overseer=Overseer(GovernorConfig()),
+        governor=GovernorConfig(),
     )
 
 

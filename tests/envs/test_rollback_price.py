@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool, Op
@@ -14,7 +15,7 @@ from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.governor.judge import Verdict
 from esper_lightning.growth.param_groups import group_names
-from esper_lightning.growth.recorded import weights_of
+from esper_lightning.growth.slot import EXTRA_STATE
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import objective
 from tests.decisions import WAIT, act, fossilize, germinate
@@ -29,6 +30,10 @@ from tests.envs.episodes import (
 )
 from tests.runs import differences
 from tests.tiers import rest_is_slow
+
+
+def weights_of(network: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in network.state_dict().items() if not name.endswith(EXTRA_STATE)}
 
 
 def test_what_is_kept_for_good_survives_a_rollback_in_the_very_same_tick(rarely_snapshotting_pool: HostPool) -> None:

@@ -12,7 +12,9 @@ from esper_lightning.envs import HostPool
 from esper_lightning.envs.executors import StreamsExecutor
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.governor.judge import Verdict
-from esper_lightning.telemetry.metrics import skipped_step_metrics
+from esper_lightning.ranks import ALONE
+from esper_lightning.telemetry.hosts import join, observe
+from esper_lightning.telemetry.metrics import tick_metrics
 from tests.decisions import WAIT, act, germinate
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
 from tests.envs.executors.fake_cuda import FakeCuda
@@ -34,7 +36,7 @@ def test_host_and_seeds_skip_a_step_together(make_pool: MakePool) -> None:
     next(seed.parameters()).register_hook(lambda gradient: gradient * math.inf)
     counted = [env.skipped_steps for env in pool.envs]
     before = [[p.clone() for p in env.network.parameters()] for env in pool.envs]
-    pool.step(act(WAIT, WAIT))
+    step = pool.step(act(WAIT, WAIT))
 
     stood = [
         [torch.equal(p, then) for p, then in zip(env.network.parameters(), weights, strict=True)]
@@ -42,7 +44,8 @@ def test_host_and_seeds_skip_a_step_together(make_pool: MakePool) -> None:
     ]
     assert all(stood[0]) and not any(stood[1])
     assert [env.skipped_steps for env in pool.envs] == [counted[0] + 1, counted[1]]
-    assert skipped_step_metrics(pool.envs, range(pool.n_envs)) == {
+    written = tick_metrics(join([observe(pool, step, 1)], ALONE), pool.space.slot)
+    assert {tag: steps for tag, steps in written.items() if "skipped" in tag} == {
         "hosts/skipped_steps": sum(counted) + 1,
         "skipped_steps/host0": counted[0] + 1,
         "skipped_steps/host1": counted[1],
@@ -71,7 +74,8 @@ def test_a_host_that_can_take_no_step_is_rolled_back_and_the_others_step_on(make
     ]
     assert stood and all(stood), "host and seed made the same decision"
     assert pool.envs[0].skipped_steps == counted[0] + 4
-    assert skipped_step_metrics(pool.envs, range(pool.n_envs))["skipped_steps/host0"] == counted[0] + 4
+    written = tick_metrics(join([observe(pool, step, 1)], ALONE), pool.space.slot)
+    assert written["skipped_steps/host0"] == counted[0] + 4
     assert pool.envs[1].skipped_steps < counted[1] + 4
     scale = pool.envs[1].loss_scale.scale.clone()
     step = pool.step(act(WAIT, WAIT))

@@ -103,7 +103,7 @@ def test_a_step_with_seeds_in_all_stages_costs_what_pytorch_counts(isolation: Is
     growing = GrowingNetwork(network.train(), torch.optim.SGD(network.parameters()), horizon=1, lifecycle=lifecycle)
 
     with FlopCounterMode(display=False) as counter:
-        growing.backward(lambda host: functional.cross_entropy(host(images), digits))
+        functional.cross_entropy(growing.module(images), digits).backward()
 
     # A seed of one convolution whose input is detached needs no gradient of its input; the first layer needs none.
     needless = sum(compute.seed_flops(slot) for slot in slots if slot.live and (slot.isolated or isolate))

@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,13 @@ from lightning import Callback, Trainer
 
 from esper_lightning.checkpointing.validate import open_checkpoint
 from esper_lightning.module import TamiyoModule
+from esper_lightning.ppo.losses import ppo_terms
+from esper_lightning.rewards import compute_terms
 from tests.faults.runs import tick_of
-from tests.runs import HORIZON, Run, fit, load, only_run, with_callback
+from tests.runs import EPOCHS, HORIZON, Run, fit, load, only_run, with_callback
+from tests.tiers import rest_is_slow
+
+TICKS = (1, HORIZON, HORIZON + 2, 2 * HORIZON)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +32,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def answer(root: Path, capsys: pytest.CaptureFixture[str], *flags: str, code: int = 2) -> str:
-    """Return the one line on stderr of a tiny run that must end with an exit code."""
+    """Return the one line on stderr of a tiny run that must end with an exit code; its checkpoints load."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         fit(root, *flags)
@@ -34,7 +40,12 @@ def answer(root: Path, capsys: pytest.CaptureFixture[str], *flags: str, code: in
     assert ended.value.code == code, said
     (line,) = [line for line in said.splitlines() if "Trainer.fit" not in line]
     assert line.startswith("error: ")
+    for path in root.rglob("checkpoints/*.ckpt"):
+        open_checkpoint(path)
     return line
+
+
+# Files of others
 
 
 class Trap:
@@ -47,7 +58,10 @@ class Trap:
         return os.mkdir, (str(self.folder),)
 
 
-def changed(change: Callable[[dict[str, Any]], object]) -> Callable[[Run, Path], None]:
+Write = Callable[[Run, Path], object]
+
+
+def changed(change: Callable[[dict[str, Any]], object]) -> Write:
     """Return a function that writes the checkpoint of a run with a change."""
 
     def write(run: Run, path: Path) -> None:
@@ -58,7 +72,7 @@ def changed(change: Callable[[dict[str, Any]], object]) -> Callable[[Run, Path],
     return write
 
 
-DAMAGED: dict[str, tuple[Callable[[Run, Path], object], str]] = {
+DAMAGED: dict[str, tuple[Write, str]] = {
     "code": (lambda run, path: torch.save(load(run.last) | {"a": Trap(path.with_name("sprung"))}, path), "bad.ckpt"),
     "truncated": (lambda run, path: path.write_bytes(run.last.read_bytes()[:-5000]), "is truncated, damaged"),
     "no archive": (lambda run, path: path.write_text("no checkpoint"), "is truncated, damaged"),
@@ -68,32 +82,20 @@ DAMAGED: dict[str, tuple[Callable[[Run, Path], object], str]] = {
     "other hosts": (changed(lambda saved: saved["esper_identity"].update(host="7 layers")), "host: the checkpoint has"),
     "another program's": (changed(lambda saved: saved.pop("esper_schema")), "it was not written by esper-lightning"),
     "no rollout": (changed(lambda saved: saved["callbacks"].pop("RolloutState")), "it lacks the state of"),
+    "other weights": (changed(lambda saved: saved["state_dict"].update(other=torch.zeros(1))), '"other"'),
 }
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize(("write", "said"), DAMAGED.values(), ids=list(DAMAGED))
 def test_a_checkpoint_that_is_not_of_this_run_is_refused_and_runs_no_code(
-    write: Callable[[Run, Path], object], said: str, finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    write: Write, said: str, finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(finished, tmp_path / "bad.ckpt")
 
     assert said in answer(tmp_path, capsys, "--trainer.max_epochs=2", "--ckpt_path", str(tmp_path / "bad.ckpt"))
 
     assert not (tmp_path / "sprung").exists()
-
-
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")
-def test_a_rollout_of_another_moment_than_the_normalisers_is_refused(
-    finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    changed(lambda saved: saved["state_dict"]["observation_norm.mean"].add_(1e-6))(finished, tmp_path / "bad.ckpt")
-    capsys.readouterr()
-
-    with pytest.raises(SystemExit) as ended:
-        fit(tmp_path, "--trainer.max_epochs=2", "--ckpt_path", str(tmp_path / "bad.ckpt"))
-
-    assert ended.value.code == 2
-    assert "observation_norm.mean of the module is not that of the rollout" in capsys.readouterr().err
 
 
 def test_a_half_written_draft_beside_a_checkpoint_is_ignored(tmp_path: Path) -> None:
@@ -107,34 +109,8 @@ def test_a_half_written_draft_beside_a_checkpoint_is_ignored(tmp_path: Path) -> 
     assert {path.name for path in run.checkpoints.iterdir()} == {"best.ckpt", "last.ckpt"}
 
 
-class FillPolicy(Callback):
-    """Callback that fills the policy's weights, its optimizer or a normaliser with NaN in the second rollout."""
+# Settings that cannot be
 
-    def __init__(self, part: str) -> None:
-        self.part = part
-
-    @torch.no_grad()
-    def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
-        if pl_module.collector.ticks == HORIZON + 2:
-            adam = [state["exp_avg"] for state in trainer.optimizers[0].state.values()]
-            norm = pl_module.observation_norm.state_dict()["mean"]
-            parts = {"weights": list(pl_module.policy.parameters()), "optimizer": adam, "normaliser": [norm]}
-            for tensor in parts[self.part]:
-                tensor.fill_(math.nan)
-
-
-@pytest.mark.parametrize("part", ["weights", "optimizer", "normaliser"])
-def test_a_policy_that_is_not_finite_ends_the_run_and_never_replaces_a_checkpoint(
-    part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answer(tmp_path, capsys, *with_callback(FillPolicy, part=part), code=3)
-
-    assert tick_of(only_run(tmp_path).last) == HORIZON
-    for path in only_run(tmp_path).checkpoints.iterdir():
-        open_checkpoint(path)
-
-
-TWO_GOVERNORS = [{"class_path": "esper_lightning.callbacks.Governor"}] * 2
 WRONG = {
     "--model.policy.widht=3": "widht",
     "--data.n_envs=two": "data.n_envs",
@@ -150,30 +126,32 @@ WRONG = {
     "--ckpt_path=last": "there is no run with a last.ckpt below",
     "--config=digit": "did you mean 'digits'?",
     "--model.evaluation.hosts=2 --model.evaluation.against=[climb]": "did you mean 'climbing'?",
+    "--ckpt_path=FINISHED --seed_everything=1": "data.seed: the checkpoint has 0, this run 1",
+    "--ckpt_path=FINISHED --data.env.actions.styles=[linear_gate]": "choices of the style head",
 }
-"""Settings that cannot be, with a part of the answer."""
+"""Settings, with a part of the answer."""
 
 
 @pytest.mark.parametrize(("flags", "said"), WRONG.items(), ids=list(WRONG))
 def test_a_wrong_setting_is_answered_in_one_line_before_anything_is_saved(
-    flags: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: str, said: str, finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said in answer(tmp_path / "runs", capsys, *flags.split())
+    assert said in answer(tmp_path / "runs", capsys, *flags.replace("FINISHED", str(finished.last)).split())
 
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
-def test_another_seed_or_other_heads_cannot_go_on_from_a_checkpoint(
-    finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    more = ("--trainer.max_epochs=2", "--ckpt_path", str(finished.last))
+def test_of_two_governors_on_the_command_line_the_last_runs(tmp_path: Path) -> None:
+    governors = json.dumps([{"class_path": "esper_lightning.callbacks.Governor"}] * 2)
+    built = fit(tmp_path, "--trainer.max_epochs=1", f"--trainer.callbacks={governors}")
 
-    assert "data.seed: the checkpoint has 0, this run 1" in answer(tmp_path, capsys, *more, "--seed_everything=1")
-    heads = "--data.env.actions.advance=true", "--data.env.lifecycle.auto_blend=false"
-    assert "choices of the op head" in answer(tmp_path, capsys, *more, *heads)
+    assert [type(one).__name__ for one in built.trainer.callbacks].count("Governor") == 1
 
 
-class Stops(Callback):
+# Code of the user, and numbers that are none
+
+
+class Raises(Callback):
     """Callback of a user that raises in the second rollout."""
 
     def __init__(self, kind: str) -> None:
@@ -189,12 +167,127 @@ def test_an_error_of_the_users_own_code_stays_a_traceback_and_leaves_the_checkpo
     kind: type[Exception], tmp_path: Path
 ) -> None:
     with pytest.raises(kind, match="of the user"):
-        fit(tmp_path, *with_callback(Stops, kind=kind.__name__))
+        fit(tmp_path, *with_callback(Raises, kind=kind.__name__))
 
     assert tick_of(only_run(tmp_path).last) == HORIZON
 
 
-def test_of_two_governors_on_the_command_line_the_last_runs(tmp_path: Path) -> None:
-    built = fit(tmp_path, "--trainer.max_epochs=1", f"--trainer.callbacks={json.dumps(TWO_GOVERNORS)}")
+class FillWithNaN(Callback):
+    """Callback that fills the policy's weights, its optimizer or the mean of a normaliser with NaN after a tick."""
 
-    assert [type(one).__name__ for one in built.trainer.callbacks].count("Governor") == 1
+    def __init__(self, part: str, tick: int) -> None:
+        self.part = part
+        self.tick = tick
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
+        if pl_module.collector.ticks != self.tick:
+            return
+        if self.part.endswith("norm"):
+            state = pl_module.get_submodule(self.part).state_dict()
+            tensors = [value for name, value in state.items() if name.endswith("mean")][:1]
+        else:
+            adam = [state["exp_avg"] for state in trainer.optimizers[0].state.values()]
+            tensors = adam if self.part == "optimizer" else list(pl_module.policy.parameters())
+        for tensor in tensors:
+            tensor.fill_(math.nan)
+
+
+PARTS = [*product(["weights", "optimizer"], TICKS[2:3]), *product(["value_norm", "observation_norm"], TICKS)]
+
+
+@pytest.mark.parametrize(("part", "tick"), rest_is_slow(PARTS, lambda case: case[0] != "value_norm" and case[1] == 7))
+def test_a_policy_that_is_not_finite_ends_the_run_and_never_replaces_a_checkpoint(
+    part: str, tick: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(tmp_path, capsys, *with_callback(FillWithNaN, part=part, tick=tick), code=3)
+
+    if tick > HORIZON:
+        assert tick_of(only_run(tmp_path).last) == HORIZON
+
+
+def break_rewards(monkeypatch: pytest.MonkeyPatch, tick: int, hosts: tuple[int, ...], value: float) -> None:
+    """Replace the reward of some of the two hosts at one tick, counted from 1.
+
+    Behind every rollout as many rewards are those of its validation.
+    """
+    calls, at_call = 0, tick + (tick - 1) // HORIZON * HORIZON
+
+    def broken(*args: Any) -> dict[str, float]:
+        nonlocal calls
+        at, host = divmod(calls, 2)
+        calls += 1
+        terms = compute_terms(*args)
+        return terms | {"objective": value} if at + 1 == at_call and host in hosts else terms
+
+    monkeypatch.setattr("esper_lightning.envs.host_pool.compute_terms", broken)
+
+
+@pytest.mark.parametrize(
+    ("tick", "value"), rest_is_slow(product(TICKS, [math.nan, math.inf, 1e38]), {(HORIZON + 2, math.nan)})
+)
+def test_a_host_whose_reward_is_none_is_left_out_of_one_update_and_the_run_goes_on(
+    tick: int, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    break_rewards(monkeypatch, tick, (1,), value)
+
+    fit(tmp_path)
+
+    run, update = only_run(tmp_path), (tick - 1) // HORIZON + 1
+    place = f"in environment 1 at step {tick - HORIZON * (update - 1)} the reward term objective is {value:g}"
+    assert f"1 of 2 environments are left out of update {update}: {place}" in " ".join(capsys.readouterr().out.split())
+    left_out = [count for _, count in run.scalars()["train/left_out"]]
+    assert left_out == [float(number == update) for number in range(1, EPOCHS + 1)]
+    assert tick_of(run.last) == EPOCHS * HORIZON
+
+
+@pytest.mark.parametrize("tick", rest_is_slow(TICKS, {HORIZON + 2}))
+def test_a_rollout_without_any_finite_reward_ends_in_one_line(
+    tick: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    break_rewards(monkeypatch, tick, (0, 1), math.nan)
+
+    line = answer(tmp_path, capsys, code=3)
+
+    assert f"at step {(tick - 1) % HORIZON + 1} the reward term objective is nan; for a reward lower" in line
+    assert only_run(tmp_path).last.exists() == (tick > HORIZON)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [12, 15, 20])
+def test_three_minibatches_in_a_row_that_are_not_finite_end_in_one_line(
+    first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second of three updates of 12 minibatches fails."""
+    seen = 0
+
+    def broken(*args: Any) -> Any:
+        nonlocal seen
+        terms, here = ppo_terms(*args), first <= seen < first + 3
+        seen += 1
+        return terms._replace(policy=terms.policy * math.nan) if here else terms
+
+    monkeypatch.setattr("esper_lightning.module.ppo_terms", broken)
+    said = "3 minibatches in a row is not finite; lower model.ppo.lr, or set model.ppo.target_kl, and go on"
+    assert said in answer(tmp_path, capsys, "--model.ppo.target_kl=null", code=3)
+
+    run = only_run(tmp_path)
+    assert tick_of(run.last) == HORIZON
+    monkeypatch.undo()
+    fit(tmp_path, "--ckpt_path", str(run.last))
+    assert tick_of(run.last) == EPOCHS * HORIZON
+
+
+LRS = [*product(["1e30", "1e20"], ["null", "0.02"]), ("0.1", "null"), ("100", "null")]
+
+
+@pytest.mark.parametrize(("lr", "target_kl"), rest_is_slow(LRS, {("1e30", "null")}))
+def test_a_huge_learning_rate_ends_in_one_line_that_says_to_lower_it_and_a_large_one_breaks_nothing(
+    lr: str, target_kl: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = (f"--model.ppo.lr.start={lr}", f"--model.ppo.lr.end={lr}", f"--model.ppo.target_kl={target_kl}")
+    if float(lr) > 1e10:
+        assert "lower model.ppo.lr" in answer(tmp_path, capsys, *flags, code=3)
+    else:
+        fit(tmp_path, *flags)
+        open_checkpoint(only_run(tmp_path).last)

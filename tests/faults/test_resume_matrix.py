@@ -11,7 +11,17 @@ from torch import Tensor
 
 from esper_lightning.envs.packing import unpack
 from tests.faults.runs import Callbacks, RunResult, SpoilTwoHosts, check_that_it_grows, grow, result_of, with_callbacks
-from tests.runs import HORIZON, Run, SaveEveryTick, continuation, differences, load, only_run, points_after
+from tests.runs import (
+    HORIZON,
+    Run,
+    SaveEveryTick,
+    continuation,
+    differences,
+    load,
+    only_run,
+    points_after,
+    saved_stages,
+)
 from tests.tiers import rest_is_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed")  # so that tests do not share a folder
@@ -103,9 +113,7 @@ def resume(checkpoint: Path, kind: RunConfig, root: Path, *flags: str) -> Run:
 
 def seeds_alive(checkpoint: Path) -> bool:
     """Return True if seeds are growing that are neither culled nor fossilized."""
-    hosts = load(checkpoint)["HostPoolData"]["pool"]["envs"]
-    stages = {slot["stage"] for host in hosts for slot in host["template"]["growing"]["manifest"]}
-    return bool(stages & {"GERMINATED", "TRAINING", "BLENDING", "PROBATIONARY"})
+    return bool(saved_stages(checkpoint) & {"GERMINATED", "TRAINING", "BLENDING", "PROBATIONARY"})
 
 
 @pytest.mark.parametrize(("kind", "tick"), rest_is_slow(CASES, lambda case: case in FAST), ids=str)
@@ -198,4 +206,4 @@ def test_other_ways_to_execute_hosts_go_on_within_rounding(
 def hosts(checkpoint: Path) -> list[list[Any]]:
     """Return the state of every host: seeds, weights, losses and objective."""
     envs = [unpack(env) for env in load(checkpoint)["HostPoolData"]["pool"]["envs"]]
-    return [[env["growing"]["manifest"], env["growing"]["network"], env["history"], env["objective"]] for env in envs]
+    return [[env["growing"]["network"], env["history"], env["objective"]] for env in envs]

@@ -1,7 +1,7 @@
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import replace
-from statistics import fmean, pstdev
 from typing import Any
 
 import pytest
@@ -156,22 +156,8 @@ def test_after_enough_rollbacks_the_episode_ends() -> None:
     verdict = of(math.nan, watch)
 
     assert decisions == [ROLL_BACK, ROLL_BACK, ROLL_BACK, END]
-    assert verdict.diverged and verdict.rollbacks == 3 and verdict.cause == "loss is nan, after 3 rollbacks"
+    assert watch.rollbacks == 3 and verdict.cause == "loss is nan, after 3 rollbacks"
     assert through([math.inf], config=replace(CONFIG, max_rollbacks=0))[0] == [END]
-
-
-def test_a_verdict_gives_the_numbers_that_it_rests_on() -> None:
-    losses = (0.5, 0.7, 1.1, 0.9, 0.65)
-    for loss in (0.8, 9.0, math.inf):
-        verdict = of(loss, GovernorState(losses, consecutive_anomalies=1, rollbacks=2))
-        assert verdict.loss == loss
-        assert (verdict.mean, verdict.deviation) == pytest.approx((fmean(losses), pstdev(losses)))
-    assert [
-        of(loss, GovernorState(losses, consecutive_anomalies=1, rollbacks=1)).consecutive_anomalies
-        for loss in (0.8, 9.0)
-    ] == [0, 2]
-    assert [of(loss, GovernorState(losses, rollbacks=1)).rollbacks for loss in (0.8, 9.0, math.inf)] == [1, 1, 2]
-    assert math.isnan(of(1.0, GovernorState()).mean)
 
 
 def test_after_a_seed_lost_weight_the_past_says_nothing() -> None:
@@ -183,16 +169,6 @@ def test_after_a_seed_lost_weight_the_past_says_nothing() -> None:
     # Absolute limits hold whatever was normal.
     assert of(12.1, GovernorState(LEARNED), seed_lost_weight=True).outcome is SUSPICIOUS
     assert of(math.nan, GovernorState(LEARNED), seed_lost_weight=True).outcome is ROLL_BACK
-
-
-def test_a_host_that_takes_no_step_is_suspicious_and_in_the_end_rolled_back() -> None:
-    watch, decisions = GovernorState(WAVES), []
-    for _ in range(3):
-        verdict, watch = judge(watch, reading(1.0, all_steps_skipped=True), CHANCE, config=CONFIG)
-        decisions.append(verdict.outcome)
-
-    assert decisions == [SUSPICIOUS, SUSPICIOUS, ROLL_BACK]
-    assert "every step was skipped" in verdict.cause
 
 
 NUMBERS = st.one_of(
@@ -228,9 +204,7 @@ def test_whatever_comes_only_healthy_losses_become_normal(readings: list[EpochSt
         before = watch
         verdict, watch = judge(before, one, CHANCE, config=config)
 
-        assert judge(before, one, CHANCE, config=config) == (verdict, watch) or math.isnan(one.loss + verdict.mean), (
-            "pure"
-        )
+        assert judge(before, one, CHANCE, config=config) == (verdict, watch), "pure"
         if verdict.diverged or one.seed_lost_weight:
             normal.clear()
         if verdict.outcome is HEALTHY:
@@ -255,7 +229,7 @@ def test_whatever_comes_rollbacks_are_few_and_the_next_divergence_is_the_end(
         if verdict.diverged:
             assert (verdict.outcome is END) == (rolled_back == config.max_rollbacks)
         rolled_back += verdict.outcome is ROLL_BACK
-        assert verdict.rollbacks == watch.rollbacks == rolled_back <= config.max_rollbacks
+        assert watch.rollbacks == rolled_back <= config.max_rollbacks
         if verdict.outcome is END:
             break
 
@@ -290,28 +264,13 @@ def test_a_host_may_be_too_large_for_another_seed() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"window": 0}, "Governor.rules.window must be at least 1 host epoch, got 0"),
-        ({"patience": 0}, "Governor.rules.patience must be at least 1 host epoch, got 0"),
-        ({"snapshot_every": 0}, "Governor.rules.snapshot_every must be at least 1 host epoch, got 0"),
-        ({"cooldown": -1}, "Governor.rules.cooldown must not be negative, got -1"),
-        ({"max_rollbacks": -1}, "Governor.rules.max_rollbacks must not be negative, got -1"),
-        ({"penalty": -0.1}, "Governor.rules.penalty must not be negative, got -0.1"),
-        ({"penalty": math.nan}, "Governor.rules.penalty must not be negative, got nan"),
-        ({"max_loss": 0.0}, "Governor.rules.max_loss must be positive, got 0.0"),
-        ({"max_ratio": -3.0}, "Governor.rules.max_ratio must be positive, got -3.0"),
-        ({"learned": math.nan}, "Governor.rules.learned must be positive, got nan"),
-        ({"guessing": 0.0}, "Governor.rules.guessing must be positive, got 0.0"),
-        ({"lr_factor": 0.0}, "Governor.rules.lr_factor must lie in (0, 1], got 0.0"),
-        ({"lr_factor": 1.1}, "Governor.rules.lr_factor must lie in (0, 1], got 1.1"),
-        ({"max_growth": 0.9}, "Governor.rules.max_growth must be at least 1 (the host alone), got 0.9"),
-        ({"max_growth": math.nan}, "Governor.rules.max_growth must be at least 1 (the host alone), got nan"),
+        ({"window": 0}, "must be at least 1 host epoch, got 0"),
+        ({"penalty": math.nan}, "must not be negative, got nan"),
+        ({"max_loss": 0.0}, "must be positive, got 0.0"),
+        ({"lr_factor": 1.1}, "must lie in (0, 1], got 1.1"),
+        ({"max_growth": 0.9}, "must be at least 1 (the host alone), got 0.9"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=re.escape(f"Governor.rules.{next(iter(changes))} {message}")):
         replace(CONFIG, **changes)
-    assert str(refused.value) == message
-
-
-def test_the_bounds_themselves_are_allowed() -> None:
-    replace(CONFIG, cooldown=0, max_rollbacks=0, penalty=0.0, lr_factor=1.0, max_growth=1.0, patience=1)

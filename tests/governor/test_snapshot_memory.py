@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from esper_lightning.controllers.random import RandomValid
-from esper_lightning.envs import HostPool, Overseer
+from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.governor.judge import GovernorConfig, Verdict
 from esper_lightning.hosts import CNN
@@ -33,7 +33,7 @@ def wanderer_pool(device: torch.device) -> HostPool:
     training = HostTraining(batches=1, batch_size=8, onednn=False)
     config = replace(SMALL, horizon=HORIZON, training=training)
     task = Digits(validation=20, test=20)
-    return HostPool(task, task.load(), host, config=config, n_envs=HOSTS, device=device, overseer=Overseer(EAGER))
+    return HostPool(task, task.load(), host, config=config, n_envs=HOSTS, device=device, governor=EAGER)
 
 
 def play(pool: HostPool, wanderer: RandomValid, snapshots: int) -> int:

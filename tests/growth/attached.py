@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.growth.attach import attach_slots, attachment_records
+from esper_lightning.growth.attach import attach_slots, attached_places
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from tests.growth.grown import generator_of, grow
@@ -58,5 +58,5 @@ class Residual(nn.Module):
 
 def assert_untouched(network: nn.Module) -> None:
     assert slots_of(network) == {}
-    assert attachment_records(network) == []
+    assert attached_places(network) == []
     assert not any(module._forward_hooks for module in network.modules())

@@ -12,10 +12,9 @@ from torch.optim import SGD, Optimizer
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.growing_network import GrowingNetwork
 from esper_lightning.growth.lifecycle import SeedEvent
-from esper_lightning.growth.manifest import manifest
 from esper_lightning.growth.slot import Layout
 from esper_lightning.growth.stages import Stage
-from tests.growth.grown import LIFE, batch_of, generator_of, host_of, loss_on
+from tests.growth.grown import LIFE, batch_of, generator_of, host_of, loss_on, story
 
 Make = Callable[[nn.Module], Optimizer]
 
@@ -104,13 +103,13 @@ def check_optimizer_matches(network: GrowingNetwork) -> None:
 
 
 def check_refused(network: GrowingNetwork, attempt: Callable[[], Any], message: str) -> None:
-    story, remembered, records = manifest(network.module), optimizer_state(network), deepcopy(network.measurements)
+    before, remembered, records = story(network.module), optimizer_state(network), deepcopy(network.measurements)
     weights = {name: value.clone() for name, value in network.module.state_dict().items()}
     held = [id(p) for group in network.optimizer.param_groups for p in group["params"]]
     with pytest.raises(ValueError) as refusal:
         attempt()
     assert str(refusal.value) == message
-    assert manifest(network.module) == story
+    assert story(network.module) == before
     assert network.measurements == records
     assert same_optimizer_state(optimizer_state(network), remembered)
     assert [id(p) for group in network.optimizer.param_groups for p in group["params"]] == held

@@ -1,6 +1,6 @@
 """Small hosts, and helpers that bring their seeds to a given stage."""
 
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from esper_lightning.growth.blend import BlendStyle
 from esper_lightning.growth.gates import Evidence
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.lifecycle import germinate, slots_of
-from esper_lightning.growth.slot import Layout, SeedSlot
+from esper_lightning.growth.slot import Layout, SeedSlot, decode
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 
@@ -144,3 +144,31 @@ def evidence_of(
 
 def slot_named(network: nn.Module, name: str) -> SeedSlot:
     return slots_of(network)[name]
+
+
+def story(network: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return by slot what grew in a network, as its state dict tells it."""
+    return {name: decode(slot.get_extra_state()) for name, slot in slots_of(network).items()}
+
+
+def outputs_in_both_modes(network: nn.Module, inputs: Tensor) -> list[Tensor]:
+    """Return the network's outputs in training and in evaluation mode."""
+    return [network.train(mode)(inputs).detach() for mode in (True, False)]
+
+
+def same(network: nn.Module, copy: nn.Module, inputs: Tensor) -> bool:
+    """Return True if two networks have grown alike and give the same outputs."""
+    pairs = zip(outputs_in_both_modes(network, inputs), outputs_in_both_modes(copy, inputs), strict=True)
+    return story(network) == story(copy) and all(torch.equal(a, b) for a, b in pairs)
+
+
+def host_state(network: nn.Module) -> dict[str, Tensor]:
+    """Return the weights and statistics of the host, without its seeds."""
+    named = (*network.named_parameters(), *network.named_buffers())
+    return {name: value for name, value in named if ".seed." not in name and "alpha" not in name}
+
+
+def same_host(network: nn.Module, other: nn.Module) -> bool:
+    """Return True if the weights and statistics of two hosts are equal bit for bit."""
+    own, others = host_state(network), host_state(other)
+    return own.keys() == others.keys() and all(torch.equal(own[name], others[name]) for name in own)

@@ -1,6 +1,5 @@
 """Random sequences of operations on a growing network obey the transition table and keep its state consistent."""
 
-import json
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -18,11 +17,10 @@ from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.growing_network import GrowingNetwork, SeedMeasurements
 from esper_lightning.growth.lifecycle import SeedEvent, slots_of
-from esper_lightning.growth.manifest import manifest, rebuild
 from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
-from tests.growth.grown import CPU, LAYOUTS, STYLES, TinyHost, add_noise, batch_of, generator_of, loss_on
+from tests.growth.grown import CPU, LAYOUTS, STYLES, TinyHost, add_noise, batch_of, generator_of, loss_on, story
 from tests.tiers import rest_is_slow
 
 FOLLOWERS = {
@@ -214,7 +212,7 @@ class TrackedNetwork:
         """Return the full state that a refused operation must not change."""
         network = self.network
         return (
-            manifest(network.module),
+            story(network.module),
             deepcopy(network.measurements),
             {name: slot.alpha.item() for name, slot in network.slots.items()},
             [id(p) for group in network.optimizer.param_groups for p in group["params"]],
@@ -251,10 +249,9 @@ def is_at_full_alpha(slot: SeedSlot) -> bool:
 
 def check_rebuilt(life: TrackedNetwork, host: tuple[Layout, dict[str, Any]]) -> None:
     network, copy = life.network.module, build(host, seed=9)
-    rebuild(copy, json.loads(json.dumps(manifest(network))))
     copy.load_state_dict(network.state_dict())
     inputs, _ = batch_of(life.layout)
-    assert manifest(copy) == manifest(network)
+    assert story(copy) == story(network)
     assert [s.alpha.item() for s in slots_of(copy).values()] == [s.alpha.item() for s in slots_of(network).values()]
     assert torch.equal(copy.eval()(inputs), network.eval()(inputs))
     assert torch.equal(copy.train()(inputs), network.train()(inputs))
@@ -303,7 +300,7 @@ def stays_in_the_table(
 
 
 def manifest_stages(life: TrackedNetwork) -> list[str]:
-    return [entry["stage"] for entry in manifest(life.network.module)]
+    return [entry["stage"] for entry in story(life.network.module).values()]
 
 
 @pytest.mark.parametrize(

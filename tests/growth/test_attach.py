@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.growth.attach import attach_from_records, attach_slots, attachment_records, detach_slots
+from esper_lightning.growth.attach import attach_at, attach_slots, attached_places, detach_slots
 from esper_lightning.growth.growing_network import GrowingNetwork
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
@@ -204,7 +204,7 @@ def test_a_copy_grows_in_its_own_slots(copied: Callable[[nn.Module], nn.Module])
     detach_slots(twin)
     assert torch.equal(twin(images()), small_network().eval()(images()))
     assert torch.equal(network(images()), before)
-    assert [place["slot"] for place in attachment_records(network)] == ["2", "5"]
+    assert [place["slot"] for place in attached_places(network)] == ["2", "5"]
 
 
 def test_a_sequential_network_goes_on_with_a_slot_behind_its_last_layer() -> None:
@@ -229,14 +229,14 @@ def test_a_compiled_network_says_the_same_while_seeds_come_and_go() -> None:
 
 def test_where_slots_are_is_enough_to_attach_them_again() -> None:
     network, bare = grown_network(), small_network().eval()
-    attach_from_records(bare, attachment_records(network))
-    assert attachment_records(bare) == attachment_records(network)
+    attach_at(bare, attached_places(network))
+    assert attached_places(bare) == attached_places(network)
     assert list(slots_of(bare)) == list(slots_of(network))
     assert torch.equal(bare(images()), small_network().eval()(images()))
-    assert attachment_records(small_network()) == []
+    assert attached_places(small_network()) == []
     beside, again = Residual(), Residual()
     attach_slots(beside, ["stem", "body.0"], torch.randn(3, 5))  # a shortcut bypasses the second
-    attach_from_records(again, attachment_records(beside))
+    attach_at(again, attached_places(beside))
     assert {name: slot.on_single_path for name, slot in slots_of(again).items()} == {"stem": True, "body.0": False}
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.growth.attach import attach_slots, attachment_records, detach_slots
+from esper_lightning.growth.attach import attach_slots, attached_places, detach_slots
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from tests.growth.attached import WIDTH, Residual, assert_untouched, grown_network, images, small_network
-from tests.growth.grown import TinyHost, generator_of, grow
+from tests.growth.grown import TinyHost, grow
 
 
 class Calls(nn.Module):
@@ -33,107 +33,125 @@ class Argmax(nn.Module):
         return x.argmax(-1)
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["head"], "the network has no module 'head'; there are: 0, 1, 2, 3, 4, 5, 6"),
-        ([""], r"slot '': write a module's name, and keys in brackets as in lstm\[0\]"),
-        (["0", "0"], "slot '0' is named twice; name each slot once"),
-        ([], r"name at least one module, as a list of names; got \[\]"),
-        ("0", "name at least one module, as a list of names; got '0'"),
-    ],
-)
-def test_names_that_make_no_sense_are_refused_and_nothing_is_attached(names: list[str], message: str) -> None:
-    network = small_network()
-    with pytest.raises(ValueError, match=message):
-        attach_slots(network, ["2", *names] if isinstance(names, list) and names else names, images())
-    assert_untouched(network)
+def lstm(**options: Any) -> nn.Module:
+    return nn.Sequential(nn.LSTM(5, WIDTH, **options))
 
 
-def test_a_mistyped_module_is_told_which_was_meant() -> None:
-    with pytest.raises(ValueError, match=r"the network has no module 'body\.00'; did you mean 'body\.0'\?"):
-        attach_slots(Residual(), ["body.00"], torch.randn(3, 5))
-    with pytest.raises(ValueError, match=r"the network has no module 'heads'; did you mean 'head'\?"):
-        attach_slots(Residual(), ["heads[0]"], torch.randn(3, 5))
-
-
-def test_a_slot_that_is_there_already_is_refused() -> None:
-    network = grown_network()
-    with pytest.raises(ValueError, match="slot '2' is named twice"):
-        attach_slots(network, ["2"], images())
-    with pytest.raises(ValueError, match="slot 'first' is named twice"):
-        attach_slots(nn.ModuleDict({"first": SeedSlot("first", "vector", 5)}), ["first"], images())
-
-
-def test_a_module_that_does_not_run_is_refused() -> None:
-    network = Residual()
-    with pytest.raises(ValueError, match="module 'never' does not run when the network does; name one that is called"):
-        attach_slots(network, ["stem", "never"], torch.randn(3, 5))
-    assert_untouched(network)
+BRACKETS = "write a module's name, and keys in brackets as in lstm[0]"
 
 
 @pytest.mark.parametrize(
-    ("network", "example", "message"),
+    ("make", "names", "example", "message"),
     [
-        (nn.Sequential(Argmax()), torch.randn(3, 5), "gives Tensor, no floating-point tensor"),
-        (nn.Sequential(nn.Conv3d(3, 4, 1)), torch.randn(2, 3, 4, 4, 4), r"shape \(2, 4, 4, 4, 4\) is none of"),
-        (nn.Sequential(nn.Flatten(0)), torch.randn(2, 3), r"shape \(6,\) is none of \[B, C, H, W\], \[B, T, C\]"),
-        (nn.Sequential(nn.Identity()), {"input": "text"}, "gives str, no floating-point tensor"),
+        (small_network, ["head"], images(), "the network has no module 'head'; there are: 0, 1, 2, 3, 4, 5, 6"),
+        (Residual, ["stem", "body.00"], torch.randn(3, 5), "no module 'body.00'; did you mean 'body.0'?"),
+        (Residual, ["heads[0]"], torch.randn(3, 5), "no module 'heads'; did you mean 'head'?"),
+        (small_network, ["2", "2"], images(), "slot '2' is named twice; name each slot once"),
+        (small_network, [], images(), "name at least one module, as a list of names; got []"),
+        (small_network, "0", images(), "name at least one module, as a list of names; got '0'"),
+        *((small_network, ["2", name], images(), BRACKETS) for name in ("", "0[", "0[]", "0[1]x", "0]", "[1]")),
+        (Residual, ["stem", "never"], torch.randn(3, 5), "module 'never' does not run when the network does; name one"),
+        (lambda: nn.Sequential(Argmax()), ["0"], torch.randn(3, 5), "gives Tensor, no floating-point tensor"),
+        (lambda: nn.Sequential(nn.Identity()), ["0"], {"input": "text"}, "gives str, no floating-point tensor"),
+        (lambda: nn.Sequential(nn.Conv3d(3, 4, 1)), ["0"], torch.randn(2, 3, 4, 4, 4), "(2, 4, 4, 4, 4) is none of"),
+        (lambda: nn.Sequential(nn.Flatten(0)), ["0"], torch.randn(2, 3), "(6,) is none of [B, C, H, W], [B, T, C]"),
+        (lambda: lstm(batch_first=True), ["0[2]"], torch.randn(3, 4, 5), "the module's output has nothing at [2]"),
+        (lambda: lstm(batch_first=True), ["0[1][x]"], torch.randn(3, 4, 5), "output has nothing at [1][x]"),
+        (small_network, ["0"], images(1), "the example has one sample only; give at least two"),
+        (
+            lambda: Calls(nn.Conv2d(3, 3, 3), lambda layer, x: layer(layer(x)).mean((2, 3))),
+            ["layer"],
+            images(),
+            "module 'layer' runs again, on a feature of another shape",
+        ),
     ],
-    ids=["integers", "volumes", "numbers", "text"],
 )
-def test_what_is_no_feature_is_refused(network: nn.Module, example: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=f"slot '0': .*{message}"):
-        attach_slots(network, ["0"], example)
+def test_where_no_slot_can_be_the_reason_is_told_and_nothing_is_attached(
+    make: Callable[[], nn.Module], names: list[str], example: Any, message: str
+) -> None:
+    network = make()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attach_slots(network, names, example)
     assert_untouched(network)
+    assert all(module.training for module in network.modules())
 
 
-@pytest.mark.parametrize("name", ["lstm[2]", "lstm[1][2]", "lstm[hidden]"])
-def test_brackets_that_lead_nowhere_are_refused(name: str) -> None:
-    network = nn.ModuleDict({"lstm": nn.LSTM(5, WIDTH, batch_first=True)})
-    network.forward = lambda x: network["lstm"](x)[0]
-    with pytest.raises(ValueError, match=re.escape(f"slot {name!r}: the module's output has nothing at")):
+@pytest.mark.parametrize(
+    ("options", "name", "axes"),
+    [
+        ({}, "0", (4, 3, WIDTH)),
+        ({}, "0[1][0]", (1, 3, WIDTH)),
+        ({"batch_first": True}, "0[1][0]", (1, 3, WIDTH)),
+        ({"batch_first": True, "num_layers": 2}, "0[1][1]", (2, 3, WIDTH)),
+    ],
+)
+def test_a_feature_whose_first_axis_is_not_the_batch_is_refused(
+    options: dict[str, Any], name: str, axes: tuple[int, ...]
+) -> None:
+    network = lstm(**options)
+    if not options:
+        network.forward = lambda x: network[0](x.transpose(0, 1))  # torch's default has time first
+    with pytest.raises(ValueError, match=re.escape(f"slot {name!r}: the first axis of the feature {axes} is not")):
         attach_slots(network, [name], torch.randn(3, 4, 5))
     assert_untouched(network)
 
 
-def test_one_sample_is_no_example() -> None:
-    network = small_network()
-    with pytest.raises(ValueError, match="the example has one sample only; give at least two"):
-        attach_slots(network, ["0"], images(1))
+class LooksLast(nn.Module):
+    """Network with channels in the last axis between a convolution and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.see, self.last, self.read = nn.Conv2d(3, WIDTH, 3), nn.Identity(), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, 3, H, W] -> [B, H - 2, W - 2, 2]
+        return self.read(self.last(torch.tanh(self.see(x)).permute(0, 2, 3, 1)))
+
+
+def test_a_seed_sees_channels_that_come_last_as_a_seed_of_images_does() -> None:
+    network, x = LooksLast(), torch.randn(2, 3, 7, 9)
+    slots = attach_slots(network, ["last", "see"], x, channels_last=["last"])
+    assert [(slot.layout, slot.width) for slot in slots.values()] == [("image", WIDTH)] * 2
+    grow(slots["last"], Stage.FOSSILIZED, "conv_heavy")
+    feature = torch.tanh(nn.functional.conv2d(x, network.see.weight, network.see.bias))
+    expected = torch.einsum("bchw,oc->bhwo", slots["last"].seed(feature), network.read.weight) + network.read.bias
+    torch.testing.assert_close(network(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "example", "name", "channels_last", "message"),
+    [
+        (LooksLast, torch.randn(2, 3, 7, 9), "last", "lost", "'lost', which gets no slot; did you mean 'last'?"),
+        (small_network, images(), "5", "5", "(4, 12) is none of [B, C, H, W], [B, T, C], [B, C] or, with channels_la"),
+    ],
+)
+def test_channels_that_come_last_where_no_image_is_are_refused(
+    make: Callable[[], nn.Module], example: Tensor, name: str, channels_last: str, message: str
+) -> None:
+    network = make()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attach_slots(network, [name], example, channels_last=[channels_last])
     assert_untouched(network)
 
 
-def test_a_module_that_is_called_on_features_of_different_shapes_is_refused() -> None:
-    network = Calls(nn.Conv2d(3, 3, 3), lambda layer, x: layer(layer(x)).mean((2, 3)))
-    with pytest.raises(ValueError, match="module 'layer' runs again, on a feature of another shape"):
-        attach_slots(network, ["layer"], images())
-    assert_untouched(network)
-
-
-def test_there_is_nothing_to_detach_where_nothing_was_attached() -> None:
-    for network in (small_network(), TinyHost("vector")):
-        with pytest.raises(ValueError, match="the network has no attached slots; there is nothing to detach"):
-            detach_slots(network)
-        with pytest.raises(ValueError, match="the network has no attached slots; there is nothing to detach"):
-            detach_slots(network, ["2"])
-        detach_slots(network, [])
-
-
-def test_a_slot_that_is_not_attached_cannot_be_detached() -> None:
+@pytest.mark.parametrize(
+    ("names", "example", "error"),
+    [
+        (["5", "2"], images(), ValueError),  # it is there already
+        (["5", "6[0]"], images(), ValueError),
+        (["5"], torch.randn(2, 5, 8, 8), RuntimeError),  # an example that the network does not take
+    ],
+)
+def test_a_refusal_leaves_what_was_attached_before_and_grew(
+    names: list[str], example: Tensor, error: type[Exception]
+) -> None:
     network = small_network()
-    attach_slots(network, ["0", "2"], images())
-    with pytest.raises(ValueError, match="unknown slot '4'; there are: 0, 2"):
-        detach_slots(network, ["0", "4"])
-    assert [record["slot"] for record in attachment_records(network)] == ["0", "2"]
-
-
-def test_an_example_that_does_not_fit_leaves_the_network_as_it_was() -> None:
-    network = small_network()
-    with pytest.raises(RuntimeError, match="channels"):
-        attach_slots(network, ["0"], torch.randn(2, 5, 8, 8))
-    assert_untouched(network)
-    assert all(module.training for module in network.modules())
+    grow(attach_slots(network, ["2"], images())["2"], Stage.FOSSILIZED, "conv_light")
+    before, places, state = network.eval()(images()), attached_places(network), list(network.state_dict())
+    with pytest.raises(error):
+        attach_slots(network, names, example)
+    assert torch.equal(network(images()), before)
+    assert (attached_places(network), list(network.state_dict())) == (places, state)
+    assert [len(module._forward_hooks) for module in network[:7]] == [0, 0, 1, 0, 0, 0, 0]
 
 
 class ChecksItsBatch(nn.Module):
@@ -151,108 +169,42 @@ class ChecksItsBatch(nn.Module):
         return self.head(hidden)
 
 
-@pytest.mark.parametrize(
-    "error", [RuntimeError, ValueError, TypeError, IndexError, KeyError, AssertionError, AttributeError]
-)
-def test_a_network_that_checks_its_batch_has_no_trunk_there(error: type[Exception]) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, IndexError, KeyError, AssertionError])
+def test_a_network_that_checks_its_batch_is_bypassed_there(error: type[Exception]) -> None:
     slots = attach_slots(ChecksItsBatch(error), ["stem", "head"], torch.randn(3, 5))
     assert [slot.on_single_path for slot in slots.values()] == [False, True]
 
 
-def test_a_trial_that_ends_in_something_else_leaves_the_network_as_it_was() -> None:
+def test_another_error_leaves_the_network_as_it_was() -> None:
     network = ChecksItsBatch(ZeroDivisionError)
+    slot = attach_slots(network, ["head"], torch.randn(3, 5))["head"]
     with pytest.raises(ZeroDivisionError):
-        attach_slots(network, ["stem", "head"], torch.randn(3, 5))
-    assert_untouched(network)
-    assert all(module.training for module in network.modules())
-
-
-@pytest.mark.parametrize("name", ["0[", "0[]", "0[1]x", "0]", "0[1", "[1]", "0[[1]]"])
-def test_brackets_that_make_no_sense_are_refused(name: str) -> None:
-    network = small_network()
-    message = f"slot {name!r}: write a module's name, and keys in brackets as in lstm[0]"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        attach_slots(network, ["2", name], images())
-    assert_untouched(network)
-
-
-@pytest.mark.parametrize(
-    ("names", "example", "error"),
-    [
-        (["5", "2"], images(), ValueError),
-        (["5", "nonsense"], images(), ValueError),
-        (["5", "6[0]"], images(), ValueError),
-        (["5"], images(1), ValueError),
-        (["5"], torch.randn(2, 5, 8, 8), RuntimeError),
-    ],
-)
-def test_a_refusal_leaves_what_was_attached_before_and_grew(
-    names: list[str], example: Tensor, error: type[Exception]
-) -> None:
-    network = small_network()
-    grow(attach_slots(network, ["2"], images())["2"], Stage.FOSSILIZED, "conv_light")
-    before, story, state = network.eval()(images()), attachment_records(network), list(network.state_dict())
-    with pytest.raises(error):
-        attach_slots(network, names, example)
-    assert torch.equal(network(images()), before)
-    assert (attachment_records(network), list(network.state_dict())) == (story, state)
-    assert [len(module._forward_hooks) for module in network[:7]] == [0, 0, 1, 0, 0, 0, 0]
-
-
-def test_a_trial_that_fails_leaves_what_was_attached_before_and_grew() -> None:
-    network, x = ChecksItsBatch(ZeroDivisionError), torch.randn(3, 5, generator=generator_of())
-    slot = attach_slots(network, ["head"], x)["head"]
-    grow(slot, Stage.FOSSILIZED, "lora")
-    before = network(x)
-    with pytest.raises(ZeroDivisionError):
-        attach_slots(network, ["stem"], x)
+        attach_slots(network, ["stem"], torch.randn(3, 5))
     assert slots_of(network) == {"head": slot}
-    assert torch.equal(network(x), before)
     assert not network.stem._forward_hooks
-    detach_slots(network)
-    assert_untouched(network)
 
 
-class TimeFirst(nn.Module):
-    """LSTM with time as the first axis, torch's default."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(5, WIDTH), nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:  # [B, T, 5] -> [B, 3]
-        return self.head(self.lstm(x.transpose(0, 1))[0].mean(0))
+def test_a_slot_that_is_there_already_is_refused() -> None:
+    with pytest.raises(ValueError, match="slot '2' is named twice"):
+        attach_slots(grown_network(), ["2"], images())
+    with pytest.raises(ValueError, match="slot 'first' is named twice"):
+        attach_slots(nn.ModuleDict({"first": SeedSlot("first", "vector", 5)}), ["first"], images())
 
 
-class BatchFirst(nn.Module):
-    """LSTM with the batch as the first axis; the first axis of its state is still the layers."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(5, WIDTH, layers, batch_first=True), nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:  # [B, T, 5] -> [B, 3]
-        return self.head(self.lstm(x)[1][0][-1])
+def test_a_network_that_is_compiled_already_gets_no_slots() -> None:
+    in_place = small_network()
+    in_place.compile(backend="eager")
+    for network in (torch.compile(small_network(), backend="eager"), in_place):
+        with pytest.raises(ValueError, match="attach them first, compile then"):
+            attach_slots(network, ["2"], images())
 
 
-@pytest.mark.parametrize("samples", [2, 3, 4])
-@pytest.mark.parametrize(
-    ("network", "name", "axes"),
-    [
-        (TimeFirst(), "lstm", (4, None, WIDTH)),
-        (TimeFirst(), "lstm[0]", (4, None, WIDTH)),
-        (TimeFirst(), "lstm[1][0]", (1, None, WIDTH)),
-        (BatchFirst(1), "lstm[1][0]", (1, None, WIDTH)),
-        (BatchFirst(2), "lstm[1][1]", (2, None, WIDTH)),
-    ],
-)
-def test_a_feature_whose_first_axis_is_not_the_batch_is_refused(
-    network: nn.Module, name: str, axes: tuple[int | None, ...], samples: int
-) -> None:
-    shape = tuple(axis or samples for axis in axes)
-    message = (
-        f"slot {name!r}: the first axis of the feature {shape} is not the batch's; seeds need [B, …] (of nn.LSTM: "
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        attach_slots(network, [name], torch.randn(samples, 4, 5))
-    assert_untouched(network)
+def test_what_is_not_attached_cannot_be_detached() -> None:
+    for network in (small_network(), TinyHost("vector")):
+        with pytest.raises(ValueError, match="the network has no attached slots; there is nothing to detach"):
+            detach_slots(network)
+    network = small_network()
+    attach_slots(network, ["0", "2"], images())
+    with pytest.raises(ValueError, match="unknown slot '4'; there are: 0, 2"):
+        detach_slots(network, ["0", "4"])
+    assert [place["slot"] for place in attached_places(network)] == ["0", "2"]

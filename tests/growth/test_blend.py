@@ -251,7 +251,6 @@ def test_the_gate_travels_with_its_seed(layout: Layout) -> None:
     kept = [name for name in gated.state_dict() if name.startswith("seed.gate.")]
     assert len(kept) == 4
     cull(gated)
-    assert gated.state_dict() == {}
     assert list(gated.parameters()) == []
 
 

@@ -189,7 +189,7 @@ def differing(subject: Subject, form: str, backend: str, *, style: str, isolatio
 
 FEW = [
     ("eager", "built-in vector", "module", "add", "straight_through"),
-    ("eager", "attached vector", "function", "gate", "trial"),
+    ("eager", "attached vector", "function", "gate", "proximal"),
     ("eager", "built-in sequence", "in place", "multiply", "proximal"),
     ("aot_eager", "attached image", "function", "multiply", "straight_through"),
     ("aot_eager", "built-in vector", "module", "gate", "proximal"),

@@ -14,14 +14,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from esper_lightning.growth.attach import attach_slots
 from esper_lightning.growth.counterfactual import contributions, leave_one_out, measure_variants
+from esper_lightning.growth.export import load, save
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.growing_network import GrowingNetwork
-from esper_lightning.growth.manifest import manifest
 from esper_lightning.growth.param_groups import group_names
-from esper_lightning.growth.saving import load, save
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.hosts import CNN
-from tests.growth.grown import generator_of, small_batch, small_cnn
+from tests.growth.grown import generator_of, small_batch, small_cnn, story
 
 SLOT_NAMES = ["block1.pool", "block2.pool", "block3.pool"]
 
@@ -79,7 +78,7 @@ def test_growth_that_was_stopped_ends_as_growth_that_was_not(make: Make) -> None
     assert group_names(resumed.optimizer) == group_names(growing.optimizer)
     train_epochs(resumed, 3, seed=1)
 
-    assert manifest(resumed.module) == manifest(growing.module)
+    assert story(resumed.module) == story(growing.module)
     assert resumed.measurements == growing.measurements
     theirs = weights(growing)
     assert all(torch.equal(value, theirs[name]) for name, value in weights(resumed).items())
@@ -101,7 +100,7 @@ def test_a_state_of_another_network_is_refused() -> None:
     host = small_cnn(SLOT_NAMES[:2])
     other = GrowingNetwork(host, SGD(host.parameters(), lr=0.1), horizon=20)
 
-    with pytest.raises(ValueError, match="the manifest is of a network with slots"):
+    with pytest.raises(RuntimeError, match="Unexpected key"):
         other.load_state_dict(growing.state_dict())
 
 
@@ -243,7 +242,7 @@ def test_slots_of_its_own_and_attached_ones_are_saved_and_loaded_together(tmp_pa
     fresh = small_cnn(["block1"], seed=8).eval()
     load(fresh, tmp_path / "grown")
 
-    assert manifest(fresh) == manifest(host)
+    assert story(fresh) == story(host)
     assert all(torch.equal(value, host.state_dict()[name]) for name, value in fresh.state_dict().items())
 
 

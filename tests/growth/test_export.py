@@ -20,12 +20,12 @@ from torchvision import models
 from esper_lightning.blueprints import blueprint_names
 from esper_lightning.growth import export as export_module
 from esper_lightning.growth.alpha import DEFAULT_RAMP, Ramp
-from esper_lightning.growth.attach import attach_slots
+from esper_lightning.growth.attach import attach_slots, detach_slots
 from esper_lightning.growth.blend import BlendStyle
 from esper_lightning.growth.export import ONNX_PACKAGES, export
 from esper_lightning.growth.fold import fold
 from esper_lightning.growth.lifecycle import slots_of
-from esper_lightning.growth.recorded import weights_of
+from esper_lightning.growth.slot import EXTRA_STATE
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import GPT, MLP
 from tests.growth.grown import STYLES, generator_of, grow, slot_named, small_batch, small_cnn
@@ -107,7 +107,7 @@ def test_an_exported_network_says_the_same_on_batches_of_any_size(
 def test_what_is_exported_is_the_grown_network_and_no_more() -> None:
     network = grown(cnn())
     program = exported(network, digits(2))
-    assert set(program.state_dict) == set(weights_of(network))
+    assert set(program.state_dict) == {name for name in network.state_dict() if not name.endswith(EXTRA_STATE)}
     assert not torch.allclose(program.module()(digits(4)), cnn().eval()(digits(4)))
 
 
@@ -232,6 +232,7 @@ def test_exported_weights_fit_the_plain_architecture_once_all_seeds_are_folded_i
     network, fresh = plain(), plain()
     grow(attach_slots(network, ["1"], vectors(2))["1"], Stage.FOSSILIZED, "lora")
     assert [result.target_layer for result in fold(network, vectors(4))] == ["2"]
+    detach_slots(network)
     export(network, vectors(4), tmp_path / "folded.pt", "state_dict")
     fresh.load_state_dict(torch.load(tmp_path / "folded.pt", weights_only=True))
     assert torch.equal(fresh(vectors(5)), network(vectors(5)))

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
+from esper_lightning.growth.export import load, save
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.growing_network import GrowingNetwork, SeedMeasurements
 from esper_lightning.growth.param_groups import find_group, group_names
-from esper_lightning.growth.saving import load, save
 from esper_lightning.growth.stages import Stage
 from tests.growth.by_hand import (
     BY_HAND,
@@ -27,7 +27,7 @@ from tests.growth.by_hand import (
     optimizer_state,
     same_optimizer_state,
 )
-from tests.growth.grown import LIFE, host_of
+from tests.growth.grown import LIFE, host_of, same_host
 
 every_optimizer = pytest.mark.parametrize(
     "make",
@@ -99,8 +99,7 @@ def test_a_host_whose_seeds_come_and_go_in_training_learns_bit_for_bit_as_if_alo
         losses = learn(network.module, network.optimizer, step), learn(lone, optimizer, step)
         assert losses[0] == losses[1]
         network.end_epoch()
-    grown = network.module.state_dict()
-    assert all(torch.equal(grown[name], value) for name, value in lone.state_dict().items())
+    assert same_host(network.module, lone)
 
 
 @every_optimizer
@@ -117,8 +116,7 @@ def test_without_carry_over_a_host_goes_on_as_with_a_new_optimizer_at_each_chang
         learn(network.module, network.optimizer, step)
         learn(lone, optimizer, step)
         network.end_epoch()
-        grown = network.module.state_dict()
-        assert all(torch.equal(grown[name], value) for name, value in lone.state_dict().items()), step
+        assert same_host(network.module, lone), step
 
 
 def forgotten(network: GrowingNetwork) -> bool:

@@ -1,6 +1,5 @@
 """Seeds that learn behind a host: the host is as without them, and a seed that learned does not harm when it is on."""
 
-from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
 from typing import get_args
@@ -8,14 +7,12 @@ from typing import get_args
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from esper_lightning.blueprints import build_on
-from esper_lightning.growth import GrowingNetwork, LifecycleConfig, SeedSlot, attach_slots, slots_of
+from esper_lightning.growth import GrowingNetwork, LifecycleConfig, SeedSlot, attach_slots
 from esper_lightning.growth.blend import PROXIMAL_STEP, BlendStyle, Isolation, proximal_gradient
 from esper_lightning.growth.slot import Layout
 from esper_lightning.growth.stages import Stage
-from esper_lightning.hosts import CNN
 from esper_lightning.hosts.dropout import Dropout
 from tests.growth.grown import (
     CPU,
@@ -24,10 +21,9 @@ from tests.growth.grown import (
     add_noise,
     batch_of,
     generator_of,
-    grow,
     host_of,
     loss_on,
-    slot_named,
+    same_host,
     small_batch,
     small_cnn,
 )
@@ -74,7 +70,8 @@ def train(growing: GrowingNetwork, batches: list[tuple[Tensor, Tensor]]) -> list
     losses = []
     for batch in batches:
         growing.optimizer.zero_grad()
-        losses.append(growing.backward(lambda network, batch=batch: loss_on(network, batch)).detach())
+        losses.append(loss_on(growing.module, batch))
+        losses[-1].backward()
         growing.optimizer.step()
     return losses
 
@@ -82,10 +79,6 @@ def train(growing: GrowingNetwork, batches: list[tuple[Tensor, Tensor]]) -> list
 def growing_of(network: nn.Module, isolation: Isolation, lr: float = 0.01) -> GrowingNetwork:
     optimizer = torch.optim.Adam(network.parameters(), lr)
     return GrowingNetwork(network, optimizer, horizon=9, lifecycle=LifecycleConfig(isolation=isolation))
-
-
-def without_slots(state: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: state[name] for name in reference}
 
 
 @pytest.mark.thinned(5)
@@ -108,9 +101,7 @@ def test_a_host_trains_bit_for_bit_as_without_seeds_while_they_learn(
     losses, grown_losses = train(empty, batches), train(growing, batches)
 
     assert [loss.item() for loss in grown_losses] == [loss.item() for loss in losses]
-    expected = empty.module.state_dict()  # BatchNorm's statistics too
-    found = without_slots(growing.module.state_dict(), expected)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert same_host(growing.module, empty.module)
     for slot, before in zip(growing.slots.values(), seeds, strict=True):
         after = slot.seed.seed.state_dict() if style == "gate" else slot.seed.state_dict()
         assert not any(
@@ -154,115 +145,7 @@ def test_only_a_seed_without_feedback_runs_away_from_the_host(isolation: Isolati
     assert distance > 0.01
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_trial_gives_a_seed_the_gradient_of_the_loss_with_the_seed_fully_on(
-    layout: Layout, style: BlendStyle
-) -> None:
-    network = host_of(layout)
-    names = list(slots_of(network))
-    for i, name in enumerate(names):
-        grow(slot_named(network, name), Stage.TRAINING, BLUEPRINTS[layout], seed=i, style=style)
-
-    growing_of(network, "trial").backward(lambda host: loss_on(host, batch_of(layout)))
-
-    for i, name in enumerate(names):  # each seed alone
-        switched_on = deepcopy(network)
-        for other in set(names) - {name}:
-            slot_named(switched_on, other).empty()
-        slot = slot_named(switched_on, name)
-        for stage in (Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED):
-            slot.move_to(stage)
-        if isinstance(switched_on, CNN):
-            switched_on.norms[i + 1 :].eval()  # those behind the slot use their running statistics
-        expected = torch.autograd.grad(loss_on(switched_on, batch_of(layout)), list(slot.seed.parameters()))
-        found = [p.grad for p in slot_named(network, name).seed.parameters()]
-        torch.testing.assert_close(found, list(expected))
-
-
-def test_a_trial_takes_over_features_that_were_changed_in_place_as_they_were() -> None:
-    network = dropout_net()
-    network.dropout = nn.Identity()
-    slot = next(iter(slots_of(network).values()))
-    grow(slot, Stage.TRAINING)
-    switched_on = deepcopy(network)
-    copied = next(iter(slots_of(switched_on).values()))
-    for stage in (Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED):
-        copied.move_to(stage)
-    expected = torch.autograd.grad(loss_on(switched_on, small_batch()), list(copied.seed.parameters()))
-
-    growing_of(network, "trial").backward(lambda host: loss_on(host, small_batch()))
-
-    torch.testing.assert_close([p.grad for p in slot.seed.parameters()], list(expected))
-
-
-def test_only_what_lies_behind_the_slot_is_computed_twice() -> None:
-    network = small_cnn(["block1", "block2"])
-    grow(slot_named(network, "block1"), Stage.BLENDING, "conv_light")
-    grow(slot_named(network, "block2"), Stage.TRAINING)
-    calls: Counter[str] = Counter()
-    for name, layer in network.named_modules():
-        if isinstance(layer, nn.Conv2d | nn.Linear):
-            original = layer.forward
-            layer.forward = lambda x, name=name, original=original: (calls.update([name]), original(x))[1]
-
-    growing_of(network, "trial").backward(lambda host: loss_on(host, small_batch()))
-
-    calls_before = {name: count for name, count in calls.items() if not name.startswith("slots.block2")}
-    assert calls_before == {"convs.0": 1, "slots.block1.seed.body.0": 1, "convs.1": 1, "convs.2": 2, "head": 2}
-
-
-def test_micro_batches_of_a_trial_add_up() -> None:
-    network = host_of("vector")
-    for name in slots_of(network):
-        grow(slot_named(network, name), Stage.TRAINING, "mlp_small")
-    growing, (inputs, classes) = growing_of(network, "trial"), batch_of("vector")
-
-    growing.backward(lambda host: loss_on(host, (inputs, classes)))
-    whole = [p.grad.clone() for p in network.parameters()]
-    growing.optimizer.zero_grad()
-    for part in (slice(0, 8), slice(8, 16)):
-        growing.backward(lambda host, part=part: F.cross_entropy(host(inputs[part]), classes[part]) / 2)
-
-    torch.testing.assert_close([p.grad for p in network.parameters()], whole)
-
-
-def test_seeds_learn_by_trial_behind_a_frozen_host() -> None:
-    network = small_cnn(["block1"])
-    for parameter in network.parameters():
-        parameter.requires_grad_(False)
-    grow(slot_named(network, "block1"), Stage.TRAINING)
-    seed = slot_named(network, "block1").seed
-    growing = growing_of(network, "trial")
-
-    growing.backward(lambda host: loss_on(host, small_batch()))
-
-    assert any(parameter.grad.any() for parameter in seed.parameters() if parameter.grad is not None)
-
-
 @pytest.mark.parametrize("setting", ["isolation", "birth"])
 def test_an_unknown_way_to_learn_is_refused(setting: str) -> None:
     with pytest.raises(ValueError, match=f"lifecycle.{setting} 'proximall' is not known"):
         LifecycleConfig(**{setting: "proximall"})
-
-
-def test_a_trial_that_breaks_off_leaves_the_network_as_it_was() -> None:
-    network = small_cnn(["block1"])
-    grow(slot_named(network, "block1"), Stage.TRAINING)
-    state = deepcopy(network.state_dict())
-    growing = growing_of(network, "trial")
-    calls: list[int] = []
-
-    def loss_of(host: nn.Module) -> Tensor:
-        calls.append(1)
-        if len(calls) == 2:
-            host(small_batch()[0])
-            raise RuntimeError("out of memory")
-        return loss_on(host.eval(), small_batch())
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        growing.backward(loss_of)
-
-    assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
-    assert slot_named(network, "block1").override is None
-    assert not any("forward" in vars(module) for module in network.modules())

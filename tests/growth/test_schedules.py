@@ -10,8 +10,7 @@ from torch.optim import SGD, Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from esper_lightning.growth.growing_network import GrowingNetwork
-from esper_lightning.growth.param_groups import find_group
-from esper_lightning.growth.schedules import follow, host_groups, seed_groups
+from esper_lightning.growth.param_groups import find_group, follow, host_groups, seed_groups
 from tests.growth.by_hand import EAGER, learn
 from tests.growth.grown import generator_of, host_of
 

@@ -12,8 +12,13 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from esper_lightning.growth.alpha import Ramp
-from esper_lightning.growth.counterfactual import SeedVariant, all_variants, measure_variants
-from esper_lightning.growth.shapley import interactions, shapley_values
+from esper_lightning.growth.counterfactual import (
+    SeedVariant,
+    all_variants,
+    interactions,
+    measure_variants,
+    shapley_values,
+)
 from esper_lightning.growth.stages import Stage
 from tests.growth.grown import grow, slot_named, small_batch, small_cnn
 

@@ -72,13 +72,13 @@ def test_a_config_is_made_into_the_hosts_that_fit_would_train(tmp_path: Path) ->
 
     pool = env.unwrapped.hosts.pool
     assert (pool.n_envs, pool.config.training.batches, pool.config.reward.gamma) == (1, 2, 0.9)
-    assert pool.overseer.config == GovernorConfig(penalty=0.25)
+    assert pool.governor == GovernorConfig(penalty=0.25)
 
 
 def test_hosts_are_not_watched_where_the_config_says_so(tmp_path: Path) -> None:
     envs = make_vector_env(write_config(tmp_path / "mine.yaml", trainer={"callbacks": []}), num_envs=3)
 
-    assert envs.hosts.pool.overseer is None
+    assert envs.hosts.pool.governor is None
     assert envs.observation_space.shape[0] == envs.action_space.shape[0] == 3
 
 

@@ -12,6 +12,7 @@ pytest.importorskip("gymnasium")
 from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HEADS, HostPool, Op
 from esper_lightning.envs.spaces.actions import RELEVANT_OPS
+from esper_lightning.envs.spaces.observation import slot_features
 from esper_lightning.gym.spaces import choice_masks, flatten_masks, flatten_observation, observation_names
 from tests.conftest import FREE
 
@@ -29,7 +30,7 @@ def choices_in_possible_actions(pool: HostPool, host: int) -> dict[str, list[boo
 @pytest.mark.parametrize(
     ("changes", "ticks"),
     [({}, range(6)), (FREE, (4, 8))],
-    ids=["four ops", "every op"],
+    ids=["one style", "three styles"],
 )
 def test_a_choice_is_masked_unless_a_possible_action_needs_it(
     make_pool: Callable[..., HostPool], changes: dict[str, Any], ticks: Container[int]
@@ -45,7 +46,7 @@ def test_a_choice_is_masked_unless_a_possible_action_needs_it(
                 assert {head: mask[host].tolist() for head, mask in masks.items()} == expected
                 seen |= {pool.space.op[op] for op, possible in enumerate(expected["op"]) if possible}
         pool.step(wanderer.act(pool))
-    assert seen >= {"WAIT", "GERMINATE", "CULL", "FOSSILIZE" if not changes else "SET_ALPHA"}, "a long enough walk"
+    assert seen >= {"WAIT", "GERMINATE", "CULL", "FOSSILIZE"}, "a long enough walk"
 
 
 def test_masks_of_the_heads_stand_one_after_the_other(make_pool: Callable[..., HostPool]) -> None:
@@ -56,20 +57,20 @@ def test_masks_of_the_heads_stand_one_after_the_other(make_pool: Callable[..., H
 
     assert torch.equal(parts["op"], pool.masks_on_cpu.op)
     assert parts["slot"].all() and parts["tempo"].all(), "a seed can germinate in every slot"
-    assert parts["speed"].tolist() == [[True]] * 2
 
 
-def test_an_observation_is_the_features_and_the_blueprint_in_each_slot(make_pool: Callable[..., HostPool]) -> None:
+def test_an_observation_is_the_rows_one_after_the_other(make_pool: Callable[..., HostPool]) -> None:
     pool, wanderer = make_pool(2), RandomValid(rng_seed=0)
     for _ in range(4):
         pool.step(wanderer.act(pool))
 
-    flat = flatten_observation(pool.observation, pool.space)
-    row = dict(zip(observation_names(pool.space, pool.feature_names), flat[0].tolist(), strict=True))
+    flat = flatten_observation(pool)
+    row = dict(zip(observation_names(pool), flat[0].tolist(), strict=True))
 
     assert flat.dtype.name == "float32"
-    assert [row[name] for name in pool.feature_names] == pool.observation.features[0].tolist()
     for k, slot in enumerate(pool.envs[0].slots):
-        codes = [row[f"{slot.name}.blueprint.{name}"] for name in ("none", *pool.space.blueprint)]
-        assert codes.index(1.0) == pool.observation.blueprints[0, k] and sum(codes) == 1.0
-    assert pool.observation.blueprints.any(), "something has grown"
+        expected = slot_features(pool.envs[0], k)
+        assert {name: row[f"{slot.name}.{name}"] for name in expected} == pytest.approx(expected)
+        here = [name for name in pool.space.blueprint if row[f"{slot.name}.{name}.here"]]
+        assert here == [slot.blueprint] * slot.occupied
+    assert any(slot.occupied for slot in pool.envs[0].slots), "something has grown"

@@ -1,13 +1,13 @@
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from esper_lightning.envs import Action, HostPool, Observation, Op, StepResult
 from esper_lightning.envs.seeding import EVALUATION, TRAINING, episode_rng_seeds
@@ -18,6 +18,7 @@ from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.tamiyo.policy import Policy, RecurrentState
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
+from tests.ppo.loops import total
 from tests.runs import differences
 from tests.tiers import rest_is_slow
 
@@ -25,65 +26,18 @@ MakeLoop = Callable[..., RolloutCollector]
 Play = Callable[[RolloutCollector], None]
 
 
-def test_seeds_of_training_and_of_evaluation_have_nothing_in_common() -> None:
+def test_seeds_differ_by_run_episode_host_and_purpose_and_are_reproducible() -> None:
     drawn = {
-        purpose: {s for episode in range(20) for s in episode_rng_seeds(3, purpose, episode, n_envs=50)}
+        (run, purpose, episode): episode_rng_seeds(run, purpose, episode, n_envs=50)
+        for run in (0, 1)
         for purpose in (TRAINING, EVALUATION)
+        for episode in range(20)
     }
 
-    assert all(len(seeds) == 20 * 50 for seeds in drawn.values()), "no host is met twice"
-    assert {seed % 2 for seed in drawn[TRAINING]} == {0}
-    assert {seed % 2 for seed in drawn[EVALUATION]} == {1}
-    for seed in drawn[TRAINING] | drawn[EVALUATION]:
-        torch.Generator().manual_seed(seed)  # each is a valid RNG seed for torch
-
-
-def test_seeds_are_reproducible_and_differ_by_run_episode_and_host() -> None:
-    seeds = episode_rng_seeds(run_rng_seed=0, purpose=TRAINING, episode=4, n_envs=8)
-
-    assert seeds == episode_rng_seeds(0, TRAINING, 4, n_envs=8)
-    assert not set(seeds) & set(episode_rng_seeds(1, TRAINING, 4, n_envs=8))
-    assert not set(seeds) & set(episode_rng_seeds(0, TRAINING, 5, n_envs=8))
-    assert episode_rng_seeds(0, TRAINING, 4, n_envs=3) == seeds[:3], (
-        "a host does not depend on how many others there are"
-    )
-
-
-def test_the_buffer_holds_exactly_what_the_policy_saw_and_did(
-    make_loop: MakeLoop, play_rollout: Play, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = make_loop(2)
-    play_rollout(loop)
-    loop.finish()  # observations are now normalised by real statistics
-    seen: list[list[Tensor]] = []
-    done: list[list[Tensor]] = []
-    decide, act = loop.policy.step, loop.pool.step
-
-    def watched_step(
-        observation: Observation, state: RecurrentState, masks: Any, *, starts: Tensor, privileged: None
-    ) -> Any:
-        result = decide(observation, state, masks, starts=starts)
-        seen.append([part.clone() for part in (*observation, *masks, starts, result[1])])
-        return result
-
-    def watched_act(action: Action) -> StepResult:
-        result = act(action)
-        done.append([*action, result.reward, result.truncated])
-        return result
-
-    monkeypatch.setattr(loop.policy, "step", watched_step)
-    monkeypatch.setattr(loop.pool, "step", watched_act)
-    play_rollout(loop)
-
-    buffer = loop.buffer
-    for t in range(6):
-        stored = (*buffer.observation, *buffer.masks, buffer.starts, buffer.values)
-        assert all(torch.equal(ours[t], theirs) for ours, theirs in zip(stored, seen[t], strict=True))
-        stored = (*buffer.action, buffer.rewards, buffer.truncated)
-        assert all(torch.equal(ours[t], theirs) for ours, theirs in zip(stored, done[t], strict=True))
-    assert buffer.observation.features.abs().max() > 1.5, "normalised: raw features are not that large"
-    assert buffer.starts.tolist() == [[True] * 2] + [[False] * 2] * 5
-    assert buffer.truncated.tolist() == [[False] * 2] * 5 + [[True] * 2]
+    assert len({seed for seeds in drawn.values() for seed in seeds}) == 50 * len(drawn), "no host is met twice"
+    for (run, purpose, episode), seeds in drawn.items():
+        assert {seed % 2 for seed in seeds} == {0 if purpose is TRAINING else 1}
+        assert episode_rng_seeds(run, purpose, episode, n_envs=3) == seeds[:3], "whatever the number of hosts"
 
 
 def test_normalisers_change_at_the_end_of_a_rollout_and_never_within(make_loop: MakeLoop, play_rollout: Play) -> None:
@@ -113,36 +67,6 @@ def test_normalisers_change_at_the_end_of_a_rollout_and_never_within(make_loop: 
     )
 
 
-@pytest.mark.parametrize("ticks", rest_is_slow([0, 2, 5, 6], {2, 6}))
-def test_a_rollout_that_is_saved_at_any_tick_continues_bit_for_bit(
-    make_loop: MakeLoop, play_rollout: Play, ticks: int
-) -> None:
-    loop, other = make_loop(2), make_loop(2)
-    other.run_rng_seed = 8
-    play_rollout(other)  # the collector was in the middle of another rollout
-    loop.reset()
-    for _ in range(ticks):
-        loop.step()
-
-    torch.save({"loop": loop.state_dict(), "pool": loop.pool.state_dict()}, file := io.BytesIO())
-    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    other.load_state_dict(saved["loop"])
-    other.pool.load_state_dict(saved["pool"])
-
-    assert (other.episode, other.ticks, other.buffer.length) == (1, ticks, ticks)
-    for _ in range(6 - ticks):
-        ours, theirs = loop.step(), other.step()
-        assert torch.equal(ours.reward, theirs.reward)
-    (a, summary), (b, resumed) = loop.finish(), other.finish()
-    assert a.privileged is None is b.privileged
-    for ours, theirs in zip(a[:-1], b[:-1], strict=True):
-        pairs = [(ours, theirs)] if isinstance(ours, Tensor) else zip(ours, theirs, strict=True)
-        assert all(torch.equal(*pair) for pair in pairs)
-    assert torch.equal(summary.returns, resumed.returns)
-    assert torch.equal(loop.observation_norm.mean, other.observation_norm.mean)
-    assert torch.equal(loop.generator.get_state(), other.generator.get_state())
-
-
 def test_a_run_is_reproducible_and_every_rollout_meets_other_hosts(make_loop: MakeLoop, play_rollout: Play) -> None:
     one, same = make_loop(2), make_loop(2)
     met = []
@@ -154,15 +78,6 @@ def test_a_run_is_reproducible_and_every_rollout_meets_other_hosts(make_loop: Ma
 
     assert not set(met[0]) & set(met[1])
     assert one.ticks == 12 and one.episode == 2
-
-
-def test_an_unfinished_rollout_is_our_own_mistake(make_loop: MakeLoop) -> None:
-    loop = make_loop(1)
-    loop.reset()
-    loop.step()
-
-    with pytest.raises(AssertionError, match="not finished"):
-        loop.finish()
 
 
 def test_the_summary_is_of_undiscounted_rewards(make_loop: MakeLoop, play_rollout: Play) -> None:
@@ -294,7 +209,7 @@ def test_the_summary_judges_the_critic_on_the_scale_of_the_returns(make_watched:
     torch.testing.assert_close(summary.values, values[real], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(summary.value_targets - summary.values, errors, rtol=1e-4, atol=1e-5)
     advantages = (returns - values)[~forced]
-    assert summary.advantage_spread == pytest.approx(advantages.std(correction=0).item(), rel=1e-4)
+    assert summary.metrics["advantage_spread"] == pytest.approx(advantages.std(correction=0).item(), rel=1e-4)
     assert forced.any() and torch.equal(summary.advantages.isnan(), forced)
 
 
@@ -309,7 +224,7 @@ def spoil_what_is_over(loop: RolloutCollector) -> None:
 def learned_from(loop: RolloutCollector) -> tuple[list[Tensor], PPOTerms, list[Tensor], Rollout]:
     rollout, summary = loop.finish()
     terms = ppo_terms(loop.policy, rollout, PPOConfig(value_clip=0.3))
-    terms.total(0.5, 0.01).backward()
+    total(terms).backward()
     parts = (loop.observation_norm, loop.value_norm, loop.reward_norm)
     norms = [statistic for norm in parts if norm is not None for statistic in norm.state_dict().values()]
     gradients = [p.grad for p in loop.policy.parameters()]
@@ -369,3 +284,181 @@ def test_a_vetoed_action_is_stored_as_the_wait_that_was_done(make_watched: MakeW
         assert rollout.log_prob[tick - 1, 0].item() < -2.0
     assert (rollout.action.op[:, 1:] == Op.GERMINATE).any()
     assert ppo_terms(loop.policy, rollout, PPOConfig()).ratio_error < 1e-5
+
+
+def cut(loop: RolloutCollector, monkeypatch: pytest.MonkeyPatch, where: Tensor) -> None:
+    """Terminate episodes early, like a rollback, at the steps and environments in `where` [T, N] bool."""
+    real = loop.pool.step
+
+    def step(action: Action) -> StepResult:
+        return real(action)._replace(terminated=where[loop.buffer.length])
+
+    monkeypatch.setattr(loop.pool, "step", step)
+
+
+def constant_critic(loop: RolloutCollector, value: float) -> None:
+    last = loop.policy.value[-1]
+    nn.init.zeros_(last.weight)
+    nn.init.constant_(last.bias, value)
+
+
+def perturb(policy: Policy) -> None:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+def returns_of(loop: RolloutCollector) -> Tensor:  # [T, N]
+    """Return the critic's targets on the scale of the returns."""
+    return loop.value_norm.inverse(loop.finish()[0].targets)
+
+
+@pytest.mark.parametrize(
+    ("perturbed", "ends"),
+    rest_is_slow(product([False, True], [0.0, 0.3, 1.0]), {(False, 0.0), (True, 0.3), (True, 1.0)}),
+)
+def test_before_any_update_the_ratio_is_1_whatever_was_reset(
+    make_loop: MakeLoop, play_rollout: Play, monkeypatch: pytest.MonkeyPatch, ends: float, perturbed: bool
+) -> None:
+    loop = make_loop(3)
+    if perturbed:
+        perturb(loop.policy)
+    cut(loop, monkeypatch, torch.rand(6, 3, generator=torch.Generator().manual_seed(1)) < ends)
+    for _ in range(2):
+        play_rollout(loop)
+        rollout, _ = loop.finish()
+
+    for minibatch in rollout.minibatches(1, 2, loop.generator):
+        assert ppo_terms(loop.policy, minibatch, PPOConfig()).ratio_error < 1e-5
+    assert (rollout.log_prob < -0.1).any(), "there was something to choose"
+
+
+@pytest.mark.parametrize(("horizon_is_end", "bootstrap"), [(True, 0.0), (False, 4.0)])
+def test_the_last_state_counts_only_if_the_horizon_is_no_end(
+    make_loop: MakeLoop, play_rollout: Play, horizon_is_end: bool, bootstrap: float
+) -> None:
+    loop = make_loop(2, horizon_is_end=horizon_is_end, gamma=0.5, gae_lambda=1.0)
+    constant_critic(loop, 4.0)
+    play_rollout(loop)
+
+    rewards = loop.buffer.rewards.clone()
+    returns = returns_of(loop)
+
+    torch.testing.assert_close(returns[5], rewards[5] + 0.5 * bootstrap, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(returns[4], rewards[4] + 0.5 * rewards[5] + 0.25 * bootstrap, rtol=1e-4, atol=1e-5)
+    expected = sum(0.5**t * rewards[t] for t in range(6)) + 0.5**6 * bootstrap
+    torch.testing.assert_close(returns[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_stored_is_what_was_seen(make_loop: MakeLoop, play_rollout: Play) -> None:
+    """F3: the buffer holds the normalised observation that the policy acted upon; the first ratio is 1."""
+    loop = make_loop(3)
+    play_rollout(loop)
+    loop.finish()  # from now on normalised and raw features differ
+    loop.reset()
+    for t in range(loop.buffer.ticks):
+        raw = loop.pool.observation.features.clone()
+        loop.step()
+        assert torch.equal(loop.buffer.observation.features[t], loop.observation_norm(raw))
+        assert not torch.equal(loop.buffer.observation.features[t], raw)
+    rollout, _ = loop.finish()
+
+    assert ppo_terms(loop.policy, rollout, PPOConfig()).ratio_error < 1e-5
+
+
+def storage(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the memory addresses of tensors."""
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def same(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
+    """Return whether these are the same tensors in the same memory."""
+    return all(a is b and a.data_ptr() == b.data_ptr() for a, b in zip(ours, theirs, strict=True))
+
+
+def test_what_is_filled_every_tick_is_allocated_once(
+    make_loop: Callable[..., RolloutCollector], play_rollout: Callable[[RolloutCollector], None]
+) -> None:
+    """S4: observation, masks and the rollout's storage are the same memory, rollout after rollout."""
+    loop = make_loop(2)
+
+    def tensors() -> Iterator[Tensor]:
+        yield from (*loop.pool.observation, *loop.pool.masks, loop.raw_features, loop.starts)
+        buffer = loop.buffer
+        yield from (*buffer.observation, *buffer.masks, *buffer.action, *buffer.state, buffer.log_prob, buffer.values)
+        yield from (buffer.rewards, buffer.terminated, buffer.truncated, buffer.starts)
+
+    before = list(tensors())
+    pointers = storage(before)
+    for _ in range(2):
+        play_rollout(loop)
+        loop.finish()
+        assert same(tensors(), before)
+        assert storage(before) == pointers
+    assert len(set(pointers)) == len(pointers)
+
+
+def test_a_rollout_resumes_at_every_tick(make_loop: MakeLoop) -> None:
+    """F6: a loop that was elsewhere goes on bit for bit from what another one saved, at every tick: recurrent state,
+    rollout in flight and random numbers are in it."""
+    loop, resumed = make_loop(2), make_loop(2)
+    resumed.run_rng_seed = 8  # other hosts than those of the saved rollout
+    loop.reset()
+    for tick in range(loop.pool.config.horizon):
+        resumed.reset()
+        resumed.step()
+        resumed.step()
+        torch.save([loop.state_dict(), loop.pool.state_dict()], file := io.BytesIO())
+        file.seek(0)
+        states = torch.load(file, map_location="cpu", weights_only=True)
+        assert all(part.any() for part in states[0]["state"]) is (tick > 0), "there is a recurrent state to lose"
+        for theirs, ours in zip(states[0]["state"], resumed.state, strict=True):
+            assert not torch.isclose(theirs, ours).all(), "it is not there already"
+        for part, state in zip((resumed, resumed.pool), states, strict=True):
+            part.load_state_dict(state)
+        loop.step()
+        resumed.step()
+
+        assert differences(loop.state_dict(), resumed.state_dict()) == []
+        assert differences(loop.pool.state_dict(), resumed.pool.state_dict()) == []
+
+
+def test_the_bootstrap_is_the_value_after_the_last_action(make_loop: MakeLoop, play_rollout: Play) -> None:
+    """F11: the last return is reward + V(s_T), with V found by one pass over the whole sequence and s_T behind it."""
+    loop = make_loop(2, horizon_is_end=False, gamma=1.0, gae_lambda=0.0)
+    with torch.no_grad():
+        loop.policy.value[-1].weight.mul_(20.0)  # so that values differ between steps
+    play_rollout(loop)
+    buffer = loop.buffer
+    after = Observation(loop.observation_norm(loop.pool.observation.features), loop.pool.observation.blueprints)
+    longer = [
+        type(past)(*(torch.cat([p, n[None]]) for p, n in zip(past, now, strict=True)))
+        for past, now in ((buffer.observation, after), (buffer.masks, loop.pool.masks))
+    ]
+    starts = torch.cat([buffer.starts, torch.zeros(1, 2, dtype=torch.bool)])
+    with torch.no_grad():
+        _, values, _ = loop.policy(longer[0], buffer.state, longer[1], starts)
+    rollout, _ = loop.finish()
+
+    assert (values[-1] - values[-2]).abs().min() > 1e-3
+    last = loop.value_norm.inverse(rollout.targets)[-1]
+    torch.testing.assert_close(last, buffer.rewards[-1] + values[-1], rtol=1e-4, atol=1e-4)
+
+
+def test_the_value_clip_has_its_own_range(make_loop: MakeLoop, play_rollout: Play) -> None:
+    """F12: the value clip is off by default and has its own range; neither clip touches the other's loss."""
+    loop = make_loop(3)
+    play_rollout(loop)
+    rollout, _ = loop.finish()
+    with torch.no_grad():
+        loop.policy.value[-1].bias.add_(1.0)  # values have moved since the rollout
+        loop.policy.heads.tables["op"].output.bias.add_(torch.tensor([2.0, 0.0, 0.0, 0.0]))  # and so have the ratios
+
+    def losses(**changes: float) -> tuple[float, float]:
+        terms = ppo_terms(loop.policy, rollout, PPOConfig(**changes))
+        return terms.policy.item(), terms.value.item()
+
+    free, narrow, value_clipped = losses(), losses(clip=1e-3), losses(value_clip=1e-3)
+    assert narrow[0] != free[0] and narrow[1] == free[1]
+    assert value_clipped[0] == free[0] and value_clipped[1] > free[1]

@@ -34,13 +34,6 @@ def frequency(buffer: RolloutBuffer) -> dict[str, float]:
     return op_frequency(buffer.action.op[ticks], Masks(*(part[ticks] for part in buffer.masks)))
 
 
-def tensors(buffer: RolloutBuffer) -> list[Tensor]:
-    """Return all tensors stored so far."""
-    b, n = buffer, buffer.length
-    stored = (*b.observation, *b.masks, *b.action, b.log_prob, b.values, b.rewards, b.terminated, b.truncated, b.starts)
-    return [t[:n] for t in stored] + list(b.state)
-
-
 def step_of(source: RolloutBuffer, t: int) -> Experience:
     """Return one stored step."""
 
@@ -58,40 +51,6 @@ def refill(buffer: RolloutBuffer, source: RolloutBuffer, ticks: int) -> None:
         buffer.add(step_of(source, t))
 
 
-@pytest.mark.parametrize("ticks", [0, 1, 4, 6])
-def test_a_buffer_that_is_saved_in_mid_rollout_is_the_same_when_loaded(loop: RolloutCollector, ticks: int) -> None:
-    buffer, other = empty_buffer(loop), empty_buffer(loop)
-    refill(buffer, loop.buffer, ticks)
-    refill(other, loop.buffer, 3)  # it held other data before
-
-    state = buffer.state_dict()
-    other.load_state_dict(state)
-
-    assert other.length == ticks
-    assert all(torch.equal(a, b) for a, b in zip(tensors(buffer), tensors(other), strict=True))
-
-
-def test_a_saved_buffer_does_not_change_when_the_rollout_goes_on(loop: RolloutCollector) -> None:
-    buffer = empty_buffer(loop)
-    refill(buffer, loop.buffer, 2)
-    state = buffer.state_dict()
-    before = [t.clone() for t in state["ticks"] + state["state"]]
-
-    refill(buffer, loop.buffer, 6)
-    buffer.rewards.fill_(9.0)
-    buffer.state.hidden.fill_(9.0)
-
-    assert all(torch.equal(a, b) for a, b in zip(before, state["ticks"] + state["state"], strict=True))
-
-
-def test_a_full_rollout_buffer_asserts(loop: RolloutCollector) -> None:
-    buffer, full = empty_buffer(loop), loop.buffer
-    refill(buffer, full, full.ticks)
-
-    with pytest.raises(AssertionError, match="the rollout is full"):
-        buffer.add(step_of(full, 0))
-
-
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
 def test_the_minibatches_of_an_epoch_hold_every_environment_once(rollout: Rollout, parts: int) -> None:
     marked = rollout._replace(log_prob=torch.arange(5.0).expand(6, 5))
@@ -106,13 +65,6 @@ def test_the_minibatches_of_an_epoch_hold_every_environment_once(rollout: Rollou
         assert max(map(len, groups)) - min(map(len, groups)) <= 1
         assert sorted(env for group in groups for env in group) == [0, 1, 2, 3, 4]
     assert met[0] != met[1] or met[1] != met[2], "every epoch has its own order"
-
-
-def test_minibatches_are_reproducible(rollout: Rollout) -> None:
-    def order(seed: int) -> list[Tensor]:
-        return [m.log_prob for m in rollout.minibatches(2, 2, torch.Generator().manual_seed(seed))]
-
-    assert all(torch.equal(a, b) for a, b in zip(order(1), order(1), strict=True))
 
 
 def test_the_sequences_of_some_environments_are_those_columns_of_everything(rollout: Rollout) -> None:
@@ -142,18 +94,3 @@ def test_op_frequencies_are_shares_of_the_free_decisions(loop: RolloutCollector)
     assert frequency(buffer) == {"WAIT": 0.25, "GERMINATE": 0.5, "CULL": 0.0, "FOSSILIZE": 0.25}
     buffer.clear(buffer.state)
     assert set(frequency(buffer).values()) == {0.0}
-
-
-def test_steps_after_an_end_are_no_decisions_and_are_saved_as_what_they_are(loop: RolloutCollector) -> None:
-    buffer, other = empty_buffer(loop), empty_buffer(loop)
-    refill(buffer, loop.buffer, 3)
-    buffer.action.op.fill_(Op.GERMINATE)
-    buffer.masks.slot.fill_(True)
-    buffer.masks.ended[2, 3:] = True  # two of the environments have ended
-    buffer.masks.slot[2, 3:, 1:] = False
-    buffer.action.op[2, 3:] = Op.WAIT
-    other.load_state_dict(buffer.state_dict())
-
-    assert frequency(buffer)["WAIT"] == 0.0
-    assert torch.equal(other.masks.ended[:3], buffer.masks.ended[:3])
-    assert other.masks.ended.nonzero().tolist() == [[2, 3], [2, 4]]

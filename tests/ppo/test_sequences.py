@@ -5,28 +5,15 @@ import torch
 
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
-from esper_lightning.ppo.running_norm import RunningMeanStd
-from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
-from tests.cue import CUE, CueMemory
+from tests.cue import CueMemory
+from tests.ppo.loops import cue_loop, play
 from tests.runs import differences
 
 TICKS, ENVS = 12, 3
 
 
 def make_loop(sequence: int | None) -> RolloutCollector:
-    env = CueMemory(ENVS, TICKS, delay=5)
-    torch.manual_seed(0)
-    policy = Policy(policy_shape(env), PolicyConfig(width=8))
-    norms = RunningMeanStd((CUE + 1,)), RunningMeanStd((), clip=float("inf"))
-    return RolloutCollector(
-        env, policy, observation_norm=norms[0], value_norm=norms[1], config=PPOConfig(sequence=sequence), run_rng_seed=3
-    )
-
-
-def play(loop: RolloutCollector, ticks: int = TICKS) -> None:
-    loop.reset()
-    for _ in range(ticks):
-        loop.step()
+    return cue_loop(CueMemory(ENVS, TICKS, delay=5), PPOConfig(sequence=sequence))
 
 
 def test_shorter_sequences_hold_the_same_steps() -> None:
@@ -63,7 +50,7 @@ def test_the_gradient_ends_where_a_sequence_begins() -> None:
 @pytest.mark.parametrize("ticks", [0, 3, 4, 9, 12])
 def test_a_rollout_that_is_saved_at_any_tick_continues_with_the_same_sequences(ticks: int) -> None:
     loop, other = make_loop(4), make_loop(4)
-    play(loop, ticks)
+    play(loop, ticks) if ticks else loop.reset()
     other.reset()
     for _ in range(ticks):
         other.pool.step(loop.pool.space.zeros(ENVS, loop.pool.device))  # brings its environments to the same step

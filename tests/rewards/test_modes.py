@@ -1,57 +1,34 @@
-"""Reward modes: properties that hold for every mode in any step, and the terms of each mode."""
+"""Reward modes: properties that hold for every mode in any step, and the terms of each mode by hand."""
 
+import math
 from dataclasses import replace
-from typing import get_args
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esper_lightning.growth.stages import Stage
-from esper_lightning.rewards import (
-    MODES,
-    HostStep,
-    ModeName,
-    RewardConfig,
-    SeedAccount,
-    SlotStatus,
-    SlotStep,
-    account_after,
-    compute_terms,
-)
-from tests.rewards.ticks import (
-    EMPTY,
-    arbitrary_ticks,
-    host_step,
-    points,
-    reward_bound,
-    seed_life,
-    shares,
-    slot_step,
-    term_bounds,
-)
+from esper_lightning.growth.stages import OCCUPIED, Stage
+from esper_lightning.rewards import REWARDS, HostStep, RewardConfig, SlotStatus, compute_terms
+from esper_lightning.rewards.modes import attribution, potential
+from tests.rewards.ticks import ALL, EMPTY, arbitrary_ticks, host_step, points, seed_life, slot_step, term_bounds
 
-ALL = get_args(ModeName)
+KEPT = SlotStatus(Stage.FOSSILIZED, 0, 4)
+ON_PROBATION = SlotStatus(Stage.PROBATIONARY, 3, 4)
+BLENDING = SlotStatus(Stage.BLENDING, 2, 3)
+CULLED = SlotStatus(Stage.CULLED, 0, 0)
 
-KEPT = SlotStatus(Stage.FOSSILIZED, 0, 4, False)
-ON_PROBATION = SlotStatus(Stage.PROBATIONARY, 3, 4, False)
-BLENDING = SlotStatus(Stage.BLENDING, 2, 3, False)
-CULLED = SlotStatus(Stage.CULLED, 0, 0, False)
-
-
-def reward(step: HostStep, mode: ModeName, **settings: float) -> float:
-    return sum(compute_terms(step, RewardConfig(mode=mode, **settings)).values())
+SHAPED = RewardConfig(mode="shaped")
 
 
 @pytest.mark.parametrize("mode", ALL)
 @given(one=arbitrary_ticks)
-def test_every_term_and_every_reward_is_within_its_bound(mode: ModeName, one: HostStep) -> None:
-    config, slots = RewardConfig(mode=mode), len(one.slots)
-    paid, bounds = compute_terms(one, config), term_bounds(config, slots)
+def test_every_term_is_within_its_bound(mode: str, one: HostStep) -> None:
+    config = RewardConfig(mode=mode)
+    paid, bounds = compute_terms(one, config), term_bounds(config, len(one.slots))
     assert list(paid) == list(bounds)
     for name, bound in bounds.items():
         assert abs(paid[name]) <= bound + 1e-9, name
-    assert abs(sum(paid.values())) <= reward_bound(config, slots) + 1e-9
 
 
 @pytest.mark.parametrize("mode", ALL)
@@ -62,7 +39,7 @@ def test_every_term_and_every_reward_is_within_its_bound(mode: ModeName, one: Ho
     last=st.booleans(),
 )
 def test_a_seed_that_comes_and_goes_and_changes_nothing_earns_nothing(
-    mode: ModeName, advances: list[bool], waits: int, gamma: float, last: bool
+    mode: str, advances: list[bool], waits: int, gamma: float, last: bool
 ) -> None:
     """Compare with waiting for as many ticks, in the discounted sum; also where the episode ends with the cull."""
     config = RewardConfig(mode=mode, gamma=gamma)
@@ -70,151 +47,110 @@ def test_a_seed_that_comes_and_goes_and_changes_nothing_earns_nothing(
     there = [host_step(slot, op=op, at_horizon=last and i == len(cycle) - 1) for i, (op, slot) in enumerate(cycle)]
     idle = [host_step(slot_step(EMPTY), at_horizon=one.at_horizon) for one in there]
     value, nothing = (
-        sum(gamma**t * sum(compute_terms(one, config).values()) for t, one in enumerate(t)) for t in (there, idle)
+        sum(gamma**t * sum(compute_terms(one, config).values()) for t, one in enumerate(steps))
+        for steps in (there, idle)
     )
     assert value <= nothing + 1e-9
 
 
-@pytest.mark.parametrize("mode", ["shaped", "escrow"])
-@given(
-    measured=st.lists(st.floats(-100.0, 0.0), min_size=1, max_size=8),
-    accuracies=st.lists(shares, min_size=9, max_size=9),
-)
-def test_a_seed_that_does_harm_earns_nothing_by_being_culled(
-    mode: ModeName, measured: list[float], accuracies: list[float]
-) -> None:
-    """A cull pays back at most what was charged before."""
-    account = SeedAccount(accuracy_at_germination=accuracies[0])
-    total, last = 0.0, 0.0
-    for contribution, accuracy in zip(measured, accuracies[1:], strict=False):
-        slot = slot_step(BLENDING, account=account, contribution=contribution, contribution_before=last)
-        account = account_after(slot, host_step(slot, accuracy=accuracy, host_only_accuracy=accuracy))
-        paid = compute_terms(host_step(slot, accuracy=accuracy, host_only_accuracy=accuracy), RewardConfig(mode=mode))
-        total, last = total + paid.get("attribution", 0.0) + paid.get("credit", 0.0), contribution
-    slot = slot_step(BLENDING, CULLED, account=account, contribution_before=last)
-    paid = compute_terms(host_step(slot, op="CULL"), RewardConfig(mode=mode))
-    assert total + paid.get("attribution", 0.0) + paid.get("credit", 0.0) <= 1e-9
-
-
-@pytest.mark.parametrize("mode", ["shaped", "basic", "basic_plus"])
-def test_shaping_of_a_whole_episode_is_nothing_unless_it_goes_on_beyond_the_horizon(mode: ModeName) -> None:
-    first = slot_step(EMPTY, SlotStatus(Stage.GERMINATED, 0, 0, False), ON_PROBATION)
-    last = slot_step(ON_PROBATION, KEPT, KEPT._replace(ticks_in_stage=1))
-    config = RewardConfig(mode=mode)
-    assert compute_terms(host_step(first), config)["shaping"] == pytest.approx(0.3 * 6.4)
-    assert compute_terms(host_step(last, at_horizon=True), config)["shaping"] == pytest.approx(-0.3 * 6.4)
-    beyond = replace(config, horizon_is_end=False)
-    assert compute_terms(host_step(last, at_horizon=True), beyond)["shaping"] == pytest.approx(0.3 * (6.3 - 6.4))
-
-
 @pytest.mark.parametrize("mode", ALL)
-def test_after_a_rollback_what_was_lent_is_taken_back_and_nothing_else_counts(mode: ModeName) -> None:
-    lent = slot_step(
-        BLENDING,
-        account=SeedAccount(accuracy_at_germination=0.1, credit=4.0),
-        contribution=60.0,
-        contribution_before=50.0,
-    )
-    paid = compute_terms(
-        host_step(lent, diverged=True, accuracy=0.9, objective=0.9, at_horizon=True), RewardConfig(mode=mode)
-    )
-    expected = {"shaping": pytest.approx(-0.3 * 4.1), "credit": -4.0}
-    assert paid == {name: expected.get(name, 0.0) for name in MODES[mode]}
+def test_after_a_rollback_what_was_lent_is_taken_back_and_nothing_else_counts(mode: str) -> None:
+    lent = slot_step(BLENDING, accuracy_at_germination=0.1, contribution=60.0, contribution_before=50.0)
+    step = host_step(lent, diverged=True, accuracy=0.9, objective=0.9, at_horizon=True)
+    expected = {"shaping": pytest.approx(-0.3 * 4.1)}
+    assert compute_terms(step, RewardConfig(mode=mode)) == {n: expected.get(n, 0.0) for n in REWARDS[mode].terms}
 
 
 def test_sparse_gives_the_objective_at_the_end_of_the_episode() -> None:
-    assert reward(host_step(objective=0.7), "sparse") == 0.0
-    assert reward(host_step(objective=0.7, at_horizon=True), "sparse") == 0.7
+    sparse = RewardConfig(mode="sparse")
+    assert compute_terms(host_step(objective=0.7), sparse) == {"end": 0.0}
+    assert compute_terms(host_step(objective=0.7, at_horizon=True), sparse) == {"end": 0.7}
 
 
-def test_shaped_rewards_contributions_and_subtracts_the_previous_one() -> None:
-    account = SeedAccount(accuracy_at_germination=0.3)
-    there = slot_step(BLENDING, account=account, contribution=30.0, growth=0.5)
-    paid = compute_terms(host_step(there, accuracy=0.5, host_only_accuracy=0.4), RewardConfig(mode="shaped"))
-    assert paid["attribution"] == pytest.approx((20.0 * 30.0) ** 0.5)
-    assert paid["rent"] == pytest.approx(-0.5 * 0.4054651)
-    gone = slot_step(BLENDING, CULLED, account=account, contribution_before=30.0)
-    paid = compute_terms(
-        host_step(gone, accuracy=0.2, accuracy_before=0.5, host_only_accuracy_before=0.4, op="CULL"),
-        RewardConfig(mode="shaped"),
+def test_shaping_of_a_whole_episode_is_nothing_unless_it_goes_on_beyond_the_horizon() -> None:
+    first = slot_step(EMPTY, SlotStatus(Stage.GERMINATED, 0, 0), ON_PROBATION)
+    last = host_step(slot_step(ON_PROBATION, KEPT, KEPT._replace(ticks_in_stage=1)), at_horizon=True)
+    assert compute_terms(host_step(first), SHAPED)["shaping"] == pytest.approx(0.3 * 6.4)
+    assert compute_terms(last, SHAPED)["shaping"] == pytest.approx(-0.3 * 6.4)
+    assert compute_terms(last, replace(SHAPED, horizon_is_end=False))["shaping"] == pytest.approx(0.3 * (6.3 - 6.4))
+
+
+@given(st.lists(st.tuples(st.sampled_from(Stage), st.integers(0, 9)), min_size=2, max_size=30), st.floats(0.5, 1.0))
+def test_the_discounted_sum_of_shaping_telescopes(states: list[tuple[Stage, int]], gamma: float) -> None:
+    statuses = [SlotStatus(stage, ticks, ticks) for stage, ticks in states]
+    config, steps = replace(SHAPED, gamma=gamma), enumerate(pairwise(statuses))
+    total = sum(
+        gamma**t * compute_terms(host_step(slot_step(before, after)), config)["shaping"] for t, (before, after) in steps
     )
-    assert paid["attribution"] == pytest.approx(-((20.0 * 30.0) ** 0.5))
-    assert paid["op"] == -0.005
-    left = slot_step(ON_PROBATION, ON_PROBATION, CULLED, account=account, contribution=-2.0)
-    paid = compute_terms(host_step(left, accuracy=0.5, host_only_accuracy=0.5), RewardConfig(mode="shaped"))
-    assert (paid["attribution"], paid["auto_cull"]) == (-2.0, -0.2)
+    ends = gamma ** (len(states) - 1) * potential(statuses[-1]) - potential(statuses[0])
+    assert total == pytest.approx(config.shaping * ends, abs=1e-9)
 
 
-def test_shaped_warns() -> None:
-    worse = slot_step(BLENDING, account=SeedAccount(accuracy_at_germination=0.9))
-    late = slot_step(ON_PROBATION, contribution_before=2.0)
-    needed = slot_step(BLENDING, account=SeedAccount(accuracy_at_germination=0.5), contribution=3.0)
-    config = RewardConfig(mode="shaped")
-    assert compute_terms(host_step(worse), config)["warnings"] == pytest.approx(-0.2)
-    assert compute_terms(host_step(late), config)["warnings"] == pytest.approx(-0.15)
-    assert compute_terms(host_step(late, op="GERMINATE"), config)["warnings"] == 0.0
-    assert compute_terms(host_step(needed, host_only_accuracy=0.6), config)["ransom"] == -0.3
-    assert compute_terms(host_step(needed, host_only_accuracy=0.4), config)["ransom"] == 0.0
-
-
-def test_basic_gives_the_bonus_at_once_and_basic_plus_spread_over_ticks() -> None:
-    kept = slot_step(ON_PROBATION, KEPT, contribution=5.0, account=SeedAccount(ticks_left=10), growth=2.0, alpha=0.5)
-    assert compute_terms(host_step(kept), RewardConfig(mode="basic"))["bonus"] == 0.5
-    assert compute_terms(host_step(kept), RewardConfig(mode="basic"))["rent"] == pytest.approx(-0.1)
-    assert compute_terms(host_step(kept), RewardConfig(mode="basic", budget=2.0))["rent"] == pytest.approx(-0.05)
-    rest = [compute_terms(host_step(kept), plus := RewardConfig(mode="basic_plus"))]
-    rest += [
-        compute_terms(host_step(slot_step(KEPT, contribution=5.0, account=SeedAccount(ticks_left=10))), plus)
-        for _ in range(9)
-    ]
-    assert sum(paid["bonus"] for paid in rest) == pytest.approx(0.15)
-    assert sum(paid["drip"] for paid in rest) == pytest.approx(0.35)
-
-
-def test_basic_rewards_the_gain_of_the_host_with_its_fossilized_seeds() -> None:
-    one = host_step(at_horizon=True, accuracy=0.9, fossilized_accuracy=0.7, accuracy_at_start=0.1)
-    assert compute_terms(one, RewardConfig(mode="basic"))["end"] == pytest.approx(3.0)
-
-
-def escrow_total(slots: list[SlotStep], accuracies: list[float], last: bool = False) -> tuple[float, SeedAccount]:
-    """Return the sum of all that is paid for one seed, and its account."""
-    total, account = 0.0, slots[0].account
-    for i, (slot, accuracy) in enumerate(zip(slots, accuracies, strict=True)):
-        slot = slot._replace(account=account)
-        one = host_step(slot, accuracy=accuracy, at_horizon=last and i == len(slots) - 1)
-        total += reward(one, "escrow")
-        account = account_after(slot, one)
-    return total, account
-
-
-@given(st.lists(st.tuples(points, shares), min_size=1, max_size=10), shares)
-def test_escrow_sums_to_the_credit_of_the_fossilized_seed(seen: list[tuple[float, float]], start: float) -> None:
-    account = SeedAccount(accuracy_at_germination=start)
-    measured, accuracies = zip(*seen, strict=True)
-    alive = [slot_step(BLENDING, contribution=c, account=account) for c in measured]
-    total, owed = escrow_total(alive, list(accuracies))
-    assert total == pytest.approx(owed.credit)
-    after = [slot_step(ON_PROBATION, KEPT, contribution=9.0), slot_step(KEPT, contribution=-50.0)]
-    kept, frozen = escrow_total([*alive, *after], [*accuracies, 0.9, 0.1], last=True)
-    assert kept == pytest.approx(frozen.credit) == pytest.approx(owed.credit)
+def test_potentials_rise_with_the_stage_and_with_the_ticks_in_it() -> None:
+    fresh = {stage: potential(SlotStatus(stage, 0, 0)) for stage in Stage}
+    assert list(fresh.values()) == [0.0, 1.0, 2.0, 3.5, 5.5, 6.0, 0.0, 0.0]
+    waiting = [potential(SlotStatus(Stage.BLENDING, ticks, ticks)) for ticks in (1, 6, 7, 100)]
+    assert waiting == pytest.approx([3.8, 5.3, 5.5, 5.5])
+    assert {potential(SlotStatus(stage, 50, 50)) for stage in set(Stage) - OCCUPIED} == {0.0}, "no seed"
 
 
 @pytest.mark.parametrize(
-    ("slot", "last"),
+    ("contribution", "progress", "gain", "expected"),
     [
-        (slot_step(BLENDING, CULLED), False),
-        (slot_step(ON_PROBATION, ON_PROBATION, CULLED, contribution=50.0), False),
-        (slot_step(ON_PROBATION, contribution=50.0), True),
+        (-3.0, 8.0, 1.0, -3.0),  # the seed does harm
+        (5.0, -1.0, 1.0, 0.0),  # the host depends on the seed, but has not gained
+        (9.0, 4.0, 1.0, 6.0),  # √(4·9)
+        (4.0, 9.0, 1.0, 4.0),  # at most the contribution
+        (4.0, 9.0, -0.2, 4.0 / (1.0 + math.exp(0.6))),
+        (-4.0, 9.0, -0.2, -4.0),  # a negative contribution is not reduced
     ],
-    ids=["culled", "went by itself", "not fossilized in time"],
 )
-def test_escrow_takes_everything_back_from_a_seed_that_is_not_kept(slot: SlotStep, last: bool) -> None:
-    alive = [slot_step(BLENDING, contribution=40.0, account=SeedAccount(accuracy_at_germination=0.1))] * 5
-    assert escrow_total(alive, [0.5] * 5)[0] == 10.0
-    assert escrow_total([*alive, slot], [0.5] * 6, last) == (0.0, SeedAccount(accuracy_at_germination=0.1, credit=0.0))
+def test_attribution_by_hand(contribution: float, progress: float, gain: float, expected: float) -> None:
+    assert attribution(contribution, progress, gain) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("settings", [{"shaping": -1.0}, {"rent": float("inf")}, {"budget": 0.0}])
+@given(points, points, points)
+def test_attribution_lies_between_zero_and_the_contribution(contribution: float, progress: float, gain: float) -> None:
+    attributed = attribution(contribution, progress, gain)
+    assert min(contribution, 0.0) <= attributed <= max(contribution, 0.0) * (1.0 + 1e-6)
+
+
+def test_shaped_rewards_contributions_and_subtracts_the_previous_one() -> None:
+    there = slot_step(BLENDING, accuracy_at_germination=0.3, contribution=30.0, growth=0.5)
+    paid = compute_terms(host_step(there, accuracy=0.5, host_only_accuracy=0.4), SHAPED)
+    assert paid["attribution"] == pytest.approx((20.0 * 30.0) ** 0.5)
+    assert paid["rent"] == pytest.approx(-0.5 * 0.4054651)
+    gone = slot_step(BLENDING, CULLED, accuracy_at_germination=0.3, contribution_before=30.0)
+    paid = compute_terms(
+        host_step(gone, accuracy=0.2, accuracy_before=0.5, host_only_accuracy_before=0.4, op="CULL"), SHAPED
+    )
+    assert (paid["attribution"], paid["op"]) == (pytest.approx(-((20.0 * 30.0) ** 0.5)), -0.005)
+    left = slot_step(ON_PROBATION, ON_PROBATION, CULLED, accuracy_at_germination=0.3, contribution=-2.0)
+    paid = compute_terms(host_step(left, accuracy=0.5, host_only_accuracy=0.5), SHAPED)
+    assert (paid["attribution"], paid["auto_cull"]) == (-2.0, -0.2)
+    assert compute_terms(host_step(slot_step(BLENDING, growth=1e9)), SHAPED)["rent"] == -1.0, "its cap"
+
+
+@pytest.mark.parametrize(("ticks", "cost"), [(0, 0.1), (2, 0.2), (6, 0.4), (50, 0.4)])
+def test_blending_a_seed_that_makes_the_host_worse_costs_more_with_time(ticks: int, cost: float) -> None:
+    worse = slot_step(BLENDING._replace(ticks_in_stage=ticks), accuracy_at_germination=0.9)
+    assert compute_terms(host_step(worse), SHAPED)["warnings"] == pytest.approx(-cost)
+
+
+@pytest.mark.parametrize(("ticks", "cost"), [(0, 0.0), (1, 0.0), (2, 0.1), (4, 0.2), (50, 0.3)])
+def test_waiting_with_a_good_seed_costs_more_with_time(ticks: int, cost: float) -> None:
+    late = slot_step(ON_PROBATION._replace(ticks_in_stage=ticks), contribution_before=2.0)
+    assert compute_terms(host_step(late), SHAPED)["warnings"] == pytest.approx(-cost)
+    assert compute_terms(host_step(late, op="GERMINATE"), SHAPED)["warnings"] == 0.0
+
+
+@pytest.mark.parametrize(("bare", "cost"), [(0.6, 0.3), (0.4, 0.0)])
+def test_a_seed_that_only_makes_itself_needed_holds_the_host_to_ransom(bare: float, cost: float) -> None:
+    needed = slot_step(BLENDING, accuracy_at_germination=0.5, contribution=3.0)
+    assert compute_terms(host_step(needed, host_only_accuracy=bare), SHAPED)["ransom"] == -cost
+
+
+@pytest.mark.parametrize("settings", [{"shaping": -1.0}, {"rent": float("inf")}, {"rent_cap": float("nan")}])
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"reward.{next(iter(settings))} must be"):
         RewardConfig(**settings)

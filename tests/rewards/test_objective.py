@@ -1,7 +1,6 @@
 """The objective J = accuracy - rent, against hand-computed numbers."""
 
 import math
-import re
 
 import pytest
 import torch
@@ -27,19 +26,10 @@ def float_tensor(*numbers: float) -> Tensor:
     return torch.tensor(numbers)
 
 
-def test_a_host_without_seeds_has_no_rent() -> None:
-    assert rent(float_tensor(1000, 1000), HOST, CONFIG).tolist() == [0.0, 0.0]
-
-
 def test_rent_is_the_price_of_each_growth_by_a_factor_of_e() -> None:
     grown = float_tensor(2000, 2718.2818, 8000, 1001)
     expected = float_tensor(0.05 * LN_2, 0.05, 0.05 * 3 * LN_2, 0.05 * 0.0009995)
     torch.testing.assert_close(rent(grown, HOST, CONFIG), expected, rtol=1e-4, atol=0.0)
-
-
-def test_parameter_counts_may_be_integers() -> None:
-    counted = torch.tensor([1000, 2000])
-    assert rent(counted, HOST, CONFIG).tolist() == pytest.approx([0.0, 0.05 * LN_2])
 
 
 def test_growth_of_a_tiny_host_is_counted_against_200_parameters() -> None:
@@ -61,22 +51,9 @@ def test_by_default_no_network_is_worth_less_than_minus_one() -> None:
     assert worst.item() == -1.0
 
 
-def test_without_a_price_only_accuracy_counts() -> None:
-    free = ObjectiveConfig(price=0.0)
-    assert torch.equal(
-        objective(float_tensor(0.3, 0.9), float_tensor(1000, 10**6), HOST, config=free), float_tensor(0.3, 0.9)
-    )
-
-
 def test_the_objective_is_accuracy_minus_rent() -> None:
     worth = objective(float_tensor(0.5, 0.9, 0.9), float_tensor(1000, 1000, 2000), HOST, config=CONFIG)
     torch.testing.assert_close(worth, float_tensor(0.5, 0.9, 0.8653426))
-
-
-def test_a_seed_is_worth_keeping_when_it_brings_more_than_its_rent() -> None:
-    parameters = float_tensor(1000, 2000, 2000)  # doubling costs 3.47 points
-    alone, poor, good = objective(float_tensor(0.90, 0.93, 0.94), parameters, HOST, config=CONFIG).tolist()
-    assert poor < alone < good
 
 
 @given(host=hosts, few=added, more=added, price=prices, cap=caps)
@@ -97,13 +74,7 @@ def test_below_the_cap_every_parameter_costs_something(host: int, extra: int, pr
 
 
 @pytest.mark.parametrize("name", ["price", "price_to", "compute_price", "compute_price_to", "rent_cap"])
-@pytest.mark.parametrize("value", [1e300, math.inf, math.nan])
-def test_prices_that_are_no_numbers_in_float32_are_refused(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"objective.{name} must be at most 1e+12, got {value}")):
+@pytest.mark.parametrize("value", [-0.1, math.inf, math.nan])
+def test_prices_and_caps_are_finite_and_not_negative(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"objective.{name} must be finite and not negative, got {value}"):
         ObjectiveConfig(**{name: value})
-
-
-@pytest.mark.parametrize("settings", [{"price": -0.01}, {"rent_cap": -1.0}])
-def test_prices_and_caps_are_not_negative(settings: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="objective: price and rent_cap must not be negative"):
-        ObjectiveConfig(**settings)

@@ -115,13 +115,6 @@ def test_a_price_of_an_episode_lies_between_the_two_that_are_given(seed: int) ->
     assert ObjectiveConfig().prices(seed) == Prices(0.05, 0.0)
 
 
-def test_prices_of_episodes_are_evenly_spread() -> None:
-    drawn = torch.tensor([ObjectiveConfig(price=0.0, price_to=1.0).prices(2 * seed).parameters for seed in range(2000)])
-    torch.testing.assert_close(
-        drawn.quantile(torch.tensor([0.1, 0.5, 0.9])), torch.tensor([0.1, 0.5, 0.9]), atol=0.04, rtol=0
-    )
-
-
 def test_each_host_has_and_observes_the_price_of_its_episode(make_pool: Callable[..., HostPool]) -> None:
     pool = make_pool(3, objective=ObjectiveConfig(price=0.1, price_to=0.6))
     pool.reset([1, 2, 3])
@@ -146,9 +139,3 @@ def test_the_same_hosts_cost_the_same_under_every_controller(make_pool: Callable
             rent = price * torch.log1p(torch.tensor(outcome.parameters[i] / env.host_parameters - 1.0))
             rent += compute_price * torch.log1p(torch.tensor(env.fossilized_flops / env.flops.host - 1.0))
             assert outcome.objective[i] == pytest.approx(outcome.accuracy[i] - rent.item(), abs=1e-5)
-
-
-@pytest.mark.parametrize("name", ["price_to", "compute_price", "compute_price_to"])
-def test_prices_are_not_negative(name: str) -> None:
-    with pytest.raises(ValueError, match=f"objective.{name} must not be negative, got -0.1"):
-        ObjectiveConfig(**{name: -0.1})

@@ -1,4 +1,4 @@
-"""Augmented images compared with torchvision, image by image, and properties that hold for all random draws."""
+"""Augmented images compared with torchvision, image by image; minibatches keep each sample with its augmentation."""
 
 from collections import Counter
 from typing import Any
@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchvision.transforms import functional as vision
 
+from esper_lightning.tasks import Batches, Split, fetch
 from esper_lightning.tasks.augment import AugmentConfig, AugmentParams, augment, draw_augment_params
 
 ALL = AugmentConfig(pad=2, flip=True, cutout=3)
+DATA = Split(torch.randn(40, 3, 6, 5, generator=torch.Generator().manual_seed(1)), torch.arange(40))
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -64,19 +66,6 @@ def test_images_are_varied_as_torchvision_does_it_one_by_one(case: tuple[Tensor,
     assert torch.equal(images, before), "the images that came in are left alone"
 
 
-@given(cases())
-def test_what_happens_to_an_image_does_not_depend_on_the_others(
-    case: tuple[Tensor, AugmentParams, AugmentConfig],
-) -> None:
-    images, choices, config = case
-
-    alone = [
-        augment(images[i : i + 1], choices.map(lambda part, i=i: part[i : i + 1]), config) for i in range(len(images))
-    ]
-
-    assert torch.equal(torch.cat(alone), augment(images, choices, config))
-
-
 @given(st.integers(1, 4), st.integers(0, 999))
 def test_a_shifted_image_keeps_its_pixels_or_loses_them_at_the_border(pad: int, seed: int) -> None:
     images = pictures(4, 2, 5, 6)
@@ -110,14 +99,6 @@ def test_a_hole_is_a_square_around_its_centre_cut_at_the_border() -> None:
 
     assert holes[0].int().tolist() == [[0, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
     assert holes[1].int().tolist() == [[0, 0, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
-
-
-def test_a_hole_wipes_out_what_is_no_number_too() -> None:
-    nothing, upper_right = torch.full((1, 1, 2, 2), float("nan")), torch.tensor([[0.0, 0.6]])
-
-    varied = augment(nothing, AugmentParams(cutout_centre=upper_right), AugmentConfig(cutout=1))
-
-    assert varied.nan_to_num(7.0).squeeze().tolist() == [[7.0, 0.0], [7.0, 7.0]]
 
 
 def test_every_choice_is_as_likely_as_it_should_be() -> None:
@@ -159,17 +140,6 @@ def test_what_is_off_draws_nothing_and_changes_nothing() -> None:
     assert augment(tokens, choices, AugmentConfig()) is tokens
 
 
-@pytest.mark.parametrize("name", ["pad", "flip", "cutout"])
-def test_each_works_by_itself(name: str) -> None:
-    config = AugmentConfig(**{name: True if name == "flip" else 2})
-    images, choices = pictures(8, 3, 6, 5), draw_augment_params(config, (8,), generator())
-
-    assert sum(part is not None for part in choices) == 1
-    varied = augment(images, choices, config)
-    assert torch.equal(varied, by_torchvision(images, choices, config))
-    assert not torch.equal(varied, images)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
 def test_the_type_is_kept_and_every_pixel_exact(dtype: torch.dtype) -> None:
     images = torch.randint(1, 256, (6, 3, 5, 4), generator=generator()).to(dtype)
@@ -196,13 +166,6 @@ def test_the_memory_format_is_kept(channels: int, memory: torch.memory_format, c
     assert torch.equal(varied, by_torchvision(images, choices, config))
 
 
-def test_images_that_lie_apart_in_memory_are_varied_alike() -> None:
-    images = pictures(8, 3, 6, 10)[::2, ..., ::2]
-    choices = draw_augment_params(ALL, (4,), generator())
-
-    assert torch.equal(augment(images, choices, ALL), augment(images.contiguous(), choices, ALL))
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_varies_images_as_the_cpu_does() -> None:
@@ -217,35 +180,48 @@ def test_a_gpu_varies_images_as_the_cpu_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"pad": -1}, r"^training\.augment\.pad must not be negative, got -1; 0 switches it off$"),
-        ({"cutout": -4}, r"^training\.augment\.cutout must not be negative, got -4; 0 switches it off$"),
-    ],
-)
-def test_less_than_nothing_is_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AugmentConfig(**settings)
-
-
-@pytest.mark.parametrize(
     ("settings", "shape", "message"),
     [
-        ({"pad": 8}, (1, 8, 8), r"^training\.augment\.pad must be less than the image's 8 pixels, got 8; an eighth "),
-        ({"pad": 6}, (3, 9, 6), r"^training\.augment\.pad must be less than the image's 6 pixels, got 6; "),
-        ({"cutout": 8}, (1, 8, 9), r"^training\.augment\.cutout must be less than the image's 8 pixels, got 8; a quar"),
-        ({"flip": True}, (64,), r"^training\.augment needs images of shape \(C, H, W\), the task gives \(64,\); leave"),
-        ({"pad": 1}, (8, 8), r"needs images of shape \(C, H, W\), the task gives \(8, 8\)"),
-        ({"cutout": 1}, (3, 4, 8, 8), r"needs images of shape \(C, H, W\), the task gives \(3, 4, 8, 8\)"),
+        ({"pad": -1}, (1, 8, 8), "pad and cutout must lie in 0 … 7 for images of 8 pixels, got -1 and 0$"),
+        ({"pad": 6}, (3, 9, 6), "pad and cutout must lie in 0 … 5 for images of 6 pixels, got 6 and 0$"),
+        ({"cutout": 8}, (1, 8, 9), "pad and cutout must lie in 0 … 7 for images of 8 pixels, got 0 and 8$"),
+        ({"flip": True}, (64,), r"needs images of shape \(C, H, W\), the task gives \(64,\); leave it off$"),
     ],
 )
 def test_inputs_that_cannot_be_varied_so_are_refused(
     settings: dict[str, Any], shape: tuple[int, ...], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    AugmentConfig().check(shape)
+    with pytest.raises(ValueError, match=rf"^training\.augment:? {message}"):
         AugmentConfig(**settings).check(shape)
 
 
-@pytest.mark.parametrize(("settings", "shape"), [({}, (64,)), ({"pad": 7, "cutout": 7}, (1, 8, 8))], ids=str)
-def test_what_can_be_done_is_not_refused(settings: dict[str, Any], shape: tuple[int, ...]) -> None:
-    AugmentConfig(**settings).check(shape)
+def tick(config: AugmentConfig, seed: int = 0) -> Batches:
+    """Return three minibatches of eight samples."""
+    indices = torch.randperm(40, generator=generator(seed))[:24].view(3, 8)
+    return Batches(indices, draw_augment_params(config, indices.shape, generator(seed)))
+
+
+def inputs(*batches: Batches, config: AugmentConfig) -> Tensor:
+    return torch.cat([fetch(DATA, batch, config).inputs for batch in batches])
+
+
+@pytest.mark.parametrize("config", [AugmentConfig(), ALL], ids=str)
+def test_minibatches_are_split_and_concatenated_with_their_augmentation(config: AugmentConfig) -> None:
+    whole = tick(config)
+    images, targets = fetch(DATA, whole.minibatch(1), config)
+    assert torch.equal(targets, whole.indices[1])
+    assert torch.equal(images, DATA.inputs[whole.indices[1]]) == (config is not ALL)
+    for number in (1, 2, 8):
+        parts = whole.split(number)
+        assert parts.indices.shape == (3 * number, 8 // number)
+        for i in range(3):
+            of_this = [parts.minibatch(k) for k in range(i * number, (i + 1) * number)]
+            assert torch.equal(inputs(*of_this, config=config), inputs(whole.minibatch(i), config=config))
+    ticks = [tick(config, seed) for seed in range(3)]
+    joined = Batches.concatenate(ticks)
+    assert joined.indices.shape == (3, 24)
+    for i in range(3):
+        own = [batches.minibatch(i) for batches in ticks]
+        assert torch.equal(inputs(joined.minibatch(i), config=config), inputs(*own, config=config))
+        assert torch.equal(inputs(Batches.concatenate(own), config=config), inputs(*own, config=config))

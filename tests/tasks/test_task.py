@@ -1,14 +1,30 @@
-"""The measure of outputs, compared with double precision."""
+"""Measures of outputs, further metrics, checks of data, and the synthetic task."""
 
 import numpy as np
 import pytest
 import torch
 from scipy.special import log_softmax
+from sklearn.metrics import recall_score
+from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
 
-from esper_lightning.tasks import Digits, Split, TaskData
+from esper_lightning.tasks import (
+    CIFAR10,
+    Digits,
+    Measures,
+    Split,
+    Synthetic,
+    Task,
+    TaskData,
+    Text,
+    check_data,
+    check_measures,
+    check_outputs,
+    fingerprint,
+)
 
 TASK = Digits()  # a task with the default measure
+META = torch.device("meta")  # it has shapes and dtypes only; operations that mix it with CPU tensors fail
 
 
 def drawn(*shape: int, classes: int = 7, scale: float = 3.0) -> tuple[Tensor, Tensor]:
@@ -17,87 +33,136 @@ def drawn(*shape: int, classes: int = 7, scale: float = 3.0) -> tuple[Tensor, Te
     return outputs, torch.randint(classes, shape, generator=generator)
 
 
-def reference(outputs: Tensor, targets: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return loss and accuracy of each sample in double precision."""
-    logs = log_softmax(outputs.numpy().astype(np.float64), axis=-1)
-    chosen = np.take_along_axis(logs, targets.numpy()[..., None], axis=-1)[..., 0]
-    right = logs.argmax(-1) == targets.numpy()
-    within = tuple(range(1, targets.ndim))
-    return -chosen.mean(within), right.mean(within)
-
-
-@pytest.mark.parametrize("shape", [(1,), (64,), (5, 1), (16, 9), (1, 33)], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (64,), (5, 1), (16, 9)], ids=str)
 @pytest.mark.parametrize("scale", [0.01, 3.0, 200.0])
 def test_measures_agree_with_double_precision(shape: tuple[int, ...], scale: float) -> None:
     outputs, targets = drawn(*shape, scale=scale)
     measures = TASK.measure(outputs, targets)
-    loss, correct = reference(outputs, targets)
+    logs = log_softmax(outputs.numpy().astype(np.float64), axis=-1)
+    losses = -np.take_along_axis(logs, targets.numpy()[..., None], axis=-1)[..., 0]
+    right = logs.argmax(-1) == targets.numpy()
+    within = tuple(range(1, targets.ndim))
     assert measures.loss.shape == measures.correct.shape == shape[:1]
-    np.testing.assert_allclose(measures.loss.numpy(), loss, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(measures.correct.numpy(), correct, rtol=1e-6)
+    np.testing.assert_allclose(measures.loss.numpy(), losses.mean(within), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(measures.correct.numpy(), right.mean(within), rtol=1e-6)
 
 
-def test_a_sequence_counts_its_right_predictions_by_hand() -> None:
-    outputs = torch.tensor([[[9.0, 0.0], [9.0, 0.0]], [[0.0, 9.0], [9.0, 0.0]]])  # predicts 0 0 and 1 0
-    measures = TASK.measure(outputs, torch.tensor([[0, 1], [1, 0]]))
-    assert measures.correct.tolist() == [0.5, 1.0]
+def test_one_measure_serves_images_and_sequences() -> None:
+    """F15: a task measures loss and accuracy per sample for targets [B] and [B, T], in the outputs' dtype."""
+    chances = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1], [0.2, 0.2, 0.6], [0.7, 0.2, 0.1]]).double()
+    targets = torch.tensor([0, 1, 2, 2])
+    images = TASK.measure(chances.log(), targets)
+    sequences = TASK.measure(chances.log().view(2, 2, 3), targets.view(2, 2))
+    torch.testing.assert_close(images.loss, -torch.tensor([0.5, 0.8, 0.6, 0.1]).double().log(), rtol=0, atol=1e-7)
+    assert images.correct.tolist() == [1, 1, 1, 0] and sequences.correct.tolist() == [1, 0.5]
+    torch.testing.assert_close(sequences.loss, images.loss.view(2, 2).mean(1))
+    assert {measure.dtype for measure in (*images, *sequences)} == {torch.float64}
 
 
-def test_knowing_nothing_costs_the_logarithm_of_the_classes() -> None:
-    measures = TASK.measure(torch.zeros(4, 10), torch.tensor([0, 3, 7, 9]))
-    assert measures.loss.tolist() == pytest.approx([2.302585] * 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(6,), (6, 5)], ids=["images", "sequences"])
+@pytest.mark.parametrize("task", [CIFAR10(), Digits(), Synthetic()], ids=lambda task: type(task).__name__)
+def test_every_task_measures_on_the_device_of_the_outputs(
+    task: Task, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """F15: every task measures on another device than the CPU, without tensors from elsewhere."""
+    outputs = torch.zeros(*shape, 3, device=META, dtype=dtype)
+    measures = task.measure(outputs, torch.zeros(shape, device=META, dtype=torch.int64))
+    assert [(measure.device, measure.shape) for measure in measures] == [(META, (6,))] * 2
+    assert {measure.dtype for measure in measures} == {torch.promote_types(dtype, torch.float32)}
 
 
-def test_measures_are_of_the_outputs_precision() -> None:
-    outputs, targets = drawn(6)
-    measures = TASK.measure(outputs.double(), targets)
-    assert measures.loss.dtype == measures.correct.dtype == torch.float64
-
-
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
-def test_outputs_in_half_precision_are_judged_in_float32(half: torch.dtype) -> None:
+def test_outputs_in_half_precision_are_judged_in_float32() -> None:
     outputs, targets = drawn(16, 9)
-    measures = TASK.measure(outputs.to(half), targets)
-    assert measures.loss.dtype == measures.correct.dtype == torch.float32
-    for measured, expected in zip(measures, TASK.measure(outputs.to(half).float(), targets), strict=True):
-        assert torch.equal(measured, expected)
-
-
-def test_outputs_in_an_awkward_memory_order_are_measured_alike() -> None:
-    outputs, targets = drawn(6, 4)
-    turned = outputs.transpose(0, 1).contiguous().transpose(0, 1)
-    assert not turned.is_contiguous()
-    for expected, measured in zip(TASK.measure(outputs, targets), TASK.measure(turned, targets), strict=True):
-        torch.testing.assert_close(measured, expected)
-    strided = targets.T.contiguous().T
-    torch.testing.assert_close(TASK.measure(outputs, strided).loss, TASK.measure(outputs, targets).loss)
+    for half in (torch.bfloat16, torch.float16):
+        expected = TASK.measure(outputs.to(half).float(), targets)
+        assert all(map(torch.equal, TASK.measure(outputs.to(half), targets), expected))
 
 
 def test_a_sample_learns_from_its_own_loss_alone() -> None:
     outputs, targets = drawn(5, 3)
-    outputs.requires_grad_()
-    TASK.measure(outputs, targets).loss[2].backward()
-    touched = outputs.grad.flatten(1).any(1)
-    assert touched.tolist() == [False, False, True, False, False]
+    TASK.measure(outputs.requires_grad_(), targets).loss[2].backward()
+    assert outputs.grad.flatten(1).any(1).tolist() == [False, False, True, False, False]
 
 
-@pytest.mark.parametrize(("outputs", "targets"), [((4, 10), (5,)), ((4, 3, 10), (4, 2)), ((4, 3, 10), (4,))], ids=str)
-def test_outputs_and_targets_of_different_lengths_are_refused(
-    outputs: tuple[int, ...], targets: tuple[int, ...]
-) -> None:
-    with pytest.raises(ValueError, match="batch_size"):
-        TASK.measure(torch.zeros(outputs), torch.zeros(targets, dtype=torch.int64))
+def test_a_class_is_measured_by_the_share_of_its_samples_that_are_recognised() -> None:
+    logits, targets = drawn(300, classes=4)
+    targets = targets % 3  # none of the last class
+    found = TASK.test_metrics(logits, targets)
+    recalls = recall_score(targets, logits.argmax(1), average=None, labels=range(3))
+    assert [found[f"accuracy.{c}"] for c in range(3)] == pytest.approx(recalls.tolist())
+    assert np.isnan(found["accuracy.3"]), "no sample, no accuracy"
 
 
-def test_a_target_beyond_the_classes_is_refused() -> None:
-    with pytest.raises(IndexError):
-        TASK.measure(torch.zeros(2, 3), torch.tensor([0, 3]))
+@pytest.mark.parametrize("scale", [5.0, 0.1], ids=["any logits", "logits that look like probabilities"])
+def test_the_calibration_error_is_the_gap_between_confidence_and_accuracy(scale: float) -> None:
+    logits, targets = drawn(300, classes=4)
+    logits = scale * logits.sigmoid()
+    probabilities = np.exp(logits.double().numpy())
+    probabilities /= probabilities.sum(1, keepdims=True)
+    confidence, correct = probabilities.max(1), probabilities.argmax(1) == targets.numpy()
+    bins = np.digitize(confidence, np.linspace(0.0, 1.0, 16))
+    gaps = [abs(correct[bins == b].mean() - confidence[bins == b].mean()) * (bins == b).mean() for b in np.unique(bins)]
+    assert TASK.test_metrics(logits, targets)["calibration_error"] == pytest.approx(sum(gaps), abs=1e-5)
 
 
-def test_data_move_to_a_device_as_a_whole() -> None:
-    split = Split(torch.zeros(4, 2, 3), torch.zeros(4, dtype=torch.int64))
-    data = TaskData(split, split, split, classes=2)
-    moved = data.copy_to([torch.device("meta")])
-    assert data.input_shape == moved.input_shape == (2, 3)
+def test_the_perplexity_of_text_is_the_exponential_of_its_loss() -> None:
+    logits, targets = drawn(6, 8, classes=9)
+    expected = TASK.measure(logits, targets).loss.mean().exp().item()
+    assert Text().test_metrics(logits, targets) == {"perplexity": pytest.approx(expected, rel=1e-5)}
+
+
+def data(inputs: Tensor | None = None, targets: Tensor | None = None, classes: int = 2) -> TaskData:
+    good = Split(torch.randn(8, 3), torch.arange(8) % 2)
+    bad = Split(good.inputs if inputs is None else inputs, good.targets if targets is None else targets)
+    return TaskData(bad if inputs is not None and inputs.ndim > 2 else good, bad, good, classes)
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (data(torch.zeros(0, 3), torch.zeros(0)), "its validation data have 0 inputs and 0 targets"),
+        (data(torch.zeros(7, 3)), "its validation data have 7 inputs and 8 targets"),
+        (data(torch.zeros(8, 4)), r"its validation data have inputs \[4\], the training data \(3,\)"),
+        (data(torch.full((8, 3), torch.nan)), "its validation data hold inputs that are not finite"),
+        (data(torch.ones(8, 3, 4, 4, dtype=torch.uint8)), "its train data have images of torch.uint8; give floats"),
+        (data(targets=torch.ones(8)), "its validation data have targets of torch.float32"),
+        (data(targets=torch.arange(8)), r"its validation data hold targets 0 … 7, outside of 0 … 1"),
+        (data(targets=-torch.arange(8)), r"targets -7 … 0, outside of 0 … 1"),
+    ],
+)
+def test_data_that_no_host_can_learn_from_are_refused_in_one_line(bad: TaskData, said: str) -> None:
+    check_data(data(), "Mine")
+    with pytest.raises(ValueError, match=f"^task Mine: .*{said}|{said}"):
+        check_data(bad, "Mine")
+
+
+def test_outputs_and_measures_of_another_shape_are_refused() -> None:
+    check_outputs(torch.zeros(4, 3), classes=2)
+    check_measures(Measures(torch.zeros(4), torch.zeros(4)), 4, "Mine")
+    for outputs, said in ((None, "returned a NoneType"), (torch.zeros(4, 1), r"returned \[4, 1\], .* 2 classes")):
+        with pytest.raises(ValueError, match=said):
+            check_outputs(outputs, classes=2)
+    with pytest.raises(ValueError, match="task Mine: measure returned other shapes"):
+        check_measures(Measures(torch.zeros(()), torch.zeros(4)), 4, "Mine")
+
+
+def test_data_move_to_a_device_as_a_whole_and_may_lie_on_several() -> None:
+    moved = data().copy_to([META])
     assert {tensor.device.type for part in moved[:3] for tensor in part} == {"meta"}
-    assert (moved.classes, moved.train.samples) == (2, 4)
+    assert (moved.input_shape, moved.classes, moved.train.samples) == ((3,), 2, 8)
+    both = data().copy_to([torch.device("cpu"), META])
+    assert both.test.inputs.device.type == "cpu" and both.test.to(META).inputs.device.type == "meta"
+    assert both.test.to(META).inputs is both.test.to(META).inputs, "it is not copied again"
+
+
+def test_synthetic_data_are_the_same_each_time_and_their_classes_can_be_told_apart() -> None:
+    assert fingerprint(Synthetic().load()) == fingerprint(Synthetic().load()) != fingerprint(Synthetic(seed=1).load())
+    made = Synthetic((20,), 3, train=900, validation=20, test=90, noise=0.5).load()
+    check_data(made, "Synthetic")
+    assert [split.samples for split in made[:3]] == [900, 20, 90] and made.classes == 3
+    neighbours = KNeighborsClassifier(5).fit(made.train.inputs, made.train.targets)
+    assert neighbours.score(made.test.inputs, made.test.targets) > 0.95
+    for settings in ({"classes": 1}, {"train": 0}, {"shape": (3, 0)}, {"centres": 0}):
+        with pytest.raises(ValueError, match="Synthetic: sizes and counts must be positive"):
+            Synthetic(**settings)

@@ -1,12 +1,14 @@
-"""Text: every target is the next token, and the splits do not overlap."""
+"""Text and Source: every target is the next token, and the splits do not overlap."""
 
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
 
-from esper_lightning.tasks import Text, check_data
+from esper_lightning.tasks import Source, Text, check_data, fingerprint
+from esper_lightning.tasks.text import source_files
 
 
 def written(folder: Path, text: str) -> str:
@@ -15,35 +17,40 @@ def written(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_the_reference_of_python_is_there_without_a_download() -> None:
-    data = Text().load()
-
-    check_data(data, "Text")
-    assert data.classes == 256 and data.input_shape == (64,)
-    assert data.train.samples > 5000
-    assert "import" in bytes(data.train.inputs.flatten().tolist()).decode(errors="ignore")
-
-
-def test_targets_are_the_tokens_that_follow(tmp_path: Path) -> None:
-    text = "".join(chr(ord("a") + i % 26) for i in range(1000))
-    data = Text(written(tmp_path, text), length=7, validation=0.1, test=0.2).load()
-
-    for split in data[:3]:
-        assert torch.equal(split.inputs[:, 1:], split.targets[:, :-1])
-        assert torch.equal(split.inputs.flatten()[1:], split.targets.flatten()[:-1]), "also from one to the next"
+def library(folder: Path, monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> Path:
+    """Make a folder with files of these sizes the standard library, each of one repeated byte."""
+    root = folder / "lib"
+    (root / "site-packages").mkdir(parents=True)
+    (root / "site-packages" / "other.py").write_text("!" * 1000)
+    for i, size in enumerate(sizes):
+        (root / f"file{i}.py").write_bytes(bytes([65 + i]) * size)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(root)})
+    return root
 
 
-def test_splits_are_stretches_of_the_text_one_after_the_other(tmp_path: Path) -> None:
-    text = "a" * 700 + "b" * 100 + "c" * 200
-    data = Text(written(tmp_path, text), length=9, validation=0.1, test=0.2).load()
+def test_the_reference_and_the_library_of_python_are_there_without_a_download() -> None:
+    for task, length in ((Text(), 64), (Source(), 128)):
+        data = task.load()
+        check_data(data, type(task).__name__)
+        assert data.classes == 256 and data.input_shape == (length,) and data.train.samples > 5000
+        assert "import" in bytes(data.train.inputs[:3000].flatten().tolist()).decode(errors="ignore")
+        assert fingerprint(task.load()) == fingerprint(data)
 
-    assert [split.inputs.unique().tolist() for split in data[:3]] == [[ord("a")], [ord("b")], [ord("c")]]
+
+def test_splits_are_stretches_of_the_text_whose_targets_are_the_tokens_that_follow(tmp_path: Path) -> None:
+    alphabet = "".join(chr(ord("a") + i % 26) for i in range(1000))
+    for split in Text(written(tmp_path, alphabet), length=7, validation=0.1, test=0.2).load()[:3]:
+        assert torch.equal(split.inputs.flatten()[1:], split.targets.flatten()[:-1])
+    stretches = "a" * 700 + "b" * 100 + "c" * 200
+    data = Text(written(tmp_path, stretches), length=9, validation=0.1, test=0.2).load()
+    assert [split.inputs.unique().tolist() for split in data[:3]] == [[97], [98], [99]]
+    few = Text(written(tmp_path, stretches), length=9, validation=0.1, test=0.2, train=3).load()
+    assert few.train.samples == 3 and torch.equal(few.test.inputs, data.test.inputs)
 
 
-@pytest.mark.parametrize("text", ["grüße, 世界! " * 80])
-def test_any_utf8_is_bytes(tmp_path: Path, text: str) -> None:
+def test_any_utf8_is_bytes(tmp_path: Path) -> None:
+    text = "grüße, 世界! " * 80
     data = Text(written(tmp_path, text), length=5).load()
-
     assert bytes(data.train.inputs[:3].flatten().tolist()) == text.encode()[:15]
 
 
@@ -51,64 +58,57 @@ def test_byte_pairs_are_learned_from_the_training_part_alone(tmp_path: Path) -> 
     pytest.importorskip("tokenizers")
     text = "growing networks " * 300 + "quartz jukebox " * 100
     data = Text(written(tmp_path, text), tokens="bpe", vocabulary=300, length=8, validation=0.1, test=0.1).load()
-
     check_data(data, "Text")
     assert data.classes == 300
     assert data.train.inputs.max() >= 256, "pieces of words"
     assert data.test.inputs.max() < 256 + 60
 
 
-def test_without_the_package_byte_pairs_are_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-
-    with pytest.raises(ValueError, match="bpe needs the package tokenizers; pip install tokenizers, or use bytes"):
-        Text(tokens="bpe").load()
-
-
-def test_fewer_sequences_to_learn_from_leave_the_others_alone(tmp_path: Path) -> None:
-    source = written(tmp_path, "0123456789" * 200)
-    few, all_of_them = Text(source, length=10, train=3).load(), Text(source, length=10).load()
-
-    assert few.train.samples == 3
-    assert torch.equal(few.test.inputs, all_of_them.test.inputs)
-
-
 @pytest.mark.parametrize(
     ("content", "settings", "message"),
     [
         (None, {}, "there is no file '.*missing.txt'; name a UTF-8 file by --data.task.init_args.source, or python"),
-        (b"", {}, "is empty; name another file"),
+        (b"", {}, "a part of the text has 0 tokens, not one sequence of 64; lower length"),
         (b"\xff\xfe", {}, "is not UTF-8"),
-        (b"short", {}, "is too short: a part of it has"),
-        (b"x" * 1000, {"length": 0}, "length and train must be at least 1"),
+        (b"x" * 1000, {"length": 0}, "not one sequence of 0"),
         (b"x" * 1000, {"validation": 0.6, "test": 0.4}, "leave something to learn from"),
         (b"x" * 1000, {"tokens": "bpe", "vocabulary": 256}, "has more than 256 tokens"),
+        (b"x" * 1000, {"tokens": "bpe"}, "bpe needs the package tokenizers; pip install tokenizers, or use bytes"),
     ],
 )
 def test_what_cannot_be_read_is_refused_in_a_line(
-    tmp_path: Path, content: bytes | None, settings: dict, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, settings: dict, message: str
 ) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
     path = tmp_path / "missing.txt"
     if content is not None:
         path.write_bytes(content)
-
     with pytest.raises(ValueError, match=message):
         Text(str(path), **settings).load()
 
 
-def test_a_device_is_no_text() -> None:
-    with pytest.raises(ValueError, match="there is no file '/dev/null'"):
-        Text("/dev/null").load()
+def test_no_source_file_is_in_two_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = library(tmp_path, monkeypatch, [100] * 20)
+    data = Source(length=9, validation=0.1, test=0.2).load()
+    for split in data[:3]:
+        assert torch.equal(split.inputs.flatten()[1:], split.targets.flatten()[:-1])
+    kinds = [set(split.inputs.unique().tolist()) for split in data[:3]]
+    assert [len(kind) for kind in kinds] == [14, 2, 4] and len(set().union(*kinds)) == 20
+    names = [path.name for path in source_files(root)]
+    assert "other.py" not in names and names != sorted(names)
 
 
-def test_a_text_larger_than_the_memory_is_not_read(tmp_path: Path) -> None:
-    with (tmp_path / "some.txt").open("wb") as file:
-        file.truncate(10**12)
+def test_measures_of_bytes_are_those_of_int64() -> None:
+    task = Source()
+    outputs, targets = torch.randn(3, 5, 256), torch.randint(256, (3, 5), dtype=torch.uint8)
+    assert all(map(torch.equal, task.measure(outputs, targets), Text().measure(outputs, targets.long())))
+    assert task.test_metrics(outputs, targets)["perplexity"] > 1.0
 
-    with pytest.raises(ValueError, match=r"^Text: reading the 1000000000000 bytes of .* needs at least \d+\.\d GiB"):
-        Text(str(tmp_path / "some.txt")).load()
 
-
-def test_a_file_of_proc_whose_size_is_unknown_is_no_text() -> None:
-    with pytest.raises(ValueError, match="'/proc/self/pagemap' is empty"):
-        Text("/proc/self/pagemap").load()
+@pytest.mark.parametrize(("sizes", "said"), [([10, 10, 10], "not one sequence of 128"), ([], "has no source of its")])
+def test_a_library_that_is_too_short_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: list[int], said: str
+) -> None:
+    library(tmp_path, monkeypatch, sizes)
+    with pytest.raises(ValueError, match=said):
+        Source().load()

@@ -21,7 +21,7 @@ SMALL = (
 
 
 class RunReport:
-    """Anomalies that a run reported: printed lines, and levels by name."""
+    """Anomalies that a run reported: printed lines, and by name whether they were raised after each update, 0 or 1."""
 
     def __init__(self, cli: EsperCLI, root: Path, lines: list[str]) -> None:
         self.cli = cli
@@ -33,11 +33,12 @@ class RunReport:
             if tag.startswith("anomaly/")
         }
 
-    def at_least(self, level: int) -> set[str]:
-        """Return the anomalies that were ever at `level` (1: warning, 2: critical) or above."""
-        return {name for name, levels in self.levels.items() if max(levels) >= level}
+    @property
+    def raised(self) -> set[str]:
+        """Anomalies that were ever raised."""
+        return {name for name, levels in self.levels.items() if any(levels)}
 
-    def raised(self, name: str) -> str:
+    def line(self, name: str) -> str:
         """Return the line with which an anomaly was first raised."""
         return next(line for line in self.lines if line.startswith(f"anomaly {name}: "))
 

@@ -6,7 +6,6 @@ from matplotlib.colors import to_rgb
 
 from esper_lightning.envs import Op
 from esper_lightning.growth.stages import Stage
-from esper_lightning.telemetry.episode_trace import EpisodeTrace
 from esper_lightning.telemetry.figures import (
     OP_COLOURS,
     PIXEL_ROWS_PER_HOST,
@@ -16,6 +15,7 @@ from esper_lightning.telemetry.figures import (
     op_shares,
     stage_image,
 )
+from esper_lightning.telemetry.observer import Trace
 
 
 def test_ops_have_their_colours_in_the_order_of_their_numbers() -> None:
@@ -33,7 +33,7 @@ def test_a_cell_is_filled_up_to_alpha(alpha: float, full: int) -> None:
 
 
 def test_rollbacks_are_marked_where_they_happened() -> None:
-    trace = EpisodeTrace(4, 2, 1)
+    trace = Trace(4, 2, 1)
     trace.length = 4
     trace.rolled_back[2, 1] = True
 
@@ -52,7 +52,7 @@ def test_shares_of_ops_add_up_in_every_tick() -> None:
 
 
 def test_the_op_map_shows_a_band_for_every_op() -> None:
-    trace = EpisodeTrace(5, 3, 1)
+    trace = Trace(5, 3, 1)
     trace.length = 5
     trace.op[2] = int(Op.CULL)
 

@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from esper_lightning.callbacks import Telemetry
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.tamiyo.policy import RecurrentState
-from tests.runs import CONFIGS, cli, with_callback
-from tests.telemetry.provoke import SMALL, RunReport, collect_printed_lines, dead_blueprints, open_gate, run
+from tests.runs import cli
+from tests.telemetry.provoke import SMALL, collect_printed_lines, dead_blueprints, open_gate, run
 from tests.tiers import rest_is_slow
 
 DEAD = ("dead_a", "dead_b", "dead_c", "dead_d")
@@ -25,10 +24,10 @@ def test_blueprints_that_are_dead_at_birth_are_named(tmp_path: Path, monkeypatch
             f"--data.env.actions.blueprints={offered}",
         )
 
-    named = {name for name in found.at_least(2) if name.startswith("dead_seeds")}
+    named = {name for name in found.raised if name.startswith("dead_seeds")}
     assert named == {f"dead_seeds.{name}" for name in DEAD}
     assert found.levels["dead_seeds.conv_light"] == found.levels["dead_seeds.bottleneck"] == [0]
-    line = found.raised(min(named))
+    line = found.line(min(named))
     assert "get no gradient: dead at birth; look at data.env.actions.blueprints, data.env.lifecycle.birth" in line
     assert f"blueprint {min(named).removeprefix('dead_seeds.')} " in line
 
@@ -43,8 +42,8 @@ def test_seeds_that_fail_because_a_family_says_so_are_named_too(
         "--data.env.family.train=[{fail.norm: [1.0]}]",
     )
 
-    assert found.at_least(1) == {"dead_seeds.norm"} == found.at_least(2)
-    assert "data.env.family" in found.raised("dead_seeds.norm")
+    assert found.raised == {"dead_seeds.norm"}
+    assert "data.env.family" in found.line("dead_seeds.norm")
 
 
 def test_a_gate_keeps_what_never_gets_a_gradient_out_in_the_first_place(
@@ -61,9 +60,9 @@ def test_a_gate_keeps_what_never_gets_a_gradient_out_in_the_first_place(
 def test_a_policy_without_a_learning_rate_is_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lr: str) -> None:
     found = run(tmp_path, monkeypatch, "--trainer.max_epochs=2", f"--model.ppo.lr={{start: {lr}, end: {lr}}}")
 
-    assert found.levels["frozen_policy"] == [0, 2]
-    assert found.at_least(1) == {"frozen_policy"}
-    assert "look at model.ppo.lr" in found.raised("frozen_policy")
+    assert found.levels["frozen_policy"] == [0, 1]
+    assert found.raised == {"frozen_policy"}
+    assert "look at model.ppo.lr" in found.line("frozen_policy")
 
 
 @pytest.mark.slow
@@ -71,8 +70,8 @@ def test_one_step_per_update_leaves_ratios_at_one(tmp_path: Path, monkeypatch: p
     found = run(*(tmp_path, monkeypatch, "--trainer.max_epochs=2"), "--model.ppo.epochs=1", "--model.ppo.minibatches=1")
 
     assert found.levels["ratio_one"] == [0, 1]
-    assert found.at_least(1) == {"ratio_one"}
-    assert "look at model.ppo.epochs, model.ppo.minibatches" in found.raised("ratio_one")
+    assert found.raised == {"ratio_one"}
+    assert "look at model.ppo.epochs, model.ppo.minibatches" in found.line("ratio_one")
 
 
 @pytest.mark.parametrize(
@@ -87,10 +86,9 @@ def test_exploding_hosts_are_the_learning_rate_s_fault(
         *([] if governor else ["--trainer.callbacks=[esper_lightning.callbacks.Telemetry]"]),
     )
 
-    assert found.at_least(1) == {"gradient_health"} | named
-    assert "rolled_back" not in named or "rolled_back" in found.at_least(2)
-    for name in found.at_least(1):
-        assert "look at data.env.training.lr" in found.raised(name)
+    assert found.raised == {"gradient_health"} | named
+    for name in found.raised:
+        assert "look at data.env.training.lr" in found.line(name)
 
 
 @pytest.mark.slow
@@ -102,10 +100,10 @@ def test_large_steps_without_an_entropy_bonus_end_in_a_policy_that_tries_nothing
         *("--model.ppo.lr={start: 0.05, end: 0.05}", "--model.ppo.target_kl=null"),
     )
 
-    collapsed = {name for name in found.at_least(2) if name.startswith("entropy.")}
+    collapsed = {name for name in found.raised if name.startswith("entropy.")}
     assert collapsed
-    assert {"kl", "ratio_low", "ratio_high"} <= found.at_least(1), "updates were far too large"
-    line = found.raised(min(collapsed))
+    assert {"kl", "ratio_low", "ratio_high"} <= found.raised, "updates were far too large"
+    line = found.line(min(collapsed))
     assert f"the head {min(collapsed).removeprefix('entropy.')} always makes the same choice" in line
     assert "look at model.ppo.entropy" in line
     assert "entropy.tempo" not in found.levels, "with one tempo on offer there is nothing to collapse"
@@ -126,10 +124,10 @@ def test_a_policy_that_only_waits_is_told_from_one_that_has_nothing_left_to_do(
     monkeypatch.setattr(RolloutCollector, "reset", saturated)
     found = run(tmp_path, monkeypatch, "--trainer.max_epochs=4")
 
-    assert found.levels["waiting"] == [0, 0, 2, 2]
-    assert found.levels["entropy.op"][:3] == [0, 0, 2]
-    assert "collapsed to WAIT" in found.raised("waiting") and "data.env.objective.price" in found.raised("waiting")
-    assert not found.at_least(1) & {"entropy.slot", "entropy.blueprint"}, "heads that never mattered"
+    assert found.levels["waiting"] == [0, 0, 1, 1]
+    assert found.levels["entropy.op"][:3] == [0, 0, 1]
+    assert "collapsed to WAIT" in found.line("waiting") and "data.env.objective.price" in found.line("waiting")
+    assert not found.raised & {"entropy.slot", "entropy.blueprint"}, "heads that never mattered"
 
 
 @pytest.mark.slow
@@ -147,63 +145,31 @@ def test_a_state_that_is_a_tick_old_is_found_before_the_first_step(
     monkeypatch.setattr(RolloutCollector, "step", stale)
     found = run(tmp_path, monkeypatch, "--trainer.max_epochs=2")
 
-    assert found.levels["stale_state"] == [2, 2]
-    assert "another recurrent state" in found.raised("stale_state")
+    assert found.levels["stale_state"] == [1, 1]
+    assert "another recurrent state" in found.line("stale_state")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_a_healthy_run_raises_nothing_critical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_a_healthy_run_raises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     found = run(
         *(tmp_path, monkeypatch, "--trainer.max_epochs=6", "--data.n_envs=16", "--model.ppo.minibatches=4"),
         f"--seed_everything={seed}",
     )
 
-    # A critic after five updates may still be no better than the mean, which is worth a warning.
-    assert found.at_least(1) <= {"explained_variance"}
-    assert not found.at_least(2)
+    # A critic after five updates may still be no better than the mean.
+    assert found.raised <= {"explained_variance"}
     assert {"kl", "ratio_low", "entropy.op", "entropy.slot", "gradient_health", "memory"} <= set(found.levels)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # on a busy machine
-@pytest.mark.parametrize("seed", range(10, 14))
-def test_healthy_runs_of_full_length_raise_nothing_critical(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    """configs/digits.yaml without the closing comparison; two to five minutes each."""
-    with collect_printed_lines(monkeypatch) as lines:
-        built = cli(
-            *("--config", str(CONFIGS / "digits.yaml"), "--model.evaluation.hosts=0", f"--seed_everything={seed}"),
-            *("--trainer.enable_progress_bar=false", "--trainer.default_root_dir", str(tmp_path)),
-        )
-    found = RunReport(built, tmp_path, lines)
-
-    print(f"seed {seed}:", *(lines or ["nothing"]), sep="\n  ")
-    assert not found.at_least(2)
-
-
-@pytest.mark.slow
 def test_a_resumed_run_goes_on_in_the_same_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    frozen = (
-        "--model.ppo.lr={start: 0.0, end: 0.0}",
-        *with_callback(Telemetry, anomalies={"frozen_policy": {"updates": 3}}),
-    )
+    frozen = "--model.ppo.lr={start: 0.0, end: 0.0}"
     with collect_printed_lines(monkeypatch):
-        cli(*SMALL, *frozen, "--trainer.default_root_dir", str(tmp_path), "--trainer.max_epochs=2")
+        cli(*SMALL, frozen, "--trainer.default_root_dir", str(tmp_path), "--trainer.max_epochs=1")
     (last,) = tmp_path.rglob("last.ckpt")
 
-    found = run(tmp_path, monkeypatch, *frozen, "--trainer.max_epochs=4", "--ckpt_path", str(last))
+    found = run(tmp_path, monkeypatch, frozen, "--trainer.max_epochs=3", "--ckpt_path", str(last))
 
-    assert found.levels["frozen_policy"] == [0, 0, 2, 2], "the first two updates were counted"
-    assert found.raised("frozen_policy").startswith("anomaly frozen_policy: critical at update 3: 0, bound 1e-06")
-
-
-@pytest.mark.slow
-def test_detection_that_is_switched_off_computes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(
-        *(tmp_path, monkeypatch, "--trainer.max_epochs=2", "--model.ppo.lr={start: 0.0, end: 0.0}"),
-        *with_callback(Telemetry, anomalies={"enabled": False}),
-    )
-
-    assert not found.lines and not found.levels
+    assert found.levels["frozen_policy"] == [0, 1, 1], "the first update was counted"
+    assert found.line("frozen_policy").startswith("anomaly frozen_policy: raised at update 2: 0, bound 1e-06")

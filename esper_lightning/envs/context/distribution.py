@@ -7,14 +7,18 @@ variable. Policies do not observe it.
 import math
 import random
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
+import torch
+
 from esper_lightning.blueprints import check_blueprint_name, suggest_name
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.tasks import Variant
+from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.rewards import ObjectiveConfig, Prices
+from esper_lightning.tasks import Batches, Variant, draw_augment_params
 
 VariableGrid = dict[str, list[Any]]
 """Name of a variable -> its values. Every combination of values is a context."""
@@ -30,7 +34,6 @@ OFFERED_SLOTS, OFFERED_BLUEPRINTS = "offer.slots", "offer.blueprints"
 TRAINING_VARIABLES = ("lr", "lr_schedule", "seed_lr_factor", "weight_decay")
 """Settings of host training that may be variables: those that may differ between hosts trained together."""
 
-
 MAX_CONTEXTS = 2_000
 """Maximum number of contexts of training, and of held-out ones; each of one kind is compared with all of the other."""
 
@@ -39,6 +42,10 @@ class Context(NamedTuple):
     """Context of an episode: pairs of variable name and value, in a fixed order."""
 
     variables: tuple[tuple[str, Any], ...] = ()
+
+    def value(self, variable: str) -> Any:
+        """Return the value of a variable; None: as configured."""
+        return dict(self.variables).get(variable)
 
     def variables_in(self, group: str) -> dict[str, Any]:
         """Return the variables named `<group>.<rest>`, by `<rest>`."""
@@ -50,43 +57,97 @@ class Context(NamedTuple):
         return self.variables_in(HOST)
 
     @property
+    def architecture_name(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.architecture.items())
+
+    @property
     def variant(self) -> Variant:
         return Variant(**self.variables_in(DATA))
 
     @property
     def price(self) -> float | None:
-        return dict(self.variables).get(PRICE_VARIABLE)
+        return self.value(PRICE_VARIABLE)
 
     @property
     def horizon(self) -> int | None:
         """Length of an episode in environment steps. None: as configured."""
-        return dict(self.variables).get(HORIZON_VARIABLE)
-
-    def offered(self, variable: str) -> int | None:
-        """Return the number of slots or of blueprints on offer. None: all."""
-        return dict(self.variables).get(variable)
+        return self.value(HORIZON_VARIABLE)
 
     @property
     def limits_offer(self) -> bool:
         """True if not all slots or not all blueprints may be on offer."""
-        return (self.offered(OFFERED_SLOTS) or self.offered(OFFERED_BLUEPRINTS)) is not None
+        return (self.value(OFFERED_SLOTS) or self.value(OFFERED_BLUEPRINTS)) is not None
 
     @property
     def seeds_may_fail(self) -> bool:
         """True if seeds may fail, that is, receive no gradient."""
         return FAIL in dict(self.variables) or bool(self.variables_in(FAIL))
 
-    def training(self, base: HostTraining) -> HostTraining:
-        """Return the training settings of this context's hosts; `usual` holds the configured ones."""
-        overrides = self.variables_in(TRAINING)
-        return replace(base, **overrides) if overrides else base
-
-    def failure_probability(self, blueprint: str) -> float:
-        """Return the probability that a slot gives seeds of this blueprint no gradient."""
-        return self.variables_in(FAIL).get(blueprint, dict(self.variables).get(FAIL, 0.0))
+    def seed_fails(self, rng_seed: int, slot: str, blueprint: str) -> bool:
+        """Return True if seeds of this blueprint receive no gradient in `slot`, in the episode with this RNG seed."""
+        probability = self.variables_in(FAIL).get(blueprint, self.value(FAIL) or 0.0)
+        return probability > 0.0 and random.Random(f"graft {rng_seed} {slot} {blueprint}").random() < probability
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self.variables) or "as configured"
+
+
+@dataclass(frozen=True)
+class HostContext:
+    """Settings of all hosts in one context, and the draws that depend on the RNG seed of an episode."""
+
+    context: Context
+    _: KW_ONLY
+    training: HostTraining
+    """Training settings of the hosts."""
+    variant_index: int
+    """Index of the hosts' data among the data variants of the pool."""
+    num_classes: int
+    """Number of classes."""
+    horizon: int
+    """Length of an episode in environment steps."""
+
+    @property
+    def chance_loss(self) -> float:
+        """Loss of uniform guessing, ln(classes)."""
+        return math.log(self.num_classes)
+
+    def prices(self, objective: ObjectiveConfig, rng_seed: int) -> Prices:
+        """Return the prices of growth in the episode with this RNG seed."""
+        prices, own_price = objective.prices(rng_seed), self.context.price
+        return prices if own_price is None else prices._replace(parameters=own_price)
+
+    def failing_slots(self, slots: Sequence[SeedSlot], rng_seed: int) -> list[SeedSlot]:
+        """Return the slots whose seed fails, that is, receives no gradient, in the episode with this RNG seed."""
+        if not self.context.seeds_may_fail:
+            return []
+        grown = [slot for slot in slots if slot.occupied and slot.blueprint is not None]
+        return [slot for slot in grown if self.context.seed_fails(rng_seed, slot.name, slot.blueprint or "")]
+
+    def draw_batches(
+        self, samples: int, rng_seed: int, *, generator: torch.Generator
+    ) -> Batches:  # [batches, B], on the generator's device
+        """Draw the minibatches of one epoch: shuffled passes over the host's training data, as many as needed.
+
+        Args:
+            samples: Number of samples of each data variant. A context with fewer samples uses a fixed subset of them.
+            rng_seed: RNG seed of the episode, which determines the subset.
+            generator: Generator of the order.
+        """
+        size, device = self.training.batch_size, generator.device
+        needed = size * self.training.steps_per_epoch(samples)
+        num_own = min(samples, self.context.variant.samples or samples)
+        orders = [
+            torch.randperm(num_own, generator=generator, device=device) for _ in range(math.ceil(needed / num_own))
+        ]
+        indices = torch.cat(orders)[:needed].view(-1, size)
+        if num_own < samples:
+            # A separate generator, so that every epoch uses the same subset.
+            subset_generator = torch.Generator(device).manual_seed(rng_seed)
+            indices = torch.randperm(samples, generator=subset_generator, device=device)[indices]
+        if self.variant_index:
+            indices = indices + self.variant_index * samples
+        return Batches(indices, draw_augment_params(self.training.augment, indices.shape, generator))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +168,18 @@ class FamilyConfig:
     """Contexts that only evaluations use, in the same form."""
 
     def __post_init__(self) -> None:
-        for name in ("train", "held_out"):
-            groups = getattr(self, name)
-            _check_variables(f"family.{name}", groups)
-            contexts = sum(math.prod(map(len, values_by_name.values())) for values_by_name in groups)
+        for where, groups in (("family.train", self.train), ("family.held_out", self.held_out)):
+            for name, values in (pair for group in groups for pair in group.items()):
+                if not isinstance(values, list) or not values:
+                    raise ValueError(f"{where}: {name} needs a list of values, got {values!r}")
+                for value in values:
+                    try:
+                        _check_variable(name, value)
+                    except (TypeError, ValueError) as error:
+                        raise ValueError(f"{where}: {name}: {error}") from error
+            contexts = sum(math.prod(map(len, group.values())) for group in groups)
             if contexts > MAX_CONTEXTS:
-                raise ValueError(f"family.{name} has {contexts} contexts, more than {MAX_CONTEXTS}; leave out values")
+                raise ValueError(f"{where} has {contexts} contexts, more than {MAX_CONTEXTS}; leave out values")
         if self.held_out and not self.train:
             raise ValueError("family.held_out has contexts and family.train has none; name those of training")
         train_contexts = self.contexts()
@@ -136,66 +203,36 @@ class FamilyConfig:
         return f"{zlib.crc32(chr(10).join(map(repr, self.contexts())).encode()):08x}"
 
 
-def _check_variables(where: str, groups: Sequence[VariableGrid]) -> None:
-    for values_by_name in groups:
-        for name, values in values_by_name.items():
-            if not isinstance(values, list) or not values:
-                raise ValueError(f"{where}: {name} needs a list of values, got {values!r}")
-            group, _, variable = name.partition(".")
-            if group == DATA:
-                _check_name(where, name, [f"data.{option.name}" for option in fields(Variant)])
-                for value in values:
-                    _check_settings(where, name, Variant, settings={variable: value})
-            elif group == TRAINING:
-                _check_name(where, name, [f"training.{option}" for option in TRAINING_VARIABLES])
-                if variable != "lr_schedule" and not all(map(_is_number, values)):
-                    raise ValueError(f"{where}: {name} must be a number, got {values}")
-                for value in values:
-                    _check_settings(where, name, HostTraining, settings={variable: value})
-            elif group == FAIL:
-                if variable:
-                    _check_settings(where, name, check_blueprint_name, settings={"name": variable})
-                if not all(_is_number(value) and 0.0 <= value <= 1.0 for value in values):
-                    raise ValueError(f"{where}: {name} is a chance, from 0 to 1, got {values}")
-            elif name == PRICE_VARIABLE:
-                if not all(_is_number(value) and value >= 0.0 for value in values):
-                    raise ValueError(f"{where}: {name} must not be negative, got {values}")
-            elif name in (HORIZON_VARIABLE, OFFERED_SLOTS, OFFERED_BLUEPRINTS):
-                if not all(type(value) is int and value >= 1 for value in values):
-                    raise ValueError(f"{where}: {name} needs whole numbers from 1 on, got {values}")
-            elif group != HOST or not variable:
-                raise ValueError(
-                    f"{where}: unknown variable {name!r}; there are host.<argument>, data.<field>, "
-                    f"training.lr, {PRICE_VARIABLE}, {HORIZON_VARIABLE}, {OFFERED_SLOTS}, {OFFERED_BLUEPRINTS}, fail "
-                    f"and fail.<blueprint>"
-                )
-
-
-def _check_name(where: str, name: str, known: Sequence[str]) -> None:
-    if name not in known:
-        raise ValueError(f"{where}: unknown variable {name!r}; {suggest_name(name, known)}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _check_settings(where: str, name: str, kind: Callable[..., Any], *, settings: Mapping[str, Any]) -> None:
-    try:
-        kind(**settings)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {name}: {error}") from error
-
-
-def distinct_values(contexts: Sequence[Context]) -> dict[str, list[Any]]:
-    """Return the distinct values of each variable, in order; None where a context leaves it as configured."""
-    names = sorted({name for context in contexts for name, _ in context.variables})
-    values_by_name: dict[str, list[Any]] = {name: [] for name in names}
-    for variables in (dict(context.variables) for context in contexts):
-        for name in names:
-            if variables.get(name) not in values_by_name[name]:
-                values_by_name[name].append(variables.get(name))
-    return values_by_name
+def _check_variable(name: str, value: Any) -> None:
+    """Raise ValueError or TypeError unless there is a variable of this name that can have this value."""
+    group, _, rest = name.partition(".")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    setting: dict[str, Any] = {rest: value}
+    choices = {DATA: [option.name for option in fields(Variant)], TRAINING: TRAINING_VARIABLES}
+    if group in choices and rest not in choices[group]:
+        raise ValueError(f"unknown variable; {suggest_name(name, [f'{group}.{option}' for option in choices[group]])}")
+    if group == DATA:
+        Variant(**setting)
+    elif group == TRAINING:
+        if rest != "lr_schedule" and not is_number:
+            raise ValueError(f"it must be a number, got {value!r}")
+        HostTraining(**setting)
+    elif group == FAIL:
+        if rest:
+            check_blueprint_name(rest)
+        if not is_number or not 0.0 <= value <= 1.0:
+            raise ValueError(f"it is a chance, from 0 to 1, got {value!r}")
+    elif name == PRICE_VARIABLE:
+        if not is_number or value < 0.0:
+            raise ValueError(f"it must be a number and not negative, got {value!r}")
+    elif name in (HORIZON_VARIABLE, OFFERED_SLOTS, OFFERED_BLUEPRINTS):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"it must be a whole number from 1 on, got {value!r}")
+    elif group != HOST or not rest:
+        raise ValueError(
+            f"unknown variable; there are host.<argument>, data.<field>, training.lr, {PRICE_VARIABLE}, "
+            f"{HORIZON_VARIABLE}, {OFFERED_SLOTS}, {OFFERED_BLUEPRINTS}, fail and fail.<blueprint>"
+        )
 
 
 class ContextDistribution:
@@ -204,6 +241,10 @@ class ContextDistribution:
     Args:
         config: Variables and values.
         held_out: True to draw held-out contexts instead of those of training.
+
+    Attributes:
+        encoded_variables: Values of each variable that differs between training contexts, in order; None where a
+            context leaves it as configured.
     """
 
     def __init__(self, config: FamilyConfig, held_out: bool = False) -> None:
@@ -211,10 +252,17 @@ class ContextDistribution:
             raise ValueError("there are no held-out contexts; name some in data.env.family.held_out")
         self.contexts = config.contexts(held_out)
         # The encoding depends on training contexts even if held-out ones are drawn: the critic was built for it.
-        self.encoded_variables = {
-            name: values for name, values in distinct_values(config.contexts()).items() if len(values) > 1
-        }
-        self.seeds_may_fail = any(context.seeds_may_fail for context in config.contexts())
+        of_training = config.contexts()
+        names = sorted({name for context in of_training for name, _ in context.variables})
+        self.encoded_variables: dict[str, list[Any]] = {}
+        for name in names:
+            values: list[Any] = []
+            for context in of_training:  # values may be lists, which no set can hold
+                if context.value(name) not in values:
+                    values.append(context.value(name))
+            if len(values) > 1:
+                self.encoded_variables[name] = values
+        self.seeds_may_fail = any(context.seeds_may_fail for context in of_training)
 
     def draw(self, rng_seed: int) -> Context:
         """Draw the context of an episode from its RNG seed alone, so every controller gets the same context."""
@@ -225,9 +273,8 @@ class ContextDistribution:
 
         A vector is all zeros if the context leaves the variable as configured.
         """
-        variables = dict(context.variables)
         return [
-            float(variables.get(name) == value)
+            float(context.value(name) == value)
             for name, values in self.encoded_variables.items()
             for value in values
             if value is not None
@@ -247,12 +294,13 @@ def select_offer(growable: Sequence[Sequence[bool]], context: Context, rng_seed:
     def select(candidates: list[int], number: int | None) -> set[int]:
         return set(candidates if number is None else rng.sample(candidates, min(number, len(candidates))))
 
-    slots = select([k for k, row in enumerate(growable) if any(row)], context.offered(OFFERED_SLOTS))
+    slots = select([k for k, row in enumerate(growable) if any(row)], context.value(OFFERED_SLOTS))
     grow_there = [b for b in range(len(growable[0])) if any(growable[k][b] for k in slots)]
-    blueprints = select(grow_there, context.offered(OFFERED_BLUEPRINTS))
+    blueprints = select(grow_there, context.value(OFFERED_BLUEPRINTS))
     return [[grows and k in slots and b in blueprints for b, grows in enumerate(row)] for k, row in enumerate(growable)]
 
 
-def seed_fails(rng_seed: int, slot: str, blueprint: str, *, probability: float) -> bool:
-    """Return True if seeds of this blueprint receive no gradient in `slot`, in the episode with this RNG seed."""
-    return probability > 0.0 and random.Random(f"graft {rng_seed} {slot} {blueprint}").random() < probability
+def training_of(context: Context, base: HostTraining) -> HostTraining:
+    """Return the training settings of a context's hosts; `base` holds the configured ones."""
+    overrides = context.variables_in(TRAINING)
+    return replace(base, **overrides) if overrides else base

@@ -9,10 +9,14 @@ from torch import Tensor, nn
 
 from esper_lightning.blueprints import build_on, suggest_name
 from esper_lightning.envs.config import EnvConfig, HostFactory
-from esper_lightning.envs.context.context import HostContext
-from esper_lightning.envs.context.distribution import Context, ContextDistribution, seed_fails, select_offer
+from esper_lightning.envs.context.distribution import (
+    Context,
+    ContextDistribution,
+    HostContext,
+    select_offer,
+    training_of,
+)
 from esper_lightning.envs.flops import measure_flops
-from esper_lightning.envs.governing import Overseer
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.memory import check_host_memory
 from esper_lightning.envs.spaces.action_discovery import (
@@ -23,7 +27,9 @@ from esper_lightning.envs.spaces.action_discovery import (
     union_of_slots,
 )
 from esper_lightning.envs.spaces.actions import ActionSpace
-from esper_lightning.profiling import HostTimer, make_timer
+from esper_lightning.governor.judge import GovernorConfig
+from esper_lightning.governor.monitor import HostMonitor
+from esper_lightning.profiling import HostTimer
 from esper_lightning.tasks import Split, Task, TaskData, make_variants
 
 
@@ -42,8 +48,8 @@ class EnvFactory:
     Attributes:
         data: All data variants that the contexts need, on the devices.
         space: Action space, the same for hosts of every architecture.
-        growable: True where a blueprint can grow in a slot, by architecture, [K, blueprints] bool each. All are equal
-            unless the policy observes rows.
+        growable: True where a blueprint can grow in a slot, by architecture, [K, blueprints] bool each.
+        host_kind: Description of the hosts of training, for which policies are built.
 
     Raises ValueError if contexts do not fit the task, the host, or each other.
     """
@@ -63,23 +69,20 @@ class EnvFactory:
         self.config = config
         self.host = host
         self.devices = devices
-        self.num_classes = data.classes
-        self.context_distribution = ContextDistribution(config.family, held_out)
+        self.num_classes, self.input_shape = data.classes, data.input_shape
+        family = config.family
+        self.context_distribution = ContextDistribution(family, held_out)
         contexts = self.context_distribution.contexts
         self.variants = list(dict.fromkeys(context.variant.without_subset for context in contexts))
-        unmodified = len(self.variants) == 1 and self.variants[0] == Context().variant
+        unmodified = self.variants == [Context().variant]
         self.data = data if unmodified else make_variants(data, self.variants).copy_to(devices)
-        all_contexts = [
-            *config.family.contexts(),
-            *(config.family.contexts(held_out=True) if config.family.held_out else ()),
-        ]
+        # Held-out contexts are checked even if they are not drawn here, because evaluation will use them.
+        all_contexts = [*family.contexts(), *(family.contexts(held_out=True) if family.held_out else ())]
         for context in all_contexts:
             context.variant.check(data)
         self.steps_per_epoch = config.training.steps_per_epoch(data.train.samples)
-        self.input_shape = data.input_shape
         batch = Split(*(part[: config.training.batch_size] for part in self.data.train))
-        # Held-out contexts are included even if they are not drawn here, because evaluation will use them.
-        architectures = {architecture_name(context): context for context in all_contexts}
+        architectures = {context.architecture_name: context for context in all_contexts}
 
         def discover() -> dict[str, tuple[ActionSpace, Tensor]]:
             return {
@@ -96,52 +99,35 @@ class EnvFactory:
             }
 
         action_spaces = discover()
-        (_, (first_space, first_growable)), *further_spaces = action_spaces.items()
-        for architecture, (space, growable) in further_spaces:
+        first_space, first_growable = next(iter(action_spaces.values()))
+        for space, growable in action_spaces.values():
             if space == first_space and torch.equal(growable, first_growable):
                 continue
-            if config.sight.layout == "flat":
-                raise ValueError(
-                    f"family: on hosts with {architecture} other slots or seeds can grow than on the first; all "
-                    f"contexts need the same, name slots and blueprints that fit all, or set env.sight.layout to rows"
-                )
             if self.shared_space is None:
                 self.shared_space = union_of_slots(list(action_spaces.values()))
                 action_spaces = discover()
             break
         self.space = next(iter(action_spaces.values()))[0]
         self.growable = {architecture: growable for architecture, (_, growable) in action_spaces.items()}
-        self.host_flops = None
-        if config.objective.charges_compute or config.sight.needs_flops:
-            self.host_flops = {
-                architecture: measure_flops(self._build_host(context, devices[0]), batch.inputs[:1])
-                for architecture, context in architectures.items()
-            }
-        self.host_kind = self._describe()
-        self.host_contexts = {repr(context): self._make_host_context(context) for context in contexts}
-        self.overseer: Overseer | None = None
-        self.envs: dict[tuple[int, str], HostEnv] = {}  # by host index and architecture
-
-    def oversee(self, overseer: Overseer | None) -> None:
-        """Let an overseer watch every environment, those created later too. None: stop watching."""
-        self.overseer = overseer
-        for env in self.envs.values():
-            self._attach_monitor(env)
-
-    def _attach_monitor(self, env: HostEnv) -> None:
-        monitor = None
-        if self.overseer is not None:
-            monitor = self.overseer.make_monitor(
-                chance_loss=env.context.chance_loss, steps_per_epoch=self.steps_per_epoch, device=env.device
+        self.host_flops = {
+            architecture: measure_flops(self._build_host(context, devices[0]), batch.inputs[:1])
+            for architecture, context in architectures.items()
+        }
+        of_training = {context.architecture_name: context for context in family.contexts()}
+        hosts = [describe_host(self._build_host(context, devices[0])) for context in of_training.values()]
+        self.host_kind = "; ".join([*hosts, f"family {family.checksum}"] if family.train else hosts)
+        self.host_contexts = {
+            repr(context): HostContext(
+                context,
+                training=training_of(context, config.training),
+                variant_index=self.variants.index(context.variant.without_subset),
+                num_classes=context.variant.classes or self.num_classes,
+                horizon=context.horizon or config.horizon,
             )
-        env.monitor = monitor
-
-    def _describe(self) -> str:
-        """Describe the hosts of training, even if held-out contexts are drawn: policies are built for the former."""
-        family = self.config.family
-        architectures = {architecture_name(context): context for context in family.contexts()}
-        hosts = [describe_host(self._build_host(context, self.devices[0])) for context in architectures.values()]
-        return "; ".join([*hosts, f"family {family.checksum}"] if family.train else hosts)
+            for context in contexts
+        }
+        self.governor: GovernorConfig | None = None
+        self.envs: dict[tuple[int, str], HostEnv] = {}  # by host index and architecture
 
     def _build_host(self, context: Context, device: torch.device) -> nn.Module:
         def build() -> nn.Module:
@@ -156,9 +142,11 @@ class EnvFactory:
             return built if self.shared_space is None else pad_slots(built, self.shared_space.slots, device)
         except TypeError as error:
             if context.architecture:
-                near = self._nearest_argument(error)
+                unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+                known = inspect.signature(type(self.host(self.input_shape, self.num_classes))).parameters
+                hint = f"; {suggest_name(unknown[1], list(known))}" if unknown else ""
                 raise ValueError(
-                    f"family: the host cannot be made with {context.architecture}: {error}{near}"
+                    f"family: the host cannot be made with {context.architecture}: {error}{hint}"
                 ) from error
             raise ValueError(
                 f"data.host cannot be made with its arguments behind the shape of an input, {list(self.input_shape)}, "
@@ -166,24 +154,21 @@ class EnvFactory:
                 f"esper_lightning.hosts.Attached"
             ) from error
 
-    def _nearest_argument(self, error: TypeError) -> str:
-        """Return which argument of the host an unknown one may stand for, or an empty string for another error."""
-        found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if found is None:
-            return ""
-        known = inspect.signature(type(self.host(self.input_shape, self.num_classes))).parameters
-        return f"; {suggest_name(found[1], list(known))}"
+    def oversee(self, governor: GovernorConfig | None) -> None:
+        """Let the Governor watch every environment, those created later too. None: stop watching."""
+        self.governor = governor
+        for env in self.envs.values():
+            self._attach_monitor(env)
 
-    def _make_host_context(self, context: Context) -> HostContext:
-        variant = context.variant
-        training = context.training(self.config.training)
-        return HostContext(
-            context,
-            training=training,
-            variant_index=self.variants.index(variant.without_subset),
-            num_classes=variant.classes or self.num_classes,
-            horizon=context.horizon or self.config.horizon,
-        )
+    def _attach_monitor(self, env: HostEnv) -> None:
+        env.monitor = None
+        if self.governor is not None:
+            env.monitor = HostMonitor(
+                self.governor,
+                chance_loss=env.context.chance_loss,
+                steps_per_epoch=self.steps_per_epoch,
+                device=env.device,
+            )
 
     def make(self, index: int, rng_seed: int) -> HostEnv:
         """Return the environment of a host index for the episode with this RNG seed; the caller must reset it."""
@@ -191,8 +176,27 @@ class EnvFactory:
 
     def one_per_architecture(self) -> list[HostEnv]:
         """Return one environment of each architecture that may be drawn."""
-        by_architecture = {architecture_name(context.context): context for context in self.host_contexts.values()}
-        return [self._get_or_create(0, context) for context in by_architecture.values()]
+        by_architecture = {host.context.architecture_name: host for host in self.host_contexts.values()}
+        return [self._get_or_create(0, host_context) for host_context in by_architecture.values()]
+
+    def _get_or_create(self, index: int, host_context: HostContext) -> HostEnv:
+        architecture = host_context.context.architecture_name
+        if (env := self.envs.get((index, architecture))) is None:
+            device = self.devices[index % len(self.devices)]
+            env = HostEnv(
+                self._build_host(host_context.context, device),
+                self.space,
+                host_context,
+                config=self.config,
+                device=device,
+                timer=HostTimer(device),
+                flops=self.host_flops[architecture],
+                architecture=architecture,
+            )
+            self.envs[index, architecture] = env
+            self._attach_monitor(env)
+        env.set_context(host_context)
+        return env
 
     def growable_in(self, env: HostEnv) -> Tensor:
         """Return which blueprint may grow in which slot in the episode of an environment, [K, blueprints] bool."""
@@ -209,58 +213,20 @@ class EnvFactory:
             context.limits_offer for context in self.context_distribution.contexts
         )
 
-    def _get_or_create(self, index: int, host_context: HostContext) -> HostEnv:
-        architecture = architecture_name(host_context.context)
-        if (index, architecture) not in self.envs:
-            self.envs[index, architecture] = self._create(
-                host_context, architecture, self.devices[index % len(self.devices)]
-            )
-        env = self.envs[index, architecture]
-        env.set_context(host_context)
-        return env
-
-    def _create(self, context: HostContext, architecture: str, device: torch.device) -> HostEnv:
-        config = self.config
-        env = HostEnv(
-            self._build_host(context.context, device),
-            self.space,
-            context,
-            lifecycle=config.lifecycle,
-            actions=config.actions,
-            objective=config.objective,
-            horizon=config.horizon,
-            device=device,
-            timer=HostTimer(make_timer(device)),
-            measure_host_only=config.reward.needs_host_only,
-            flops=self.host_flops[architecture] if self.host_flops is not None else None,
-            architecture=architecture,
-        )
-        self._attach_monitor(env)
-        return env
-
     @property
     def num_privileged(self) -> int:
         """Number of privileged features P; 0: nothing is hidden."""
-        return len(
-            self.context_distribution.encode(self.context_distribution.contexts[0])
-        ) + self.context_distribution.seeds_may_fail * len(self.space.slot) * len(self.space.blueprint)
+        encoded = len(self.context_distribution.encode(Context()))
+        return encoded + self.context_distribution.seeds_may_fail * len(self.space.slot) * len(self.space.blueprint)
 
     def privileged_features(self, env: HostEnv) -> list[float]:
         """Return the P privileged features of an episode: encoded context, then failing pairs of slot and blueprint."""
-        values = self.context_distribution.encode(env.context.context)
+        context = env.context.context
+        values = self.context_distribution.encode(context)
         if self.context_distribution.seeds_may_fail:
             values += [
-                float(
-                    seed_fails(
-                        env.rng_seed, slot, blueprint, probability=env.context.context.failure_probability(blueprint)
-                    )
-                )
+                float(context.seed_fails(env.rng_seed, slot, blueprint))
                 for slot in self.space.slot
                 for blueprint in self.space.blueprint
             ]
         return values
-
-
-def architecture_name(context: Context) -> str:
-    """Return the name of a context's host architecture."""
-    return ", ".join(f"{name} {value}" for name, value in context.architecture.items())

@@ -1,7 +1,7 @@
 """One host epoch, minibatch by minibatch: shared by all executors that train hosts one by one."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from esper_lightning.envs.device_transfer import pack_training
@@ -75,17 +75,11 @@ class HostEpoch:
         env.timer.record(train=1.0)
         inputs, targets = fetch(self.data, batch, env.training.augment)
         env.timer.record(data=1.0)
-        measured: list[Tensor] = []  # loss and accuracy of the host, then those of trial passes
-
-        def scaled_loss(network: nn.Module) -> Tensor:
-            with env.training.autocast(env.device):
-                measures = self.task.measure(network(inputs), targets)
-                loss = measures.loss.mean() / self.micro_batches
-            measured.append(torch.stack([loss.detach(), measures.correct.mean() / self.micro_batches]))
-            return loss if env.loss_scale is None else loss * env.loss_scale.scale
-
-        env.growing.backward(scaled_loss)
-        self.totals += measured[0]
+        with env.training.autocast(env.device):
+            measures = self.task.measure(env.network(inputs), targets)
+            loss = measures.loss.mean() / self.micro_batches
+        (loss if env.loss_scale is None else loss * env.loss_scale.scale).backward()
+        self.totals += torch.stack([loss.detach(), measures.correct.mean() / self.micro_batches])
 
     def result(self) -> Tensor:  # a row as `pack_training` makes it
         """Return the packed `TrainingStats` of the epoch, on the host's device."""

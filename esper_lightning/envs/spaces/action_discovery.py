@@ -14,8 +14,7 @@ from esper_lightning.envs.spaces.actions import ActionConfig, ActionSpace
 from esper_lightning.growth.lifecycle import count_parameters, slots_of
 from esper_lightning.growth.probe import probe_seeds
 from esper_lightning.growth.slot import ABSENT, SeedSlot
-from esper_lightning.tasks import Split, Task
-from esper_lightning.tasks.integrity import check_measures, check_outputs
+from esper_lightning.tasks import Split, Task, check_measures, check_outputs
 
 
 class SharedSpace(NamedTuple):

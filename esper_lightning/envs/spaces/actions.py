@@ -24,8 +24,6 @@ class Op(IntEnum):
     GERMINATE = 1
     CULL = 2
     FOSSILIZE = 3
-    ADVANCE = 4
-    SET_ALPHA = 5
 
 
 class ActionError(ValueError):
@@ -40,15 +38,9 @@ class Action(NamedTuple):
     blueprint: Tensor
     style: Tensor  # blend style and curve of the alpha ramp
     tempo: Tensor  # duration of the alpha ramp
-    target: Tensor  # target of alpha
-    speed: Tensor  # duration of a change of alpha or of a cull
-    curve: Tensor  # curve of a change of alpha or of a slow cull
 
 
 HEADS = Action._fields
-
-CHOICES_KEY = "choices of the {} head"
-"""Key of a head's choices in the identity of a run."""
 
 RELEVANT_OPS: dict[str, frozenset[Op]] = {
     "op": frozenset(Op),
@@ -56,19 +48,13 @@ RELEVANT_OPS: dict[str, frozenset[Op]] = {
     "blueprint": frozenset({Op.GERMINATE}),
     "style": frozenset({Op.GERMINATE}),
     "tempo": frozenset({Op.GERMINATE}),
-    "target": frozenset({Op.SET_ALPHA}),
-    "speed": frozenset({Op.SET_ALPHA, Op.CULL}),
-    "curve": frozenset({Op.SET_ALPHA, Op.CULL}),
 }
-"""Ops for which each head has an effect. Only then does a head contribute log-probability, entropy and gradient.
-
-A change at speed 0 has no curve; there the mask leaves a single choice, which contributes nothing either.
-"""
+"""Ops for which each head has an effect. Only then does a head contribute log-probability, entropy and gradient."""
 
 STYLES: dict[str, tuple[Curve, BlendStyle]] = {
     f"{curve}_{style}": (curve, style) for curve, style in product(get_args(Curve), get_args(BlendStyle))
 }
-"""Choices of the head `style` by name: `linear_add`, `sigmoid12_add`, `linear_multiply`, `linear_gate` …"""
+"""Choices of the head `style` by name, as `linear_add`."""
 
 
 @cache
@@ -106,24 +92,6 @@ class ActionConfig:
     tempos: dict[str, int] = field(default_factory=lambda: {"FAST": 3, "STANDARD": 5, "SLOW": 8})
     """Duration of blending in host epochs, by name of the tempo."""
 
-    advance: bool = False
-    """Offer ADVANCE, for seeds that do not advance automatically (lifecycle.auto_blend, auto_probation)."""
-
-    set_alpha: bool = False
-    """Offer SET_ALPHA, which moves a blended seed's alpha to one of `targets`."""
-
-    slow_cull: bool = False
-    """Offer slow culls of blended seeds: alpha first falls to 0 over one of `speeds`."""
-
-    targets: list[float] = field(default_factory=lambda: [0.5, 0.7, 1.0])
-    """Targets of alpha that SET_ALPHA offers, in (0, 1]."""
-
-    speeds: list[int] = field(default_factory=lambda: [0, 3, 5, 8])
-    """Durations of a change of alpha or a slow cull in host epochs; the first must be 0, an immediate change."""
-
-    curves: list[Curve] = field(default_factory=lambda: ["linear"])
-    """Curves of a change of alpha or a slow cull."""
-
     max_seeds: int | None = None
     """Maximum number of slots that hold a seed at the same time. None: all of them."""
 
@@ -133,8 +101,7 @@ class ActionConfig:
         for name in self.styles:
             if name not in STYLES:
                 raise ValueError(f"actions.styles: unknown style {name!r}; {suggest_name(name, list(STYLES))}")
-        for name in ("blueprints", "styles", "targets", "speeds", "curves"):
-            choices = getattr(self, name)
+        for name, choices in (("blueprints", self.blueprints), ("styles", self.styles)):
             if choices is None:
                 continue
             if not choices:
@@ -144,27 +111,22 @@ class ActionConfig:
                 raise ValueError(f"actions.{name}: {choice!r} is named twice; name each once")
         if not self.tempos or min(self.tempos.values()) < 1:
             raise ValueError(f"actions.tempos needs at least one tempo of at least 1 host epoch, got {self.tempos}")
-        if not all(0.0 < target <= 1.0 for target in self.targets):
-            raise ValueError(f"actions.targets must lie in (0, 1], got {self.targets}; to send alpha to 0, cull")
-        if self.speeds[0] != 0 or min(self.speeds) < 0:
-            raise ValueError(f"actions.speeds must begin with 0 (at once) and hold no negative, got {self.speeds}")
         if self.max_seeds is not None and self.max_seeds < 1:
             raise ValueError(f"actions.max_seeds must be at least 1, got {self.max_seeds}")
 
     def make_space(self, slots: list[str], blueprints: list[str]) -> "ActionSpace":
         """Return the action space of a host with these slots and blueprints."""
-        last_op = Op.SET_ALPHA if self.set_alpha else Op.ADVANCE if self.advance else Op.FOSSILIZE
-        has_timed_changes = self.set_alpha or self.slow_cull
-        return ActionSpace(
-            op=[Op(number).name for number in range(last_op + 1)],
-            slot=slots,
-            blueprint=blueprints,
-            style=self.styles,
-            tempo=list(self.tempos),
-            target=self.targets if self.set_alpha else self.targets[-1:],
-            speed=self.speeds if has_timed_changes else self.speeds[:1],
-            curve=self.curves if has_timed_changes and len(self.speeds) > 1 else self.curves[:1],
-        )
+        return ActionSpace([op.name for op in Op], slots, blueprints, self.styles, list(self.tempos))
+
+
+class DecodedAction(NamedTuple):
+    """Action of one environment, with names in place of indices."""
+
+    op: str
+    slot: str
+    blueprint: str
+    style: str
+    tempo: str
 
 
 class ActionSpace(NamedTuple):
@@ -175,9 +137,6 @@ class ActionSpace(NamedTuple):
     blueprint: list[str]
     style: list[str]
     tempo: list[str]
-    target: list[float]
-    speed: list[int]
-    curve: list[Curve]
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -192,38 +151,20 @@ class ActionSpace(NamedTuple):
         """Iterate over the heads: chosen indices [..., N] and number of choices."""
         return zip(action, self.sizes.values(), strict=True)
 
+    def decode(self, action: Sequence[int]) -> DecodedAction:
+        """Return the choices that the indices of one environment's action stand for."""
+        return DecodedAction._make(choices[number] for choices, number in zip(self, action, strict=True))
+
     def describe(self, action: Sequence[int]) -> str:
         """Describe one environment's action, as in `GERMINATE conv_light in block1.pool (FAST, linear_add)`."""
         chosen = self.decode(action)
-        change = "at once" if chosen.speed == 0 else f"in {chosen.speed} ticks, {chosen.curve}"
         match Op(action[0]):
             case Op.WAIT:
                 return "WAIT"
             case Op.GERMINATE:
                 return f"GERMINATE {chosen.blueprint} in {chosen.slot} ({chosen.tempo}, {chosen.style})"
-            case Op.CULL:
-                return f"CULL {chosen.slot} ({change})"
-            case Op.SET_ALPHA:
-                return f"SET_ALPHA {chosen.slot} to {chosen.target:g} ({change})"
             case op:
                 return f"{op.name} {chosen.slot}"
-
-    def decode(self, action: Sequence[int]) -> "DecodedAction":
-        """Return the choices that the indices of one environment's action stand for."""
-        return DecodedAction._make(choices[number] for choices, number in zip(self, action, strict=True))
-
-
-class DecodedAction(NamedTuple):
-    """Action of one environment, with the chosen values in place of indices."""
-
-    op: str
-    slot: str
-    blueprint: str
-    style: str
-    tempo: str
-    target: float
-    speed: int
-    curve: Curve
 
 
 def pad_action(row: Sequence[int]) -> Sequence[int]:
@@ -243,19 +184,18 @@ def to_action(rows: Sequence[Sequence[int]], device: torch.device) -> Action:
 
     Raises ActionError if a row is no list, or has more indices than there are heads.
     """
-    padded = [[*pad_action(row)] for row in rows]
-    return Action(*copy_to_device(torch.tensor(padded), device).unbind(1))
+    return Action(*copy_to_device(torch.tensor([[*pad_action(row)] for row in rows]), device).unbind(1))
 
 
 def check_is_action(action: Any, n_envs: int) -> None:
-    """Raise ActionError unless an object has one tensor of whole numbers per head, with one index per environment."""
+    """Raise ActionError unless an object has one tensor of whole numbers per head, with one index per environment.
+
+    Controllers may be a user's own.
+    """
     parts = action if isinstance(action, tuple) else ()
     fits = [isinstance(part, Tensor) and part.shape == (n_envs,) and not part.is_floating_point() for part in parts]
     if len(parts) != len(HEADS) or not all(fits):
-        kinds = [
-            f"{part.dtype} of shape {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
-            for part in parts
-        ]
+        kinds = [f"{part.dtype} {list(part.shape)}" if isinstance(part, Tensor) else repr(part) for part in parts]
         got = f"{len(parts)} × {', '.join(dict.fromkeys(kinds))}" if parts else f"a {type(action).__name__}"
         raise ActionError(
             f"an action is made by to_action([[op, slot, blueprint, …], …], pool.device) from a row of whole numbers "

@@ -44,14 +44,14 @@ class ChoiceSpace:
                 raise ValueError(f"parents: {head!r} cannot depend on {other!r}; heads are drawn in the order {names}")
 
     @property
-    def mask_shapes(self) -> dict[str, tuple[int, int]]:
-        """Shape (rows, choices) of each head's mask: one row per choice of its parent, or a single row."""
+    def table_shapes(self) -> dict[str, tuple[int, int]]:
+        """Shape (rows, choices) of each head's table: one row per choice of its parent, or a single row."""
         return {head: (self.sizes.get(self.parents.get(head, ""), 1), size) for head, size in self.sizes.items()}
 
     @property
     def mask_size(self) -> int:
         """Number of flags C in the masks of one environment."""
-        return sum(rows * size for rows, size in self.mask_shapes.values()) if self.masked else 0
+        return sum(rows * size for rows, size in self.table_shapes.values()) if self.masked else 0
 
     def zeros(self, n_envs: int, device: torch.device) -> ChoiceAction:
         """Return an action of zeros for `n_envs` environments, as storage."""
@@ -72,10 +72,9 @@ class ChoiceSpace:
 
     def split_mask(self, possible: Tensor) -> dict[str, Tensor]:  # [..., C] -> [..., rows, choices] by head
         """Split flags into the masks of the heads."""
-        parts = possible.split([rows * size for rows, size in self.mask_shapes.values()], -1)
-        return {
-            head: part.unflatten(-1, shape) for (head, shape), part in zip(self.mask_shapes.items(), parts, strict=True)
-        }
+        parts = possible.split([rows * size for rows, size in self.table_shapes.values()], -1)
+        shapes = self.table_shapes.items()
+        return {head: part.unflatten(-1, shape) for (head, shape), part in zip(shapes, parts, strict=True)}
 
     def forced(self, possible: Tensor) -> Tensor:  # [..., C] -> [...]
         """Return True where every row of every head's mask allows at most one choice."""

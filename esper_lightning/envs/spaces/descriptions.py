@@ -4,7 +4,6 @@ K slots, B blueprints. Every number is approximately within [-1, 1].
 """
 
 import math
-import zlib
 from functools import cache
 from typing import NamedTuple, get_args
 
@@ -12,14 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import blueprint_names, get_blueprint
+from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.observation import LOG_SIZE_SCALE, clip
-from esper_lightning.envs.subject import Subject
 from esper_lightning.growth.slot import ABSENT, Layout, SeedSlot
 
 LAYOUTS = get_args(Layout)
-
-NAME_BITS = 8
-"""Length of the code of a blueprint's name."""
 
 LAYERS_SCALE, INNER_WIDTH_SCALE = 4.0, 3.0
 """Divisors of a seed's number of layers, and of the logarithm of its inner width over the width of the feature."""
@@ -32,27 +28,19 @@ SLOT_DESCRIPTION = ("depth", *LAYOUTS, "width", "positions")
 """Names of the numbers that describe a slot. depth: share of the host's FLOPs before it; then the layout as one-hot,
 the width of the feature, and its number of positions (pixels or tokens)."""
 
+LAYER_KINDS = ("kernel", "dense_kernel", "channel_mixing", "norm", "gating", "nonlinear")
+"""Names of the kinds of layers that a seed has or not. kernel, dense_kernel: a convolution over several positions, one
+that mixes channels, too."""
+
 BLUEPRINT_DESCRIPTION = (
-    "parameters",
-    "flops",
-    "size",
-    "kernel",
-    "dense_kernel",
-    "channel_mixing",
-    "norm",
-    "gating",
-    "nonlinear",
-    "position_exponent",
-    "layers",
-    "widest",
-    "narrowest",
+    *("parameters", "flops", "size"),
+    *LAYER_KINDS,
+    *("position_exponent", "layers", "widest", "narrowest"),
 )
 """Names of the numbers that describe a blueprint in a slot. parameters and flops: growth of the host by such a seed;
-size: its parameters; kernel, dense_kernel: a convolution over several positions, one that mixes channels, too;
-position_exponent: power with which FLOPs grow with the number of positions, 0 for a seed that acts on their mean and
-more than 1 for attention; layers: linear layers and convolutions; widest, narrowest: widths between its layers."""
-
-NAME_CODE = tuple(f"name{bit}" for bit in range(NAME_BITS))
+size: its parameters; position_exponent: power with which FLOPs grow with the number of positions, 0 for a seed that
+acts on their mean and more than 1 for attention; layers: linear layers and convolutions; widest, narrowest: widths
+between its layers."""
 
 
 class HostDescription(NamedTuple):
@@ -60,23 +48,8 @@ class HostDescription(NamedTuple):
 
     slots: Tensor  # [K, len(SLOT_DESCRIPTION)]
     blueprints: Tensor  # [K, B, len(BLUEPRINT_DESCRIPTION)]; 0 where the blueprint has no module for the layout
-    names: Tensor  # [B, NAME_BITS]
     parameters: Tensor  # [K, B] parameters of a seed
     flops: Tensor  # [K, B] FLOPs of a seed's forward pass for one sample
-
-
-class LayerSummary(NamedTuple):
-    """Layers of a seed, read from the module."""
-
-    kernel: bool
-    dense_kernel: bool
-    channel_mixing: bool
-    norm: bool
-    gating: bool
-    nonlinear: bool
-    layers: int
-    widest: int
-    narrowest: int
 
 
 def describe(env: Subject) -> HostDescription:
@@ -85,14 +58,13 @@ def describe(env: Subject) -> HostDescription:
     return HostDescription(
         slots=torch.tensor([_describe_slot(env, slot) for slot in env.slots]),
         blueprints=torch.tensor([[numbers for numbers, _, _ in row] for row in described]),
-        names=torch.tensor([name_code(name) for name in env.space.blueprint]),
         parameters=torch.tensor([[float(parameters) for _, parameters, _ in row] for row in described]),
         flops=torch.tensor([[float(flops) for _, _, flops in row] for row in described]),
     )
 
 
 def _describe_slot(env: Subject, slot: SeedSlot) -> list[float]:
-    assert env.flops is not None, "they are counted where the observation describes hosts"
+    assert env.flops is not None, "they are counted"
     depth = 1.0 - env.flops.behind.get(slot.name, 0) / max(env.flops.host, 1)
     layout = [float(slot.layout == layout) for layout in LAYOUTS]
     return [depth, *layout, math.log(slot.width) / LOG_SIZE_SCALE, math.log(_positions(env, slot)) / LOG_SIZE_SCALE]
@@ -100,7 +72,7 @@ def _describe_slot(env: Subject, slot: SeedSlot) -> list[float]:
 
 def _positions(env: Subject, slot: SeedSlot) -> int:
     """Return the largest number of positions with which the forward pass reaches a slot; 1 if it does not."""
-    assert env.flops is not None
+    assert env.flops is not None, "they are counted"
     return max(env.flops.positions.get(slot.name) or [1])
 
 
@@ -108,49 +80,42 @@ def _describe_blueprint(env: Subject, slot: SeedSlot, name: str) -> tuple[list[f
     """Return the description of a blueprint in a slot, and the parameters and FLOPs of such a seed."""
     if slot.layout == ABSENT or name not in blueprint_names(slot.layout):
         return [0.0] * len(BLUEPRINT_DESCRIPTION), 0, 0
-    assert env.flops is not None
-    blueprint, width = get_blueprint(name, slot.layout), slot.width
+    assert env.flops is not None, "they are counted"
+    blueprint, width, n = get_blueprint(name, slot.layout), slot.width, _positions(env, slot)
     parameters = blueprint.parameters(width)
-    flops = sum(blueprint.flops(width, n) for n in env.flops.positions.get(slot.name, ()))
-    n = _positions(env, slot)
+    flops = sum(blueprint.flops(width, positions) for positions in env.flops.positions.get(slot.name, ()))
     once, twice = blueprint.flops(width, n), blueprint.flops(width, 2 * n)
-    layers = summarise_layers(name, slot.layout, width)
+    kinds, widths = read_layers(name, slot.layout, width)
     numbers = [
         math.log1p(parameters / env.host_parameters) / LOG_SIZE_SCALE,
         math.log1p(flops / max(env.flops.host, 1)) / LOG_SIZE_SCALE,
         math.log1p(parameters) / (2 * LOG_SIZE_SCALE),
-        *map(float, layers[:6]),
+        *(float(kinds[kind]) for kind in LAYER_KINDS),
         math.log2(twice / once) if once else 0.0,
-        layers.layers / LAYERS_SCALE,
-        math.log(layers.widest / width) / INNER_WIDTH_SCALE,
-        math.log(layers.narrowest / width) / INNER_WIDTH_SCALE,
+        len(widths) / LAYERS_SCALE,
+        math.log(max(widths, default=width) / width) / INNER_WIDTH_SCALE,
+        math.log(min(widths, default=width) / width) / INNER_WIDTH_SCALE,
     ]
     return [clip(number, 2.0) for number in numbers], parameters, flops
 
 
 @cache
-def summarise_layers(name: str, layout: str, width: int) -> LayerSummary:
-    """Return the layers of a blueprint's module, which is built on the meta device, without memory."""
+def read_layers(name: str, layout: str, width: int) -> tuple[dict[str, bool], list[int]]:
+    """Return the kinds of layers in a blueprint's module, and the width behind each linear layer or convolution.
+
+    The module is built on the meta device, without memory.
+    """
     with torch.device("meta"):
         modules = list(get_blueprint(name, layout).build(width).modules())
     convs = [module for module in modules if isinstance(module, CONVOLUTIONS)]
     linear = [module for module in modules if isinstance(module, nn.Linear)]
-    widths = [conv.out_channels for conv in convs] + [layer.out_features for layer in linear]
     wide = [conv for conv in convs if max(conv.kernel_size) > 1]
-    return LayerSummary(
-        kernel=bool(wide),
-        dense_kernel=any(conv.groups == 1 for conv in wide),
-        channel_mixing=bool(linear) or any(conv.groups == 1 for conv in convs),
-        norm=any(isinstance(module, NORMS) for module in modules),
-        gating=any(isinstance(module, nn.GLU) for module in modules),
-        nonlinear=any(type(module).__module__ == "torch.nn.modules.activation" for module in modules),
-        layers=len(widths),
-        widest=max(widths, default=width),
-        narrowest=min(widths, default=width),
-    )
-
-
-def name_code(name: str) -> list[float]:
-    """Return a code of a blueprint's name, NAME_BITS numbers of -1 or 1, which is the same in every run."""
-    checksum = zlib.crc32(name.encode())
-    return [1.0 if checksum >> bit & 1 else -1.0 for bit in range(NAME_BITS)]
+    kinds = {
+        "kernel": bool(wide),
+        "dense_kernel": any(conv.groups == 1 for conv in wide),
+        "channel_mixing": bool(linear) or any(conv.groups == 1 for conv in convs),
+        "norm": any(isinstance(module, NORMS) for module in modules),
+        "gating": any(isinstance(module, nn.GLU) for module in modules),
+        "nonlinear": any(type(module).__module__ == "torch.nn.modules.activation" for module in modules),
+    }
+    return kinds, [conv.out_channels for conv in convs] + [layer.out_features for layer in linear]

@@ -1,19 +1,13 @@
-"""Observation of an environment: named features, each approximately within [-1, 1].
-
-`compute_features` returns names and values in a fixed order, which is the layout of the feature vector.
-"""
+"""Measurements of hosts and slots as named features, each approximately within [-1, 1], and the choice among them."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple
-
-from torch import Tensor
 
 from esper_lightning.blueprints import suggest_name
+from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.actions import STYLES
-from esper_lightning.envs.subject import Subject
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.stages import LIVE, Stage
@@ -40,39 +34,12 @@ LOG_NORM_SCALE = 5.0
 """Divisor of log(1 + gradient norm); a norm of 147 maps to 1 and larger ones are clipped."""
 
 
-STAGE_SHARE_PREFIX = "share."
-"""Prefix of the names of features that give the share of slots in a stage."""
-
-BLUEPRINTS = "blueprints"
-"""Name that selects the blueprint ids of slots, a separate field of the observation."""
-
-FeatureGroup = Literal["descriptions", "rents", "trials", "names"]
-"""Group of features that an observation may have beside the measurements of host and seeds."""
-
-DEFAULT_GROUPS: dict[str, frozenset[FeatureGroup]] = {
-    "flat": frozenset(),
-    "rows": frozenset({"descriptions", "rents", "trials"}),
-}
-"""Groups of features by layout of the observation, unless others are chosen."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ObservationConfig:
-    """Features that a policy observes, and their layout. Rule-based controllers are not affected."""
-
-    layout: Literal["flat", "rows"] = "flat"
-    """Layout of the features, which also decides on the policy's network. flat, one vector, for a network that is made
-    for a number of slots and of blueprints. rows, one row for each slot and for each blueprint in a slot, for a network
-    over sets whose weights depend on neither number, so that it plays on any host."""
-
-    added: list[FeatureGroup] | None = None
-    """Groups of features beside the measurements. descriptions, what slots and blueprints are, as sizes, compute and
-    layers; rents, the price of a seed in the present state and its gain above that; trials, the last contribution of
-    each blueprint in each slot in this episode; names, a code of each blueprint's name (rows only). None stands for no
-    group where the layout is flat, and for descriptions, rents and trials where it is rows."""
+    """Features that a policy observes. Rule-based controllers are not affected."""
 
     shown: list[str] = field(default_factory=lambda: ["*"])
-    """Names or patterns of observed features (`loss.*`); `blueprints`: blueprint ids. [progress]: time only."""
+    """Names or patterns of observed features (`loss.*`, `slot.*`, `blueprint.*`). [progress]: time only."""
 
     hidden: list[str] = field(default_factory=list)
     """Names or patterns of features to remove from `shown`. ["*.contribution*"]: no counterfactuals."""
@@ -80,23 +47,6 @@ class ObservationConfig:
     masks: bool = True
     """Mask impossible actions. False: all are offered, impossible ones are executed as WAIT, and the policy learns from
     the action that it chose."""
-
-    def __post_init__(self) -> None:
-        if self.layout == "flat" and "names" in (self.added or ()):
-            raise ValueError(
-                "env.sight.added: a flat observation has ids of blueprints in place of names; leave names out, or set "
-                "env.sight.layout to rows"
-            )
-
-    @property
-    def groups(self) -> frozenset[FeatureGroup]:
-        """Groups of features beside the measurements."""
-        return DEFAULT_GROUPS[self.layout] if self.added is None else frozenset(self.added)
-
-    @property
-    def needs_flops(self) -> bool:
-        """True if the FLOPs of hosts are counted for the observation."""
-        return self.layout == "rows" or not self.groups.isdisjoint({"descriptions", "rents"})
 
     def select(self, names: Sequence[str]) -> list[bool]:
         """Return True for each observed name. Raises ValueError if a pattern matches no name or no feature remains."""
@@ -108,16 +58,9 @@ class ObservationConfig:
             and not any(fnmatchcase(name, pattern) for pattern in self.hidden)
             for name in names
         ]
-        if not any(shown for name, shown in zip(names, selected, strict=True) if name != BLUEPRINTS):
+        if not any(selected):
             raise ValueError("env.sight shows no feature; show one at least, as `progress`")
         return selected
-
-
-class Observation(NamedTuple):
-    """Observation of N environments with K slots each."""
-
-    features: Tensor  # [..., N, D] float
-    blueprints: Tensor  # [..., N, K] int64: 0 for an empty slot, else 1 + index of the seed's blueprint
 
 
 def symlog(x: float, scale: float) -> float:
@@ -148,47 +91,28 @@ def plateau_length(accuracy: list[float]) -> int:
     return max(since, 0)
 
 
-def compute_features(env: Subject) -> dict[str, float]:
-    """Return the measurements of one environment by name, in a flat layout."""
-    values = host_features(env)
-    for k, slot in enumerate(env.slots):
-        values |= {f"{slot.name}.{name}": value for name, value in slot_features(env, k).items()}
-    return values
-
-
 def host_features(env: Subject) -> dict[str, float]:
-    """Return the features of the host as a whole by name."""
-    history = env.history
-    values = {"progress": min(1.0, env.tick / env.horizon)}
+    """Return the features of the host as a whole by name. None depends on the number of its slots."""
+    history, prices = env.history, env.prices
+    values = {"price.compute": 0.0, "compute.committed": 0.0, "progress": min(1.0, env.tick / env.horizon)}
     for name, losses in (("train_loss", history.train_loss), ("loss", history.loss)):
         values |= last_values([symlog(loss, LOG_LOSS_SCALE) for loss in losses[-HISTORY_WINDOW:]], name)
     values |= last_values(history.accuracy, "accuracy")
     values["gap"] = history.train_accuracy[-1] - history.accuracy[-1] if history.train_accuracy else 0.0
     values["plateau"] = plateau_length(history.accuracy) / env.horizon
-    prices = env.prices
     values["price"] = min(1.0, prices.parameters)
     if env.objective_config.charges_compute:
-        assert env.flops is not None, "they are counted where compute has a price"
+        assert env.flops is not None, "they are counted"
         values["price.compute"] = min(1.0, prices.compute)
         values["compute.committed"] = clip(math.log(env.fossilized_flops / env.flops.host) / LOG_SIZE_SCALE)
     values["parameters.committed"] = log_size(env.fossilized_parameters - env.host_parameters, env)
     values["parameters.live"] = log_size(env.seed_parameters(LIVE), env)
     values["host.gradient_norm"] = log_norm(env.host_gradient)
-    for stage in Stage:
-        values[f"{STAGE_SHARE_PREFIX}{stage.name}"] = sum(slot.stage is stage for slot in env.slots) / len(env.slots)
-    for op in env.space.op:
-        values[f"last_op.{op}"] = float(env.last_op.name == op)
+    values |= {f"last_op.{op}": float(env.last_op.name == op) for op in env.space.op}
+    values["ticks_left"] = math.log1p(max(0, env.horizon - env.tick)) / LOG_SIZE_SCALE
+    values["lr"] = env.lr_share
+    values["host.parameters"] = math.log(env.host_parameters) / (2 * LOG_SIZE_SCALE)
     return values
-
-
-def log_size(added_parameters: int, env: Subject) -> float:
-    """Return log(1 + added / host) for a number of added parameters, scaled and clipped."""
-    return clip(math.log1p(added_parameters / env.host_parameters) / LOG_SIZE_SCALE)
-
-
-def log_norm(gradient: GradientStats | None) -> float:
-    """Return log(1 + gradient norm), scaled and clipped; MISSING without a gradient."""
-    return MISSING if gradient is None else symlog(gradient.norm, LOG_NORM_SCALE)
 
 
 def slot_features(env: Subject, k: int) -> dict[str, float]:
@@ -211,8 +135,7 @@ def slot_features(env: Subject, k: int) -> dict[str, float]:
     values["gradient.norm"] = log_norm(gradient)
     values["gradient.health"] = gradient.health if gradient else MISSING
     values["gradient.ratio"] = log_ratio(gradient, env.host_gradient)
-    curves = dict.fromkeys([*(curve for curve, _ in map(STYLES.__getitem__, env.space.style)), *env.space.curve])
-    blends = dict.fromkeys(blend for _, blend in map(STYLES.__getitem__, env.space.style))
+    curves, blends = (dict.fromkeys(part) for part in zip(*map(STYLES.__getitem__, env.space.style), strict=True))
     if len(curves) > 1:
         values |= {f"curve.{curve}": float(slot.occupied and slot.ramp.curve == curve) for curve in curves}
     if len(blends) > 1:
@@ -221,11 +144,17 @@ def slot_features(env: Subject, k: int) -> dict[str, float]:
     return values
 
 
+def log_size(added_parameters: int, env: Subject) -> float:
+    """Return log(1 + added / host) for a number of added parameters, scaled and clipped."""
+    return clip(math.log1p(added_parameters / env.host_parameters) / LOG_SIZE_SCALE)
+
+
+def log_norm(gradient: GradientStats | None) -> float:
+    """Return log(1 + gradient norm), scaled and clipped; MISSING without a gradient."""
+    return MISSING if gradient is None else symlog(gradient.norm, LOG_NORM_SCALE)
+
+
 def log_ratio(seed: GradientStats | None, host: GradientStats | None) -> float:
     """Return log(seed norm / host norm), scaled and clipped; 0 if either norm is unknown, zero or infinite."""
     ratio = seed.ratio(host) if seed is not None and host is not None else None
     return 0.0 if ratio is None else clip(math.log(ratio) / LOG_NORM_SCALE)
-
-
-def blueprint_id(env: Subject, blueprint: str | None) -> int:
-    return 0 if blueprint is None else 1 + env.space.blueprint.index(blueprint)

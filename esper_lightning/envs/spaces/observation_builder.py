@@ -1,18 +1,23 @@
-"""Observations and action masks of a pool's environments. N environments, D features, K slots."""
+"""Observations and action masks of a pool's environments. N environments, K slots, B blueprints."""
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from esper_lightning.envs.config import EnvConfig
 from esper_lightning.envs.device_transfer import copy_to_device
+from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.actions import ActionSpace, Op
-from esper_lightning.envs.spaces.masks import HostMasks, Masks, compute_masks, make_masks
-from esper_lightning.envs.spaces.observation import BLUEPRINTS, Observation, blueprint_id, compute_features
-from esper_lightning.envs.spaces.rows import FeatureSource, RowBuilder, RowSizes
-from esper_lightning.envs.subject import Subject
-from esper_lightning.envs.vector_env import VectorObservation
+from esper_lightning.envs.spaces.masks import Masks, make_masks, possible_ops
+from esper_lightning.envs.spaces.rows import Descriptions, RowSizes, compute_features
+from esper_lightning.envs.vector_env import Observation
+
+PARTS = ("", "slot.", "blueprint.")
+"""Prefixes of the names of features: of the host, of a slot, of a blueprint in a slot."""
+
+PRESENT = "present"
 
 
 class ObservationBuilder:
@@ -28,13 +33,15 @@ class ObservationBuilder:
         num_privileged: Number of privileged features P of each episode; 0: nothing is hidden.
 
     Attributes:
-        names: Names of the D observed features. In rows: of a host's, a slot's and a blueprint's.
-        rows: Sizes of the parts of a row. None: the observation is flat.
+        names: Names of the observed features: those of the host, of a slot and of a blueprint.
+        rows: Sizes of the parts of a row.
         observation: Observation of all environments.
         masks: Masks that a policy receives; all True under `masks: false`, except `ended`.
         masks_on_cpu: Masks of the possible actions, on the CPU.
         privileged: Hidden context variables of each episode, [N, P] float. None: nothing is hidden.
         refusals: Reasons of the lifecycle gates against stage changes of each seed, [N][K].
+
+    Raises ValueError if a pattern in `config.sight` matches no feature.
     """
 
     def __init__(
@@ -48,38 +55,28 @@ class ObservationBuilder:
         num_privileged: int = 0,
     ) -> None:
         self.envs = envs
-        self.space = space
         self.actions = config.actions
         self.device = device
         self.config = config.sight
-        n_envs = len(envs)
-        self.masks_on_cpu = make_masks(n_envs, space, growable)
+        self.masks_on_cpu = make_masks(len(envs), space, growable)
         self.masks = Masks(*(mask.to(device) for mask in self.masks_on_cpu))
         if not self.config.masks:
             self.masks = Masks(*(torch.ones_like(mask, memory_format=torch.contiguous_format) for mask in self.masks))
-        self.row_builder: RowBuilder | None = None
-        self.added: FeatureSource | None = None  # of a flat observation
-        self.observation: Observation | VectorObservation
-        if self.config.layout == "rows":
-            self.row_builder = RowBuilder(envs, self.config)
-            self.names = self.row_builder.names
-            rows = self.row_builder.build(envs, self.masks_on_cpu.blueprint)
-            self.observation = VectorObservation(torch.zeros(rows.shape, device=device))
-        else:
-            self.added = FeatureSource(self.config) if self.config.groups else None
-            names = [*compute_features(envs[0]), *self._added_features(envs[:1])]
-            *selected, self.shows_blueprints = self.config.select([*names, BLUEPRINTS])
-            self.columns = [i for i, shown in enumerate(selected) if shown]
-            self.names = [names[i] for i in self.columns]
-            self.observation = Observation(
-                features=torch.zeros(n_envs, len(self.names), device=device),
-                blueprints=torch.zeros(n_envs, len(space.slot), dtype=torch.int64, device=device),
-            )
-        self.privileged = torch.zeros(n_envs, num_privileged, device=device) if num_privileged else None
-
-    @property
-    def rows(self) -> RowSizes | None:
-        return None if self.row_builder is None else self.row_builder.sizes
+        self.descriptions: Descriptions = WeakKeyDictionary()
+        features = compute_features(envs[:1], self.masks_on_cpu.blueprint[:1], self.descriptions)
+        names = [[prefix + name for name in part] for prefix, part in zip(PARTS, features, strict=True)]
+        shown = iter(self.config.select([name for part in names for name in part]))
+        # Names without prefix of the observed features of the host, of a slot and of a blueprint.
+        self.selected = [[name for name in part if next(shown)] for part in features]
+        host, slot, blueprint = (len(part) for part in self.selected)
+        self.rows = RowSizes(host, 1 + slot, 1 + blueprint)
+        self.names = [
+            prefix + name
+            for prefix, part in zip(PARTS, self.selected, strict=True)
+            for name in ([PRESENT] if prefix else []) + part
+        ]
+        self.observation = Observation(torch.zeros(self._build_rows().shape, device=device))
+        self.privileged = torch.zeros(len(envs), num_privileged, device=device) if num_privileged else None
 
     def update_growable(self, growable: Tensor) -> None:
         """Update the masks of the blueprints, at the start of episodes, from `growable` [N, K, blueprints] bool."""
@@ -94,57 +91,35 @@ class ObservationBuilder:
 
     def update_masks(self) -> None:
         """Update masks and refusals from the environments."""
-        envs = self.envs
-        self.refusals = [env.growing.refusal_reasons() for env in envs]
-        rows = zip(
-            *(
-                compute_masks(env.growing, refusals, self.space, config=self.actions, ended=env.ended)
-                for env, refusals in zip(envs, self.refusals, strict=True)
-            ),
-            strict=True,
+        self.refusals = [env.growing.refusal_reasons() for env in self.envs]
+        slot = torch.tensor(
+            [
+                possible_ops(env.growing, refusals, self.actions, ended=env.ended)
+                for env, refusals in zip(self.envs, self.refusals, strict=True)
+            ]
         )
-        for name, row in zip(HostMasks._fields, rows, strict=True):
-            mask = getattr(self.masks_on_cpu, name)
-            mask.copy_(torch.tensor(row))
-            if name == "slot":
-                mask[:, Op.GERMINATE] &= self.masks_on_cpu.blueprint.any(-1)
-            if self.config.masks or name == "ended":
-                getattr(self.masks, name).copy_(copy_to_device(mask, self.device))
+        slot[:, Op.GERMINATE] &= self.masks_on_cpu.blueprint.any(-1)
+        ended = torch.tensor([env.ended for env in self.envs])
+        for masks in (self.masks_on_cpu, self.masks):
+            masks.ended.copy_(copy_to_device(ended, masks.ended.device))
+            if self.config.masks or masks is self.masks_on_cpu:
+                masks.slot.copy_(copy_to_device(slot, masks.slot.device))
 
     def update_observation(self) -> None:
         """Update the observation from the environments and the masks."""
-        envs = self.envs
-        if self.row_builder is not None:
-            rows = self.row_builder.build(envs, self.masks_on_cpu.blueprint)
-            self.observation.features.copy_(copy_to_device(rows, self.device))
-            return
-        values = [list(compute_features(env).values()) for env in envs]
-        if self.added is not None:
-            columns = torch.stack(list(self._added_features(envs).values()), -1)
-            values = [[*row, *more] for row, more in zip(values, columns.tolist(), strict=True)]
-        table = torch.tensor([[row[i] for i in self.columns] for row in values])
-        self.observation.features.copy_(copy_to_device(table, self.device))
-        if self.shows_blueprints and isinstance(self.observation, Observation):
-            blueprint_ids = torch.tensor([[blueprint_id(env, slot.blueprint) for slot in env.slots] for env in envs])
-            self.observation.blueprints.copy_(copy_to_device(blueprint_ids, self.device))
+        self.observation.features.copy_(copy_to_device(self._build_rows(), self.device))
 
-    def _added_features(self, envs: Sequence[Subject]) -> dict[str, Tensor]:  # [N] each
-        """Return the features of a flat observation beside the measurements, by names of slots and blueprints."""
-        if self.added is None:
-            return {}
-        slots, blueprints = self.added.compute(envs)
-        of_slots = {
-            f"{slot}.{name}": column
-            for name, values in slots.items()
-            for slot, column in zip(self.space.slot, values.unbind(1), strict=True)
-        }
-        of_blueprints = {
-            f"{slot}.{blueprint}.{name}": values[:, k, b]
-            for name, values in blueprints.items()
-            for k, slot in enumerate(self.space.slot)
-            for b, blueprint in enumerate(self.space.blueprint)
-        }
-        return of_slots | of_blueprints
+    def _build_rows(self) -> Tensor:  # [N, K, R]
+        growable = self.masks_on_cpu.blueprint
+        host, slots, blueprints = compute_features(self.envs, growable, self.descriptions)
+        host_names, slot_names, blueprint_names = self.selected
+        can_grow = growable.float()  # [N, K, B]
+        has_slot = can_grow.amax(-1)  # [N, K]
+        of_host = torch.stack([host[name] for name in host_names], -1) if host_names else has_slot[:, :0]
+        of_slots = torch.stack([has_slot, *(slots[name] * has_slot for name in slot_names)], -1)
+        of_blueprints = torch.stack([can_grow, *(blueprints[name] * can_grow for name in blueprint_names)], -1)
+        rows = of_host.unsqueeze(1).expand(-1, has_slot.shape[1], -1)
+        return torch.cat([rows, of_slots, of_blueprints.flatten(-2)], -1)
 
     def update_privileged(self, values: Sequence[Sequence[float]]) -> None:
         """Update the privileged features, at the start of episodes, from `values` [N][P]."""
@@ -152,7 +127,8 @@ class ObservationBuilder:
             self.privileged.copy_(copy_to_device(torch.tensor(values), self.device))
 
     def mask_invalid(self, actions: Sequence[tuple[int, ...]], fallback: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Return the actions with impossible ones replaced by `nothing`; all unchanged if the policy's masks are on."""
+        """Return the actions with impossible ones replaced by `fallback`; all unchanged if the policy's masks are
+        on."""
         if self.config.masks:
             return list(actions)
         return [row if self.masks_on_cpu.allows(i, row) else fallback for i, row in enumerate(actions)]

@@ -1,35 +1,24 @@
-"""Observations beyond the measurements of host and seeds, and their layout in rows.
+"""Features of hosts in rows: of the host, of each slot, and of each blueprint in each slot.
 
-An observation in rows has one row for each slot: features of the host, of the slot, and of each blueprint in it. Slots
-in which nothing can grow, and blueprints that cannot grow in a slot, are absent: the first number of their part is 0.
-N environments, K slots, B blueprints.
+Slots in which nothing can grow, and blueprints that cannot grow in a slot, are absent: the first number of their part
+of a row is 0, and so are all others. N environments, K slots, B blueprints.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.descriptions import (
     BLUEPRINT_DESCRIPTION,
-    NAME_CODE,
     SLOT_DESCRIPTION,
     HostDescription,
     describe,
 )
-from esper_lightning.envs.spaces.observation import (
-    CONTRIBUTION_SCALE,
-    LOG_SIZE_SCALE,
-    STAGE_SHARE_PREFIX,
-    ObservationConfig,
-    clip,
-    host_features,
-    slot_features,
-)
-from esper_lightning.envs.subject import Subject
+from esper_lightning.envs.spaces.observation import CONTRIBUTION_SCALE, clip, host_features, slot_features
 from esper_lightning.growth.lifecycle import count_parameters
 
 RENT_SCALE = 0.2
@@ -43,8 +32,6 @@ LOG_COUNT_SCALE = 3.0
 
 LARGEST_RENT = 3.0
 """Largest feature of a rent."""
-
-SLOT_PREFIX, BLUEPRINT_PREFIX, PRESENT = "slot.", "blueprint.", "present"
 
 
 class RowSizes(NamedTuple):
@@ -64,205 +51,90 @@ class RowSizes(NamedTuple):
         return host[..., 0, :], slot, blueprints.unflatten(-1, (-1, self.blueprint))
 
 
-class AddedFeatures(NamedTuple):
-    """Features beside the measurements, by name."""
+class Features(NamedTuple):
+    """All features of N environments by name."""
 
+    host: dict[str, Tensor]  # [N] each
     slots: dict[str, Tensor]  # [N, K] each
     blueprints: dict[str, Tensor]  # [N, K, B] each
 
 
-class FeatureSource:
-    """Computes features beside the measurements. It keeps the description of each host that it has met.
+Descriptions = WeakKeyDictionary[Subject, HostDescription]
+"""Descriptions of hosts that have been met; a host keeps its description in all its episodes."""
+
+
+def compute_features(envs: Sequence[Subject], growable: Tensor, descriptions: Descriptions) -> Features:
+    """Return the features of environments with equal numbers of slots and of blueprints.
 
     Args:
-        config: Groups of features.
+        envs: The environments.
+        growable: Which blueprint can grow in which slot, [N, K, B] bool.
+        descriptions: Descriptions of the hosts; missing ones are added.
     """
-
-    def __init__(self, config: ObservationConfig) -> None:
-        self.groups = config.groups
-        self.has_rows = config.layout == "rows"
-        self.needs_flops = config.needs_flops
-        self.descriptions: WeakKeyDictionary[Subject, HostDescription] = WeakKeyDictionary()
-
-    def compute(self, envs: Sequence[Subject]) -> AddedFeatures:
-        """Return the added features of environments with equal numbers of slots and of blueprints."""
-        slots: dict[str, Tensor] = {}
-        blueprints: dict[str, Tensor] = {}
-        hosts = [self._description(env) for env in envs] if self.needs_flops else []
-        growing = torch.tensor(
-            [[[slot.blueprint == name for name in env.space.blueprint] for slot in env.slots] for env in envs],
-            dtype=torch.float32,
-        )  # [N, K, B]
-        if self.has_rows:
-            blueprints["here"] = growing
-        if "trials" in self.groups:
-            blueprints["tried"], blueprints["trial"] = _trials(envs)
-        if "rents" in self.groups:
-            slot_rents, blueprint_rents = _rents(envs, hosts)
-            blueprints["rent"] = (blueprint_rents / RENT_SCALE).clamp(max=LARGEST_RENT)
-            slots["rent"] = (slot_rents / RENT_SCALE).clamp(max=LARGEST_RENT)
-            slots["gain"] = ((_contributions(envs) - slot_rents) / GAIN_SCALE).clamp(-1.0, 1.0) * growing.amax(-1)
-        if "descriptions" in self.groups:
-            slots |= zip(SLOT_DESCRIPTION, torch.stack([host.slots for host in hosts]).unbind(-1), strict=True)
-            self._add_kinds(
-                slots, blueprints, growing, BLUEPRINT_DESCRIPTION, torch.stack([host.blueprints for host in hosts])
-            )
-        if "names" in self.groups:
-            codes = torch.stack([host.names for host in hosts]).unsqueeze(1).expand(*growing.shape, -1)
-            self._add_kinds(slots, blueprints, growing, NAME_CODE, codes)
-        return AddedFeatures(slots, blueprints)
-
-    def _add_kinds(
-        self,
-        slots: dict[str, Tensor],
-        blueprints: dict[str, Tensor],
-        growing: Tensor,
-        names: Sequence[str],
-        values: Tensor,
-    ) -> None:
-        """Add numbers [N, K, B, names] of each blueprint in each slot, and those of the seed that grows there."""
-        blueprints |= zip(names, values.unbind(-1), strict=True)
-        seeds = (growing.unsqueeze(-1) * values).sum(2)  # [N, K, names]
-        slots |= {f"seed.{name}": column for name, column in zip(names, seeds.unbind(-1), strict=True)}
-
-    def _description(self, env: Subject) -> HostDescription:
-        if env not in self.descriptions:
-            self.descriptions[env] = describe(env)
-        return self.descriptions[env]
+    rows = [host_features(env) for env in envs]
+    host = dict(zip(rows[0], torch.tensor([list(row.values()) for row in rows]).unbind(-1), strict=True))
+    # Means and maxima over rows do not tell their number.
+    host["slots.offered"] = growable.any(-1).sum(-1).clamp(min=1).log() / LOG_COUNT_SCALE
+    host["blueprints.offered"] = growable.any(-2).sum(-1).clamp(min=1).log() / LOG_COUNT_SCALE
+    measured = [[slot_features(env, k) for k in range(len(env.slots))] for env in envs]
+    table = torch.tensor([[list(features.values()) for features in row] for row in measured])  # [N, K, features]
+    slots = dict(zip(measured[0][0], table.unbind(-1), strict=True))
+    for env in envs:
+        if env not in descriptions:
+            descriptions[env] = describe(env)
+    described = [descriptions[env] for env in envs]
+    growing = torch.tensor(
+        [[[slot.blueprint == name for name in env.space.blueprint] for slot in env.slots] for env in envs],
+        dtype=torch.float32,
+    )  # [N, K, B]
+    blueprints = {"here": growing}
+    blueprints["tried"], blueprints["trial"] = _trials(envs)
+    seed_rents, blueprint_rents = _rents(envs, described)
+    blueprints["rent"] = (blueprint_rents / RENT_SCALE).clamp(max=LARGEST_RENT)
+    slots["rent"] = (seed_rents / RENT_SCALE).clamp(max=LARGEST_RENT)
+    contributions = torch.tensor([[(record.contribution or 0.0) / 100.0 for record in env.records] for env in envs])
+    slots["gain"] = ((contributions - seed_rents) / GAIN_SCALE).clamp(-1.0, 1.0) * growing.amax(-1)
+    slots |= zip(SLOT_DESCRIPTION, torch.stack([one.slots for one in described]).unbind(-1), strict=True)
+    kinds = torch.stack([one.blueprints for one in described])  # [N, K, B, description]
+    blueprints |= zip(BLUEPRINT_DESCRIPTION, kinds.unbind(-1), strict=True)
+    seeds = (growing.unsqueeze(-1) * kinds).sum(2)  # [N, K, description] of the seed that grows in each slot
+    slots |= zip((f"seed.{name}" for name in BLUEPRINT_DESCRIPTION), seeds.unbind(-1), strict=True)
+    return Features(host, slots, blueprints)
 
 
 def _trials(envs: Sequence[Subject]) -> tuple[Tensor, Tensor]:
     """Return where a blueprint's contribution was measured in this episode, and the last one, both [N, K, B]."""
-
-    def table(number: Callable[[dict[str, float], str], float]) -> Tensor:
-        return torch.tensor(
-            [[[number(trials, name) for name in env.space.blueprint] for trials in env.trials] for env in envs]
-        )
-
-    return (
-        table(lambda trials, name: float(name in trials)),
-        table(lambda trials, name: clip(trials.get(name, 0.0) / CONTRIBUTION_SCALE)),
-    )
+    last = [[[trials.get(name) for name in env.space.blueprint] for trials in env.trials] for env in envs]
+    tried = [[[float(points is not None) for points in row] for row in env] for env in last]
+    scaled = [[[clip((points or 0.0) / CONTRIBUTION_SCALE) for points in row] for row in env] for env in last]
+    return torch.tensor(tried), torch.tensor(scaled)
 
 
-def _contributions(envs: Sequence[Subject]) -> Tensor:
-    """Return the contributions of the seeds in accuracy (0 to 1), [N, K]; 0 where none is known."""
-    return torch.tensor([[(record.contribution or 0.0) / 100.0 for record in env.records] for env in envs])
-
-
-def _rents(envs: Sequence[Subject], hosts: Sequence[HostDescription]) -> tuple[Tensor, Tensor]:
+def _rents(envs: Sequence[Subject], described: Sequence[HostDescription]) -> tuple[Tensor, Tensor]:
     """Return the additional rent of fossilizing now the seed of each slot [N, K], and one of each blueprint [N, K, B].
 
     Empty slots and fossilized seeds have none.
     """
-    live = [[slot.live for slot in env.slots] for env in envs]
-    seeds = [[count_parameters(slot.seed) if slot.live else 0 for slot in env.slots] for env in envs]
-    parameters = torch.cat(
-        [torch.tensor(seeds, dtype=torch.float32).unsqueeze(-1), torch.stack([host.parameters for host in hosts])], -1
-    )  # [N, K, 1 + B]
+
+    def growth(seeds: list[list[int]], blueprints: list[Tensor], sizes: list[list[float]]) -> Tensor:  # [N, K, 1 + B]
+        """Return the rise of ln(1 + growth) by each seed and each blueprint, in parameters or FLOPs.
+
+        `sizes` [N][2] are the size of the host, to which growth is relative, and that of its fossilized seeds.
+        """
+        added = torch.cat([torch.tensor(seeds, dtype=torch.float32).unsqueeze(-1), torch.stack(blueprints)], -1)
+        host, grown = torch.tensor(sizes)[:, None, None].unbind(-1)
+        return torch.log1p((grown + added) / host) - torch.log1p(grown / host)
+
     prices = torch.tensor([list(env.prices) for env in envs])[:, None, None]  # [N, 1, 1, 2]
-    sizes = torch.tensor(
-        [
-            [
-                float(max(env.host_parameters, env.objective_config.smallest_host)),
-                float(env.fossilized_parameters - env.host_parameters),
-            ]
-            for env in envs
-        ]
-    )[:, None, None]
-    rent = prices[..., 0] * _log_growth(parameters, sizes)
+    parameters = [[count_parameters(slot.seed) if slot.live else 0 for slot in env.slots] for env in envs]
+    hosts = [float(max(env.host_parameters, env.objective_config.smallest_host)) for env in envs]
+    fossilized = [float(env.fossilized_parameters - env.host_parameters) for env in envs]
+    sizes = [list(pair) for pair in zip(hosts, fossilized, strict=True)]
+    rent = prices[..., 0] * growth(parameters, [one.parameters for one in described], sizes)
     if any(env.objective_config.charges_compute for env in envs):
-        seed_flops = [
-            [env.flops.seed_flops(slot) if slot.live else 0 for slot in env.slots] for env in envs if env.flops
-        ]
-        flops = torch.cat(
-            [torch.tensor(seed_flops, dtype=torch.float32).unsqueeze(-1), torch.stack([host.flops for host in hosts])],
-            -1,
-        )
-        compute = torch.tensor(
-            [[float(env.flops.host), float(env.fossilized_flops - env.flops.host)] for env in envs if env.flops]
-        )[:, None, None]
-        rent = rent + prices[..., 1] * _log_growth(flops, compute)
-    return rent[..., 0] * torch.tensor(live), rent[..., 1:]
-
-
-def _log_growth(added: Tensor, sizes: Tensor) -> Tensor:
-    """Return the rise of ln(1 + growth) by further parameters or FLOPs.
-
-    Args:
-        added: Parameters or FLOPs of a seed, [N, K, …].
-        sizes: Size of the host, to which growth is relative, and size of its fossilized seeds, [N, 1, 1, 2].
-    """
-    host, grown = sizes.unbind(-1)
-    return torch.log1p((grown + added) / host) - torch.log1p(grown / host)
-
-
-class RowBuilder:
-    """Builds observations in rows.
-
-    Args:
-        envs: Environments that all have the same numbers of slots and of blueprints.
-        config: Features to show.
-
-    Attributes:
-        sizes: Numbers of features in the parts of a row.
-        names: Names of the features: those of the host, of a slot and of a blueprint.
-
-    Raises ValueError if a pattern in `config` matches no feature.
-    """
-
-    def __init__(self, envs: Sequence[Subject], config: ObservationConfig) -> None:
-        self.source = FeatureSource(config)
-        space = envs[0].space
-        host, slots, blueprints = self._compute(
-            envs[:1], torch.ones(1, len(space.slot), len(space.blueprint), dtype=torch.bool)
-        )
-        names = [*host, *(SLOT_PREFIX + name for name in slots), *(BLUEPRINT_PREFIX + name for name in blueprints)]
-        shown = dict(zip(names, config.select(names), strict=True))
-        self.host = [name for name in host if shown[name]]
-        self.slot = [name for name in slots if shown[SLOT_PREFIX + name]]
-        self.blueprint = [name for name in blueprints if shown[BLUEPRINT_PREFIX + name]]
-        self.sizes = RowSizes(len(self.host), 1 + len(self.slot), 1 + len(self.blueprint))
-        self.names = [
-            *self.host,
-            *(SLOT_PREFIX + name for name in (PRESENT, *self.slot)),
-            *(BLUEPRINT_PREFIX + name for name in (PRESENT, *self.blueprint)),
-        ]
-
-    def _compute(
-        self, envs: Sequence[Subject], growable: Tensor
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        """Return all features by name: of hosts [N], of slots [N, K] and of blueprints [N, K, B]."""
-        rows = [row_host_features(env) for env in envs]
-        host = dict(zip(rows[0], torch.tensor([list(row.values()) for row in rows]).unbind(-1), strict=True))
-        # Means and maxima over rows do not tell their number.
-        host["slots.offered"] = growable.any(-1).sum(-1).clamp(min=1).log() / LOG_COUNT_SCALE
-        host["blueprints.offered"] = growable.any(-2).sum(-1).clamp(min=1).log() / LOG_COUNT_SCALE
-        # A slot that a host lacks has the features of an empty one, which are hidden later.
-        measured = [[slot_features(env, k) for k in range(len(env.slots))] for env in envs]
-        table = torch.tensor([[list(features.values()) for features in row] for row in measured])  # [N, K, features]
-        slots = dict(zip(measured[0][0], table.unbind(-1), strict=True))
-        added = self.source.compute(envs)
-        return host, slots | added.slots, added.blueprints
-
-    def build(self, envs: Sequence[Subject], growable: Tensor) -> Tensor:  # [N, K, R]
-        """Return the rows of all environments; `growable` [N, K, B] tells which blueprint can grow in which slot."""
-        host, slots, blueprints = self._compute(envs, growable)
-        can_grow = growable.float()
-        has_slot = can_grow.amax(-1)  # [N, K]
-        host_part = torch.stack([host[name] for name in self.host], -1) if self.host else has_slot[:, :0]  # [N, host]
-        slot_part = torch.stack([has_slot, *(slots[name] * has_slot for name in self.slot)], -1)
-        blueprint_part = torch.stack([can_grow, *(blueprints[name] * can_grow for name in self.blueprint)], -1)
-        rows = host_part.unsqueeze(1).expand(-1, has_slot.shape[1], -1)
-        return torch.cat([rows, slot_part, blueprint_part.flatten(-2)], -1)
-
-
-def row_host_features(env: Subject) -> dict[str, float]:
-    """Return the features of a host by name, without those that depend on the number of its slots."""
-    values = {"price.compute": 0.0, "compute.committed": 0.0} | {
-        name: value for name, value in host_features(env).items() if not name.startswith(STAGE_SHARE_PREFIX)
-    }
-    values["ticks_left"] = math.log1p(max(0, env.horizon - env.tick)) / LOG_SIZE_SCALE
-    values["lr"] = env.lr_share
-    values["host.parameters"] = math.log(env.host_parameters) / (2 * LOG_SIZE_SCALE)
-    return values
+        counted = [(env, env.flops) for env in envs if env.flops is not None]
+        flops = [[one.seed_flops(slot) if slot.live else 0 for slot in env.slots] for env, one in counted]
+        compute = [[float(one.host), float(env.fossilized_flops - one.host)] for env, one in counted]
+        rent = rent + prices[..., 1] * growth(flops, [one.flops for one in described], compute)
+    live = torch.tensor([[slot.live for slot in env.slots] for env in envs])
+    return rent[..., 0] * live, rent[..., 1:]

@@ -197,12 +197,10 @@ class PlanSampler:
 
         If several actions are due, those on existing seeds come before germinations.
         """
-        advances = (not self.config.lifecycle.auto_blend) + (not self.config.lifecycle.auto_probation)
         fossilized = [seed for seed in plan.seeds if seed.cull_tick is None]
         entries = []
         for seed in plan.seeds:
             entries.append(ScheduledAction(seed.tick, "GERMINATE", *seed[:4]))
-            entries += [ScheduledAction(seed.tick + 1, "ADVANCE", seed.slot)] * advances
             if seed.cull_tick is not None:
                 entries.append(ScheduledAction(seed.cull_tick, "CULL", seed.slot))
                 continue

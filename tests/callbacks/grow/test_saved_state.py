@@ -109,8 +109,8 @@ def test_a_grown_network_that_was_saved_without_grow_is_refused(tmp_path: Path) 
         ({"score": SeedSlot.active_output}, "of score None, the run of SeedSlot.active_output; give the same"),
         ({"seed_options": {"lr": 0.1}}, r"of seed_options {}, the run of {'lr': 0.1}; give the same"),
         (
-            {"lifecycle": replace(QUICK, isolation="proximal")},
-            "of lifecycle.isolation straight_through, the run of proximal; give the same",
+            {"lifecycle": replace(QUICK, isolation="straight_through")},
+            "of lifecycle.isolation proximal, the run of straight_through; give the same",
         ),
         ({"actions": ActionConfig(max_seeds=1)}, "of actions.max_seeds None, the run of 1; give the same"),
         (

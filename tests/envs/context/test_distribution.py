@@ -1,5 +1,6 @@
 """Distribution over contexts: what differs between episodes, and that nothing else does."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from esper_lightning.controllers.random import RandomValid, WaitOnly
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.context.distribution import Context, ContextDistribution, FamilyConfig, seed_fails
+from esper_lightning.envs.context.distribution import Context, ContextDistribution, FamilyConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.seeding import TRAINING, episode_rng_seeds
 from esper_lightning.growth.stages import Stage
@@ -166,18 +167,12 @@ def test_a_dead_seed_gets_no_gradient_and_all_others_do(make_pool: MakePool, exe
 
 
 def test_which_grafts_fail_is_drawn_from_the_seed_for_each_slot_and_blueprint() -> None:
-    drawn = [
-        seed_fails(seed, slot, kind, probability=0.3)
-        for seed in range(500)
-        for slot in ("a", "b")
-        for kind in ("x", "y")
-    ]
+    some, none, every = (Context((("fail", chance),)) for chance in (0.3, 0.0, 1.0))
+    drawn = [some.seed_fails(seed, slot, kind) for seed in range(500) for slot in "ab" for kind in "xy"]
     assert 0.25 < sum(drawn) / len(drawn) < 0.35
-    assert not any(seed_fails(seed, "a", "x", probability=0.0) for seed in range(100))
-    assert all(seed_fails(seed, "a", "x", probability=1.0) for seed in range(100))
-    assert [seed_fails(s, "a", "x", probability=0.5) for s in range(50)] != [
-        seed_fails(s, "b", "x", probability=0.5) for s in range(50)
-    ]
+    assert not any(none.seed_fails(seed, "a", "x") for seed in range(100))
+    assert all(every.seed_fails(seed, "a", "x") for seed in range(100))
+    assert drawn[0::4] != drawn[2::4], "of two slots"
 
 
 def test_the_critic_may_be_told_what_is_hidden_and_held_out_values_are_unknown_to_it(make_pool: MakePool) -> None:
@@ -193,7 +188,7 @@ def test_the_critic_may_be_told_what_is_hidden_and_held_out_values_are_unknown_t
         kernel = dict(env.context.context.variables)["host.kernel"]
         assert told[:2] == [float(kernel == 1), float(kernel == 3)]
         pairs = [(slot, kind) for slot in pool.space.slot for kind in pool.space.blueprint]
-        assert told[2:] == [float(seed_fails(env.rng_seed, *pair, probability=0.5)) for pair in pairs]
+        assert told[2:] == [float(env.context.context.seed_fails(env.rng_seed, *pair)) for pair in pairs]
     task = Digits(validation=100, test=100)
     other = HostPool(task, task.load(), cnn, config=pool.config, n_envs=2, device=torch.device("cpu"), held_out=True)
     assert other.privileged.shape == (2, 2 + facts) and not other.privileged[:, :2].any()
@@ -310,34 +305,27 @@ def test_the_governor_knows_how_many_classes_each_host_tells_apart(make_pool: Ma
 
 
 @pytest.mark.parametrize(
-    ("facts", "said"),
+    ("name", "values", "said"),
     [
-        ({"host.kernel": []}, "host.kernel needs a list of values, got []"),
-        ({"host.kernel": 3}, "host.kernel needs a list of values, got 3"),
-        ({"host": [1]}, "unknown variable 'host'"),
-        ({"kernel": [1]}, "unknown variable 'kernel'"),
-        ({"data.nois": [0.1]}, "unknown variable 'data.nois'; did you mean 'data.noise'"),
-        ({"data.noise": [-1.0]}, "data.noise must be finite and not negative"),
-        ({"data.noise": [float("nan")]}, "data.noise must be finite and not negative"),
-        ({"data.samples": [40.5]}, "data.samples must be a whole number of at least 1, got 40.5"),
-        ({"objective.price": [float("inf")]}, "objective.price must not be negative"),
-        ({"training.lr": [True]}, "training.lr must be a number"),
-        ({"training.momentum": [0.5]}, "unknown variable 'training.momentum'"),
-        ({"data.transform": ["upside down"]}, "unknown 'upside down'; there are: none, inverted"),
-        ({"data.classes": [1]}, "data.classes must be a whole number of at least 2, got 1"),
-        ({"training.optimizer": ["sgd"]}, "unknown variable 'training.optimizer'"),
-        ({"training.lr": [0.0]}, "training.lr must be positive, got 0.0"),
-        ({"training.lr": ["fast"]}, "training.lr must be a number"),
-        ({"fail": [1.5]}, "fail is a chance, from 0 to 1"),
-        ({"fail.conv_lihgt": [0.5]}, "unknown blueprint 'conv_lihgt'; did you mean 'conv_light'"),
-        ({"objective.price": [-0.1]}, "objective.price must not be negative"),
-        ({"objective.price": [True]}, "objective.price must not be negative"),
-        ({"horizon": [0]}, "horizon needs whole numbers from 1 on, got [0]"),
+        ("host.kernel", [], "needs a list of values, got []"),
+        ("host.kernel", 3, "needs a list of values, got 3"),
+        ("host", [1], "unknown variable; there are host.<argument>"),
+        ("data.nois", [0.1], "unknown variable; did you mean 'data.noise'"),
+        ("data.noise", [-1.0], "data.noise must be finite and not negative"),
+        ("data.samples", [40.5], "data.samples must be a whole number of at least 1, got 40.5"),
+        ("training.momentum", [0.5], "unknown variable"),
+        ("training.lr", [0.0], "training.lr must be positive, got 0.0"),
+        ("training.lr", [0.1, True], "it must be a number, got True"),
+        ("fail", [1.5], "it is a chance, from 0 to 1, got 1.5"),
+        ("fail.conv_lihgt", [0.5], "unknown blueprint 'conv_lihgt'; did you mean 'conv_light'"),
+        ("objective.price", [-0.1], "it must be a number and not negative"),
+        ("objective.price", [float("inf")], "it must be a number and not negative"),
+        ("horizon", [0], "it must be a whole number from 1 on, got 0"),
     ],
 )
-def test_a_variable_without_meaning_is_refused(facts: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=r"family\.train") as error:
-        FamilyConfig(train=[facts])
+def test_a_variable_without_meaning_is_refused(name: str, values: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"family.train: {name}")) as error:
+        FamilyConfig(train=[{name: values}])
     assert said in str(error.value)
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from esper_lightning.callbacks import Governor, RolloutState
 from esper_lightning.datamodules.hosts import HostPoolData
-from esper_lightning.envs import HostPool, Overseer
+from esper_lightning.envs import HostPool
 from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.evaluation.comparison import EvaluationConfig
 from esper_lightning.governor.judge import GovernorConfig
@@ -22,14 +22,17 @@ from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms, update_metrics
 from esper_lightning.ppo.running_norm import RunningMeanStd
+from esper_lightning.ranks import ALONE
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
 from esper_lightning.tasks import Digits
+from esper_lightning.telemetry.hosts import join, observe
 from esper_lightning.telemetry.metrics import tick_metrics
 from esper_lightning.telemetry.observer import Observer
 from tests.conftest import SMALL, small_host
 from tests.decisions import WAIT, germinate
 from tests.envs.executors.fused import hosts
 from tests.imitated_gpu import GPU, ImitatedGpu
+from tests.ppo.loops import total
 from tests.runs import differences
 from tests.tiers import rest_is_slow
 
@@ -45,8 +48,8 @@ def make_collector(executor: str, precision: str) -> RolloutCollector:
     task = Digits(validation=50, test=50)
     training = replace(SMALL.training, precision=precision)
     config = replace(SMALL, executor=executor, training=training, horizon=HORIZON)
-    overseer = Overseer(GovernorConfig(snapshot_every=1))
-    pool = HostPool(task, task.load(), small_host, config=config, n_envs=N_HOSTS, device=GPU, overseer=overseer)
+    governor = GovernorConfig(snapshot_every=1)
+    pool = HostPool(task, task.load(), small_host, config=config, n_envs=N_HOSTS, device=GPU, governor=governor)
     torch.manual_seed(0)
     return RolloutCollector(
         pool,
@@ -62,14 +65,16 @@ def make_collector(executor: str, precision: str) -> RolloutCollector:
 def test_a_tick_waits_for_the_gpu_twice_and_nothing_is_on_the_wrong_device(executor: str, precision: str) -> None:
     with ImitatedGpu() as gpu:
         collector = make_collector(executor, precision)
-        pool, observer = collector.pool, Observer(collector.pool)
+        pool, space = collector.pool, collector.pool.space
+        observer = Observer(space.slot, space.blueprint, horizon=pool.horizon, n_envs=pool.n_envs)
         collector.reset()
         collector.step()  # creates what is cached
         gpu.waits.clear()
         for tick in range(1, pool.horizon):
             step = collector.step()
-            tick_metrics(step)
-            observer.update(step, pool.envs, tick, all_events=True)
+            seen = join([observe(pool, step, tick)], ALONE)
+            tick_metrics(seen, space.slot)
+            observer.update(seen)
         assert sum(gpu.waits.values()) == 2 * (pool.horizon - 1), gpu.waits
         assert {wait.partition(" < ")[0] for wait in gpu.waits} == {"event"}
 
@@ -78,7 +83,7 @@ def test_a_tick_waits_for_the_gpu_twice_and_nothing_is_on_the_wrong_device(execu
         terms = []
         for minibatch in rollout.minibatches(1, 2, collector.generator):
             terms.append(ppo_terms(collector.policy, minibatch, collector.config))
-            terms[-1].total(0.5, 0.01).backward()
+            total(terms[-1]).backward()
             torch.nn.utils.clip_grad_norm_(collector.policy.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()

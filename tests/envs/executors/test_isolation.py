@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.envs import ActionConfig, HostPool
-from esper_lightning.envs.config import TRIAL_EXECUTORS
 from esper_lightning.envs.executors.streams import StreamsExecutor
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.envs.spaces.observation import compute_features
+from esper_lightning.envs.spaces.observation import slot_features
 from esper_lightning.growth.blend import Isolation
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.lifecycle import slots_of
-from esper_lightning.growth.recorded import weights_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
-from esper_lightning.telemetry.metrics import potential_metrics
+from esper_lightning.ranks import ALONE
+from esper_lightning.telemetry.hosts import join, observe
+from esper_lightning.telemetry.metrics import tick_metrics
 from tests.decisions import WAIT, act, germinate
 from tests.envs.executors.episodes import episode, same
 from tests.envs.executors.fake_cuda import FakeCuda
@@ -38,7 +38,8 @@ TICKS = 3
 
 def host_weights(network: nn.Module) -> dict[str, Tensor]:
     """Return the host's weights and statistics, without those of its seeds."""
-    return {name: value.clone() for name, value in weights_of(network).items() if ".seed." not in name}
+    both = (*network.named_parameters(), *network.named_buffers())
+    return {name: value.detach().clone() for name, value in both if ".seed." not in name and "alpha" not in name}
 
 
 def train_hosts(pool: HostPool, seeded: bool) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
@@ -47,7 +48,7 @@ def train_hosts(pool: HostPool, seeded: bool) -> tuple[list[dict[str, Tensor]], 
     Returns the hosts' weights, and accuracy and loss of each tick.
     """
     for i, env in enumerate(pool.envs):
-        env.set_batch_hooks(data_order=lambda rng_seed, tick, i=i: 100 * i + tick)
+        env.data_order = lambda rng_seed, tick, i=i: 100 * i + tick
     actions = [act(WAIT, germinate(k, blueprint=k, style=k) if seeded else WAIT) for k in range(TICKS)]
     metrics = []
     for action in actions:
@@ -61,7 +62,6 @@ CASES = [
     for executor in ("loop", "fused", "threads", "streams")
     for isolation in get_args(Isolation)
     for changes in ({}, {"micro_batches": 4}, {"precision": "bf16"}, {"optimizer": "sgd", "max_grad_norm": None})
-    if isolation != "trial" or executor in TRIAL_EXECUTORS
 ]
 
 
@@ -71,10 +71,10 @@ CASES = [
         CASES,
         [
             ("loop", "proximal", {}),
-            ("loop", "trial", {}),
+            ("loop", "straight_through", {}),
             ("fused", "proximal", {}),
             ("threads", "proximal", {"micro_batches": 4}),
-            ("streams", "trial", {"precision": "bf16"}),
+            ("streams", "proximal", {"precision": "bf16"}),
         ],
     ),
     ids=str,
@@ -106,7 +106,7 @@ def test_a_host_trains_as_without_seeds_while_they_learn(
         assert {name for name, value in expected.items() if not torch.equal(found[name], value)} == set()
 
 
-@pytest.mark.parametrize("isolation", ["proximal", "trial"])
+@pytest.mark.parametrize("isolation", get_args(Isolation))
 def test_workers_do_what_the_loop_does_bit_for_bit(make_pool: MakePool, isolation: Isolation) -> None:
     lifecycle = LifecycleConfig(isolation=isolation, training_ticks=1, min_contribution=None, embargo_ticks=1)
     pools = [make_pool(3, executor=name, horizon=6, lifecycle=lifecycle) for name in ("loop", "threads")]
@@ -127,7 +127,7 @@ def test_potentials_are_those_of_the_seeds_switched_on_one_by_one(make_pool: Mak
         actions=ActionConfig(styles=STYLES),
     )
     for row in (germinate(0, 2), WAIT, WAIT, germinate(1, 1, style=1), germinate(2, 2, style=2)):
-        pool.step(act(WAIT, row))
+        step = pool.step(act(WAIT, row))
     idle, env = pool.envs
     assert [slot.stage for slot in env.slots] == [Stage.BLENDING, Stage.TRAINING, Stage.TRAINING]
     assert [record.potential for record in idle.records] == [None] * 3
@@ -145,13 +145,13 @@ def test_potentials_are_those_of_the_seeds_switched_on_one_by_one(make_pool: Mak
         expected = 100.0 * (accuracy - env.history.accuracy[-1])
         assert env.records[k].potential == pytest.approx(expected, abs=1e-4)
     plotted = (env.records[1].potential + env.records[2].potential) / 2
-    assert potential_metrics(pool.envs) == {"growth/potential": pytest.approx(plotted)}
+    written = tick_metrics(join([observe(pool, step, 5)], ALONE), pool.space.slot)
+    assert written["growth/potential"] == pytest.approx(plotted)
     names = [name for name in pool.feature_names if "potential" in name]
-    assert names == [f"{slot.name}.{name}" for slot in env.slots for name in ("potential.known", "potential")]
-    shown = compute_features(env)
-    second = env.slots[1].name
-    assert shown[f"{second}.potential.known"] == 1.0
-    assert shown[f"{second}.potential"] == pytest.approx(max(-1.0, min(1.0, env.records[1].potential / 10.0)))
+    assert names == ["slot.potential.known", "slot.potential"]
+    shown = slot_features(env, 1)
+    assert shown["potential.known"] == 1.0
+    assert shown["potential"] == pytest.approx(max(-1.0, min(1.0, env.records[1].potential / 10.0)))
 
 
 def test_potentials_that_nobody_asks_for_are_neither_measured_nor_observed(make_pool: MakePool) -> None:
@@ -159,10 +159,3 @@ def test_potentials_that_nobody_asks_for_are_neither_measured_nor_observed(make_
     pool.step(act(germinate(0, 2)))
     assert pool.envs[0].records[0].potential is None
     assert not any("potential" in name for name in pool.feature_names)
-
-
-def test_a_stack_refuses_trials_in_one_line_and_auto_leaves_it_out(make_pool: MakePool) -> None:
-    lifecycle = LifecycleConfig(isolation="trial")
-    with pytest.raises(ValueError, match=r"^executor 'fused' cannot run lifecycle.isolation trial; use env.executor"):
-        make_pool(2, executor="fused", lifecycle=lifecycle)
-    assert make_pool(2, executor="auto", lifecycle=lifecycle).executor_choice in ("loop", "threads")

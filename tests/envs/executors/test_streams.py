@@ -126,7 +126,7 @@ def test_streams_of_a_device_wait_for_that_device_and_results_for_all(fake_cuda:
 
 
 def test_a_data_module_builds_its_pools_on_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("esper_lightning.datamodules.tasks.find_host_devices", lambda *_, **__: [CPU, SECOND])
+    monkeypatch.setattr("esper_lightning.datamodules.hosts.find_host_devices", lambda *_, **__: [CPU, SECOND])
     data = HostPoolData(Digits(validation=100, test=100), tiny_host, EnvConfig(), n_envs=2)
     data.build(CPU)
     other = data.make_pool(3)

@@ -13,7 +13,7 @@ from esper_lightning.envs.executors.fused.flat import Arena, Assignment, FlatWei
 from esper_lightning.envs.executors.fused.layers import stack_layers
 from esper_lightning.envs.executors.fused.layout import StackIndex, stack_inputs, unstack_outputs
 from esper_lightning.envs.executors.fused.slot import StackedSlot
-from esper_lightning.growth.attach import attach_from_records, attachment_records, detach_slots
+from esper_lightning.growth.attach import attach_at, attached_places, detach_slots
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.slot import SeedSlot
@@ -37,11 +37,11 @@ class HostStack:
         self.entries = StackEntries()
         with torch.inference_mode(False):
             network = deepcopy(host)
-        attached = attachment_records(network)
+        attached = attached_places(network)
         if attached:
             detach_slots(network)  # from layers that are about to be replaced
         self.network = stack_layers(network, self.index).eval()
-        attach_from_records(self.network, attached)
+        attach_at(self.network, attached)
         self.stacked_host = StackedModule(self.network)
         self.dropouts = {path: layer for path, layer in self.network.named_modules() if isinstance(layer, Dropout)}
         self.slots: dict[str, StackedSlot] = {}

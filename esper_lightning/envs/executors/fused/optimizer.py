@@ -61,7 +61,7 @@ class StackedOptimizer:
 
     @torch.no_grad()
     def unscale(self, scales: Tensor) -> Tensor:  # [N] -> [N] bool
-        """Divide gradients by the hosts' loss scales. Returns which hosts and their seeds have finite gradients only."""
+        """Divide gradients by the loss scales. Returns which hosts, with their seeds, have finite gradients only."""
         grads = self.arena.grads
         grads /= self.per_weight(scales[self.host_of_group])
         nonfinite = torch.zeros_like(scales)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper_lightning.controllers.random import RandomValid
-from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, Overseer
+from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.gates import LifecycleConfig
@@ -123,7 +123,7 @@ def make(
     task = TokenTask() if host.startswith("gpt") else NoisyDigits()
     with precision(dtype):
         config = replace(FAST_CONFIG, executor=executor, **changes)
-        overseer = Overseer(governor)
+        governor = governor
         return HostPool(
             task,
             task.load(),
@@ -132,7 +132,7 @@ def make(
             n_envs=n_envs,
             device=device,
             host_devices=host_devices,
-            overseer=overseer,
+            governor=governor,
         )
 
 

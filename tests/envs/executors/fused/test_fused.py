@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from esper_lightning.blueprints import registry
+from esper_lightning.blueprints.registry import Blueprint
 from esper_lightning.blueprints.residual import Residual
 from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import ActionConfig, HostPool
@@ -196,13 +198,16 @@ def test_seeds_with_running_statistics_in_hosts_that_are_computed_twice(monkeypa
     def normed(channels: int) -> nn.Module:
         return Residual(nn.BatchNorm2d(channels), nn.Conv2d(channels, channels, 1))
 
-    monkeypatch.setattr("esper_lightning.blueprints.conv.conv_light", normed, raising=False)
+    blueprint = Blueprint("normed", frozenset({"image"}), normed, lambda c: c * c + 3 * c, lambda c, n: 0, None)
+    monkeypatch.setitem(registry._BLUEPRINTS, ("image", "normed"), blueprint)
     monkeypatch.setitem(HOSTS, "twice", partial(CNN, base=4, pools=1, blocks=2, checkpoint_activations=True))
-    pools = both("twice", actions=ActionConfig(blueprints=["norm", "conv_light"], tempos={"FAST": 1}))
+    pools = both("twice", actions=ActionConfig(blueprints=["normed", "norm"], tempos={"FAST": 1}))
     for pool in pools:
         play(pool, 8)
 
     assert_equal(*pools)
+    grown = [name for env in pools[0].envs for name in env.network.state_dict() if "seed" in name]
+    assert any("running_mean" in name for name in grown)
 
 
 def test_executors_may_take_turns_because_everything_lives_in_the_environments() -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.executors.fused.proof import check_stack
-from esper_lightning.growth.attach import attach_from_records
+from esper_lightning.growth.attach import attach_at
 from esper_lightning.growth.fold import fold
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
@@ -82,7 +82,7 @@ def attached(input_shape: Sequence[int], outputs: int) -> nn.Module:
     block = Using(lambda self, x: F.relu(self.norm(self.conv(x)) + x), conv=layer(), norm=nn.BatchNorm2d(8))
     network = nn.Sequential(nn.Conv2d(1, 8, 3, stride=2), nn.ReLU(), block, nn.Flatten(), nn.Linear(8 * 9, outputs))
     place = {"slot": "inside", "module": "2.norm", "path": [], "channels_last": False}
-    attach_from_records(network, [place | {"layout": "image", "width": 8, "isolate": True, "trunk": False}])
+    attach_at(network, [place | {"layout": "image", "width": 8, "detach_input": True, "on_single_path": False}])
     return network
 
 

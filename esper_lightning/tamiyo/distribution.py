@@ -1,0 +1,247 @@
+"""Factored, masked action distributions: each head is drawn given the choices of earlier heads.
+
+All conditional tables are computed at once, so sampling, log-probability and the exact entropy use the same numbers.
+`HostDistribution` is for hosts: the op first, then a slot given the op, then the remaining heads given the slot.
+`ChoiceDistribution` is for any `ChoiceSpace`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from esper_lightning.envs import HEADS, Action, Masks
+from esper_lightning.envs.spaces.actions import RELEVANT_OPS, relevance_table, zero_irrelevant_heads
+from esper_lightning.envs.spaces.choices import ChoiceAction, ChoiceMasks, ChoiceSpace
+from esper_lightning.ranks import ALONE, Ranks
+
+MASKED_LOGIT = -1e4
+"""Logit of an impossible choice: its probability is exactly 0 in float32, and the number fits in half precision."""
+
+LARGEST_LOGIT = 5e3
+"""Largest absolute logit of a possible choice: a possible choice is never less likely than an impossible one."""
+
+SMALLEST_WEIGHT = 1e-30
+"""Weight of an impossible choice where a distribution is not a number: never drawn unless no choice is possible."""
+
+HeadTables = dict[str, Tensor]
+"""Tables by head [..., rows, choices], with one row for each choice of the head's parent; a single row without one."""
+
+HOST_PARENTS = {"slot": "op", "blueprint": "slot", "style": "slot", "tempo": "slot"}
+"""Earlier head on which each head of a host's action is conditioned; the op has none."""
+
+
+def host_table_shapes(sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Return rows and choices of every head of a host's action that exists: `style` only where there are several."""
+    return {
+        head: (sizes[HOST_PARENTS[head]] if head in HOST_PARENTS else 1, choices)
+        for head, choices in sizes.items()
+        if head != "style" or choices > 1
+    }
+
+
+def masked_log_softmax(logits: Tensor, mask: Tensor) -> Tensor:
+    """Return log-probabilities over the last axis; a row without a possible choice is uniform and never drawn from."""
+    bounded = logits.float().clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
+    return F.log_softmax(torch.where(mask, bounded, MASKED_LOGIT), -1)
+
+
+def normalised_entropy(log_probs: Tensor, mask: Tensor) -> Tensor:
+    """Return the entropy over the last axis as a fraction of that of a uniform choice among the possible.
+
+    It is 0 where at most one choice is possible.
+    """
+    count = mask.sum(-1)
+    entropy = -(log_probs.exp() * log_probs * mask).sum(-1)
+    return torch.where(count > 1, entropy / count.clamp(min=2).log(), 0.0)
+
+
+def select_row(table: Tensor, row: Tensor | None) -> Tensor:  # [..., choices]
+    """Return the row of a table [..., rows, choices] with index `row` [...]; None: its only row."""
+    if row is None:
+        return table.squeeze(-2)
+    index = row[..., None, None].expand(*row.shape, 1, table.shape[-1])
+    return table.gather(-2, index).squeeze(-2)
+
+
+def draw_rows(weights: Tensor, generator: torch.Generator, ranks: Ranks) -> Tensor:  # [n, choices] -> [n]
+    """Draw one choice per row, in proportion to its weights; rows are the environments of this rank."""
+    if ranks.world == 1:
+        return torch.multinomial(weights, 1, generator=generator).squeeze(1)
+    # As torch.multinomial does it: every rank draws the noise of all environments, and uses that of its own.
+    noise = weights.new_empty(ranks.total, weights.shape[1]).exponential_(generator=generator)
+    return (weights / ranks.rows(noise)).argmax(1)
+
+
+class FactoredDistribution(ABC):
+    """Distribution over actions [..., N] with one table of conditional log-probabilities per head.
+
+    Args:
+        logits: Table of each head, [..., rows, choices], in the order in which heads are drawn.
+        masks: Possible choices, of the same shapes, bool.
+        parents: Earlier head whose choice selects the row of a head's table; a head without one has a single row.
+    """
+
+    def __init__(self, logits: HeadTables, masks: HeadTables, parents: Mapping[str, str]) -> None:
+        self.heads = tuple(logits)
+        self.masks = masks
+        self.parents = parents
+        self.log_probs: HeadTables = {head: masked_log_softmax(table, masks[head]) for head, table in logits.items()}
+
+    def sample(self, generator: torch.Generator, ranks: Ranks = ALONE) -> Any:
+        """Draw an action; `generator` must be on the device of the logits.
+
+        Where log-probabilities are NaN, all possible choices are equally likely: to draw from NaN would end a GPU's
+        process. The action's log-probability stays NaN, so that nothing is learned from it.
+
+        With several ranks, whose generators are in the same state, the actions are those that one process would draw
+        for the environments of all ranks.
+        """
+
+        def draw(head: str, row: Tensor | None) -> Tensor:
+            log_probs, mask = self.log_probs[head], self.masks[head]
+            weights = select_row(torch.where(log_probs.isnan(), mask + SMALLEST_WEIGHT, log_probs.exp()), row)
+            return draw_rows(weights.flatten(0, -2), generator, ranks).view(weights.shape[:-1])
+
+        return self._action(self._choose(draw))
+
+    def mode(self) -> Any:
+        """Return the most likely choice of each head, given the choices of earlier heads."""
+        return self._action(self._choose(lambda head, row: select_row(self.log_probs[head], row).argmax(-1)))
+
+    def _choose(self, choose: Callable[[str, Tensor | None], Tensor]) -> dict[str, Tensor]:
+        """Return the choice of each head, given a function of the head and the selected row of its table."""
+        chosen: dict[str, Tensor] = {}
+        for head in self.heads:
+            chosen[head] = choose(head, self._row(head, chosen))
+        return chosen
+
+    def _row(self, head: str, chosen: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the row of a head's table that the choices of earlier heads select; None if there is only one."""
+        return chosen[self.parents[head]] if head in self.parents else None
+
+    def _log_prob(self, head: str, chosen: Mapping[str, Tensor]) -> Tensor:  # [...]
+        row = select_row(self.log_probs[head], self._row(head, chosen))
+        return row.gather(-1, chosen[head].unsqueeze(-1)).squeeze(-1)
+
+    def log_prob(self, action: Any) -> Tensor:  # [...]
+        """Return the log-probability of the action: the sum over the heads that matter for it."""
+        return self.head_log_probs(action).sum(-1)
+
+    def entropy(self) -> tuple[Tensor, Tensor]:
+        """Return the entropy of each head and the probability that it matters, both [..., heads]; both are exact.
+
+        The entropy of a head is normalised (1: uniform over the possible choices) and averaged over its contexts,
+        weighted by their probabilities. The product of both, summed over heads, is the entropy of the action in these
+        units.
+        """
+        return self._mean_over_rows(lambda head: normalised_entropy(self.log_probs[head], self.masks[head]))
+
+    def choice_probability(self) -> Tensor:  # [..., heads]
+        """Return the probability that a head matters and has several possible choices; else its entropy is 0."""
+        has_choice, relevance = self._mean_over_rows(lambda head: (self.masks[head].sum(-1) > 1).float())
+        return has_choice * relevance
+
+    @abstractmethod
+    def head_log_probs(self, action: Any) -> Tensor:  # [..., heads]
+        """Return the log-probability of each head's choice given those of earlier heads; 0 where it does not matter."""
+
+    @abstractmethod
+    def _action(self, chosen: dict[str, Tensor]) -> Any:
+        """Return the action made of the choices of all heads."""
+
+    @abstractmethod
+    def _mean_over_rows(self, row_values: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the mean of each head's `row_values(head)` [..., rows] over the rows, weighted by their probability
+        where the head matters, and the probability that it matters, both [..., heads]."""
+
+
+class HostDistribution(FactoredDistribution):
+    """Distribution over the actions of hosts, given the logits of the heads and the masks."""
+
+    def __init__(self, logits: HeadTables, masks: Masks) -> None:
+        super().__init__(logits, {head: host_mask(head, masks, table) for head, table in logits.items()}, HOST_PARENTS)
+        self.relevant = relevance_table(masks.slot.device)  # [ops, all heads of an action]
+
+    def _action(self, chosen: dict[str, Tensor]) -> Action:
+        return host_action(chosen)
+
+    def head_log_probs(self, action: Action) -> Tensor:  # [..., heads]
+        chosen, relevant = action._asdict(), self.relevant[action.op]
+        parts = [self._log_prob(head, chosen) * relevant[..., HEADS.index(head)] for head in self.heads]
+        return torch.stack(parts, -1)
+
+    def _mean_over_rows(self, row_values: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
+        op = self.log_probs["op"].exp().squeeze(-2)  # [..., ops]
+        weights = op.unsqueeze(-1) * self.relevant[:, [HEADS.index(head) for head in self.heads]]  # [..., ops, heads]
+        relevance = weights.sum(-2)  # [..., heads]
+        means = []
+        for i, head in enumerate(self.heads):
+            values = row_values(head)
+            if head == "op":
+                mean = values.squeeze(-1)
+            elif self.parents[head] == "op":
+                mean = (values * weights[..., i]).sum(-1) / relevance[..., i].clamp(min=1e-8)
+            else:
+                (only_op,) = RELEVANT_OPS[head]
+                mean = (values * self.log_probs["slot"].exp()[..., only_op, :]).sum(-1)
+            means.append(mean)
+        return torch.stack(means, -1), relevance
+
+
+def host_mask(head: str, masks: Masks, table: Tensor) -> Tensor:
+    """Return the mask of a head's table, [..., rows, choices] bool."""
+    match head:
+        case "op":
+            return masks.op.unsqueeze(-2)
+        case "slot" | "blueprint":
+            return getattr(masks, head)
+        case _:
+            return torch.ones_like(table, dtype=torch.bool)
+
+
+def host_action(chosen: Mapping[str, Tensor]) -> Action:
+    """Return the action made of the choices of the existing heads; missing ones, and those without effect, are 0."""
+    missing = torch.zeros_like(chosen["op"])
+    action = Action(*(chosen.get(head, missing) for head in HEADS))
+    return zero_irrelevant_heads(action, relevance_table(missing.device))
+
+
+def uniform_distribution(sizes: Mapping[str, int], masks: Masks) -> HostDistribution:
+    """Return the distribution in which all possible choices of a head are equally likely.
+
+    Args:
+        sizes: Number of choices of each head.
+        masks: Possible choices of N environments.
+    """
+    shapes = host_table_shapes(sizes).items()
+    return HostDistribution({head: torch.zeros(len(masks.ended), *shape) for head, shape in shapes}, masks)
+
+
+class ChoiceDistribution(FactoredDistribution):
+    """Distribution over the actions of a `ChoiceSpace`, given the logits of the heads and the masks."""
+
+    def __init__(self, logits: HeadTables, masks: ChoiceMasks, space: ChoiceSpace) -> None:
+        all_possible = {head: torch.ones_like(table, dtype=torch.bool) for head, table in logits.items()}
+        super().__init__(logits, space.split_mask(masks.possible) if space.masked else all_possible, space.parents)
+
+    def _action(self, chosen: dict[str, Tensor]) -> ChoiceAction:
+        return ChoiceAction(torch.stack(list(chosen.values()), -1))
+
+    def head_log_probs(self, action: ChoiceAction) -> Tensor:  # [..., heads]
+        chosen = dict(zip(self.heads, action.indices.unbind(-1), strict=True))
+        return torch.stack([self._log_prob(head, chosen) for head in self.heads], -1)
+
+    def _mean_over_rows(self, row_values: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
+        marginals: HeadTables = {}  # [..., choices] of each head: marginal probabilities
+        means = []
+        for head in self.heads:
+            values = row_values(head)
+            weights = marginals[self.parents[head]] if head in self.parents else torch.ones_like(values)
+            marginals[head] = (weights.unsqueeze(-1) * self.log_probs[head].exp()).sum(-2)
+            means.append((weights * values).sum(-1))
+        mean = torch.stack(means, -1)
+        return mean, torch.ones_like(mean)

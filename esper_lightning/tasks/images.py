@@ -1,0 +1,118 @@
+"""Real images: the handwritten digits of scikit-learn, which need no download, and CIFAR-10."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor
+
+from esper_lightning.tasks.task import Split, Task, TaskData
+
+SPLIT_RNG_SEED = 0
+"""RNG seed of the splits, which are the same in every run."""
+
+
+class Digits(Task):
+    """1,797 images of 8×8 pixels in ten classes (https://archive.ics.uci.edu/dataset/80), splits stratified by class.
+
+    Args:
+        validation: Number of images for rewards and observations.
+        test: Number of images for evaluations only.
+    """
+
+    def __init__(self, validation: int = 200, test: int = 700) -> None:
+        self.validation = validation
+        self.test = test
+        if min(validation, test) < 10 or validation + test > 1787:
+            raise ValueError(
+                f"digits: validation and test need at least 10 images each and must leave 10 of 1,797 for training, "
+                f"got {validation} and {test}"
+            )
+
+    def load(self) -> TaskData:
+        images, digits = load_digits(return_X_y=True)
+        rest, test = _stratified(range(len(digits)), digits, self.test)
+        train, validation = _stratified(rest, digits, self.validation)
+        pixels = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8)
+        mean, deviation = pixels[train].mean(), pixels[train].std()
+        inputs, targets = (pixels - mean) / deviation, torch.tensor(digits, dtype=torch.int64)
+        return TaskData(*(Split(inputs[part], targets[part]) for part in (train, validation, test)), classes=10)
+
+
+def _stratified(indices: Sequence[int], digits: np.ndarray, held_out: int) -> tuple[list[int], list[int]]:
+    labels = [digits[i] for i in indices]
+    parts: list[Any] = train_test_split(list(indices), test_size=held_out, random_state=SPLIT_RNG_SEED, stratify=labels)
+    return parts[0], parts[1]
+
+
+class CIFAR10(Task):
+    """60,000 colour images of 32×32 pixels in ten classes (https://www.cs.toronto.edu/~kriz/cifar.html).
+
+    Only evaluations use its 10,000 test images; validation images come from the rest. All images are kept in memory on
+    the hosts' device, each channel with mean 0 and standard deviation 1; minibatches are augmented there
+    (`data.env.training.augment`). torchvision reads the files and verifies their checksums.
+
+    Args:
+        root: Folder that holds `cifar-10-batches-py`, or the archive `cifar-10-python.tar.gz`.
+        download: Download missing files (170 MB) and verify them.
+        validation: Number of images for rewards and observations.
+        train: Number of images that hosts are trained on. None: all the others. Fewer make ticks shorter.
+        test: Number of images for evaluations. None: all.
+    """
+
+    def __init__(
+        self,
+        root: str = "data",
+        *,
+        download: bool = False,
+        validation: int = 5000,
+        train: int | None = None,
+        test: int | None = None,
+    ) -> None:
+        self.root = Path(root)
+        self.download = download
+        self.validation = validation
+        self.train = train
+        self.test = test
+
+    def load(self) -> TaskData:
+        images, labels = self._read(train=True)
+        if not 1 <= self.validation <= len(images) - (self.train or 1):
+            raise ValueError(
+                f"CIFAR10: {self.validation} images for validation and {self.train or 1} for training, of "
+                f"{len(images)}; lower validation or train"
+            )
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SPLIT_RNG_SEED))
+        held_out, rest = order[: self.validation], order[self.validation :][: self.train]
+        mean, deviation = channel_statistics(images[rest])
+
+        def split(images: Tensor, labels: Tensor) -> Split:
+            return Split((images.float() - mean) / deviation, labels)
+
+        train, validation = (split(images[part], labels[part]) for part in (rest, held_out))
+        test_images, test_labels = self._read(train=False)
+        return TaskData(train, validation, split(test_images[: self.test], test_labels[: self.test]), classes=10)
+
+    def _read(self, train: bool) -> tuple[Tensor, Tensor]:  # [n, 3, 32, 32] uint8, [n] int64
+        from torchvision.datasets import CIFAR10 as Stored  # imported late: it takes a second
+
+        try:
+            stored = Stored(self.root, train=train, download=self.download)
+        except (RuntimeError, URLError) as error:  # raised by torchvision for missing or damaged files
+            hint = "give --data.task.init_args.download true to fetch it (170 MB), or name its folder by root"
+            raise ValueError(f"CIFAR10: no sound data set in {str(self.root)!r} ({error}); {hint}") from error
+        return torch.from_numpy(stored.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(stored.targets)
+
+
+def channel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:  # [n, C, H, W] uint8 -> [C, 1, 1] each
+    """Return mean and standard deviation of each channel, from counts of its 256 values to save a float copy."""
+    counts = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in images.unbind(1)]).double()
+    values = torch.arange(256, dtype=torch.float64)
+    mean = (counts * values).sum(1) / counts.sum(1)
+    variance = (counts * (values - mean[:, None]) ** 2).sum(1) / counts.sum(1)
+    return mean.float()[:, None, None], variance.sqrt().float()[:, None, None]

@@ -1,0 +1,351 @@
+"""The three hosts: sizes, slots, refusals, and what each computes."""
+
+import math
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from esper_lightning.blueprints import build_on, initialise
+from esper_lightning.growth.alpha import Ramp
+from esper_lightning.growth.counterfactual import forward_variants
+from esper_lightning.growth.lifecycle import count_parameters, slots_of
+from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.stages import Stage
+from esper_lightning.hosts import CNN, GPT, MLP
+from esper_lightning.hosts.transformer import rotate
+from tests.growth.grown import add_noise, grow
+
+LENGTH, VOCABULARY = 12, 20
+ALL = ["block1", "block1.pool", "block2", "block2.pool", "block3", "block3.pool"]
+TINY_GPT = {"width": 4, "blocks": 1, "heads": 2, "context": 8}
+
+
+def built(make: Callable[..., nn.Module], *shape: int, seed: int = 0, **options: Any) -> Any:
+    """Return a host with initialised weights: ten classes, or 20 tokens for a GPT."""
+    outputs = VOCABULARY if make is GPT else 10
+    return build_on(torch.device("cpu"), lambda: make(shape, outputs, **options), torch.Generator().manual_seed(seed))
+
+
+def cnn(**options: Any) -> CNN:
+    return built(CNN, 3, 32, 32, **options)
+
+
+def mlp(**options: Any) -> MLP:
+    return built(MLP, 1, 4, 4, **{"width": 16, "layers": 3} | options)
+
+
+def gpt(**options: Any) -> GPT:
+    return built(GPT, LENGTH, **{"width": 16, "blocks": 4, "heads": 2, "context": 16} | options)
+
+
+def images(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def tokens(samples: int = 5) -> Tensor:  # [B, T]
+    return torch.randint(VOCABULARY, (samples, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+HOSTS = {"cnn": (cnn, images(6, 3, 32, 32)), "mlp": (mlp, images(6, 1, 4, 4)), "gpt": (gpt, tokens())}
+every_host = pytest.mark.parametrize("kind", HOSTS)
+
+
+def watched(network: nn.Module) -> dict[str, Tensor]:
+    """Return a dict that gets the input of every slot by its name, in the order of the forward pass."""
+    seen: dict[str, Tensor] = {}
+    for slot in slots_of(network).values():
+        slot.register_forward_hook(lambda slot, inputs, _: seen.update({slot.name: inputs[0]}))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("make", "input_shape", "outputs", "options", "parameters"),
+    [
+        (CNN, (3, 32, 32), 10, {}, 6_418),
+        (CNN, (3, 32, 32), 10, {"base": 32}, 94_762),
+        (CNN, (3, 32, 32), 10, {"base": 2, "kernel": 1, "pools": 0}, 164),
+        (CNN, (3, 32, 32), 10, {"base": 1, "kernel": 1}, 77),
+        (CNN, (1, 8, 8), 10, {"base": 4, "kernel": 1, "pools": 2}, 390),
+        (CNN, (1, 8, 8), 10, {"widths": [4, 4, 8], "kernel": 1, "pools": 2, "residual": True}, 210),
+        (MLP, (1, 8, 8), 10, {}, 64 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10),
+        (MLP, (3,), 10, {"width": 2, "layers": 3}, 3 * 2 + 2 + 2 * (2 * 2 + 2) + 2 * 10 + 10),
+        (GPT, (256,), 50_257, {}, 30_044_544),
+        (GPT, (64,), 50_257, {"heads": 12}, 30_044_544),  # the context counts, not the task's length
+        (GPT, (8,), 10, TINY_GPT, 10 * 4 + 8 * 4 + (12 * 4**2 + 9 * 4 + 4 * 4) + 2 * 4),
+        # no positions, no biases
+        (GPT, (8,), 10, TINY_GPT | {"rotary": True, "rms_norm": True, "bias": False}, 10 * 4 + 12 * 4**2 + 2 * 4 + 4),
+    ],
+)
+def test_the_number_of_parameters_is_pinned(
+    make: Any, input_shape: tuple[int, ...], outputs: int, options: dict[str, Any], parameters: int
+) -> None:
+    with torch.device("meta"):
+        assert count_parameters(make(input_shape, outputs, **options)) == parameters
+        assert count_parameters(make(input_shape, outputs, **options, slots=[])) == parameters
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "slots"),
+    [
+        (cnn, {}, ["block1.pool", "block2.pool", "block3.pool"]),
+        (cnn, {"pools": 2}, ["block1.pool", "block2.pool", "block3"]),
+        (cnn, {"slots": []}, []),
+        (cnn, {"slots": ALL[::-1]}, ALL),
+        (cnn, {"blocks": 10, "base": 1, "pools": 0, "slots": ["block10", "block2"]}, ["block2", "block10"]),
+        (mlp, {}, ["layer1", "layer2", "layer3"]),
+        (mlp, {"slots": ["layer3", "layer1"]}, ["layer1", "layer3"]),
+        (gpt, {"blocks": 6}, ["layer2", "layer4", "layer6"]),
+        (gpt, {"blocks": 5}, ["layer1", "layer3", "layer5"]),
+        (gpt, {"blocks": 1}, ["layer1"]),
+        (gpt, {"slots": ["layer4", "layer1", "layer3"]}, ["layer1", "layer3", "layer4"]),
+    ],
+)
+def test_slots_are_in_the_order_of_the_forward_pass(make: Any, options: dict[str, Any], slots: list[str]) -> None:
+    assert list(slots_of(make(**options))) == slots
+
+
+@every_host
+def test_empty_slots_change_neither_the_weights_nor_the_outputs(kind: str) -> None:
+    make, x = HOSTS[kind]
+    assert torch.equal(make()(x), make(slots=[])(x))
+    assert not torch.equal(make(seed=1)(x), make()(x))
+
+
+@every_host
+@pytest.mark.parametrize("isolate", [None, True, False])
+def test_slots_isolate_as_the_host_is_told(kind: str, isolate: bool | None) -> None:
+    expected = kind == "cnn" if isolate is None else isolate
+    assert {slot.detach_input for slot in slots_of(HOSTS[kind][0](isolate=isolate)).values()} == {expected}
+
+
+def check_leave_one_out(network: nn.Module, x: Tensor) -> None:
+    """Check every variant; every slot must hold a blended seed, and all seeds differ."""
+    network = network.double().eval()
+    x = x.double() if x.is_floating_point() else x
+    names = list(slots_of(network))
+    variants = [frozenset(names), *(frozenset(names) - {name} for name in names), frozenset()]
+    with torch.inference_mode():
+        outputs, places = forward_variants(network, variants, x)
+        groups = outputs.unflatten(0, (len(variants), -1))
+        assert sorted(places) == list(range(len(variants)))
+        for variant, place in zip(variants, places, strict=True):
+            plain = deepcopy(network)
+            for name, slot in slots_of(plain).items():
+                if name not in variant:
+                    slot.empty()
+            torch.testing.assert_close(groups[place], plain(x), rtol=1e-10, atol=1e-10)
+            assert place == places[0] or not torch.allclose(groups[place], groups[places[0]])
+
+
+@every_host
+def test_leaving_out_one_seed_at_a_time_equals_plain_passes(kind: str) -> None:
+    make, x = HOSTS[kind]
+    names, seeds = {
+        "cnn": (["block1", "block2.pool", "block3"], ["conv_light", "norm", "depthwise"]),
+        "mlp": (["layer1", "layer2", "layer3"], ["mlp_small", "gated", "norm"]),
+        "gpt": (["layer1", "layer2", "layer4"], ["attention", "mlp_small", "lora"]),
+    }[kind]
+    network = make(slots=names)
+    add_noise(network)
+    slots = list(slots_of(network).values())
+    grow(slots[0], Stage.PROBATIONARY, seeds[0], Ramp(0.0, 0.5, 1, "linear"))
+    grow(slots[1], Stage.FOSSILIZED, seeds[1])
+    grow(slots[2], Stage.BLENDING, seeds[2], Ramp(0.0, 1.0, 4, "linear"))
+    check_leave_one_out(network, x)
+
+
+@pytest.mark.parametrize(
+    ("make", "input_shape", "options", "message"),
+    [
+        (CNN, (8, 8), {}, r"needs images of shape \(C, H, W\), the task gives \(8, 8\)"),
+        (CNN, (3, 32, 32), {"base": 0}, r"blocks of positive widths and an odd kernel, got \[0, 0, 0\], 3"),
+        (CNN, (3, 32, 32), {"blocks": 0}, r"blocks of positive widths and an odd kernel, got \[\], 3"),
+        (CNN, (3, 32, 32), {"kernel": 2}, r"an odd kernel, got \[8, 16, 32\], 2"),
+        (CNN, (3, 32, 32), {"pools": 4}, "pools must lie between 0 and the number of blocks, 3"),
+        (CNN, (3, 32, 7), {}, r"need images of at least 2\*\*pools pixels, got 3 for \(32, 7\)"),
+        (CNN, (3, 32, 32), {"slots": ["block3.pool"], "pools": 2}, r"unknown slot 'block3\.pool'; did you mean 'block"),
+        (MLP, (4,), {"width": 0}, "width and layers must be positive, got 0, 2"),
+        (GPT, (1, 8, 8), {}, r"needs sequences of tokens of shape \(T,\), the task gives \(1, 8, 8\)"),
+        (GPT, (8,), {"blocks": 0}, "width, blocks and heads must be positive, .* got 384, 0, 6"),
+        (GPT, (8,), {"width": 6, "heads": 2, "rotary": True}, "with rotary positions into an even number"),
+        (GPT, (8,), {"heads": 5}, "heads must divide width .* got 384, 6, 5"),
+        (GPT, (257,), {}, "context must be at least 257, the task's length, got 256"),
+        (GPT, (8,), {"dropout": 1.0}, r"^host GPT: dropout must lie in \[0, 1\), got"),
+    ],
+)
+def test_a_host_that_cannot_be_built_says_why(
+    make: Any, input_shape: tuple[int, ...], options: dict[str, Any], message: str
+) -> None:
+    with torch.device("meta"), pytest.raises(ValueError, match=message):
+        make(input_shape, 10, **options)
+
+
+def test_duplicate_slots_are_caught_everywhere_with_one_message() -> None:
+    """F16: a host with a slot requested twice and a network with two slots of one name raise the same error."""
+    message = "^slot 'block1' is named twice; name each slot once$"
+    with pytest.raises(ValueError, match=message):
+        cnn(slots=["block1", "block2", "block1"])
+    network = nn.Sequential(SeedSlot("block1", "image", 4), SeedSlot("block1", "image", 4))
+    with pytest.raises(ValueError, match=message):
+        slots_of(network)
+
+
+def test_the_slots_of_a_cnn_see_features_before_and_behind_the_pools() -> None:
+    network = cnn(slots=ALL)
+    seen = watched(network)
+    network(images(2, 3, 32, 32))
+    shapes = [(8, 32), (8, 16), (16, 16), (16, 8), (32, 8), (32, 4)]
+    assert [(name, *x.shape[1:3]) for name, x in seen.items()] == [(n, *s) for n, s in zip(ALL, shapes, strict=True)]
+    assert (seen["block1"] >= 0).all()  # ReLU
+    assert torch.equal(seen["block1.pool"][0, 3, 5, 2], seen["block1"][0, 3, 10:12, 4:6].max())
+
+
+def test_a_residual_block_adds_its_input_before_the_relu() -> None:
+    network = built(CNN, 1, 8, 8, widths=[2, 2], kernel=1, pools=0, slots=[], residual=True).eval()
+    x = images(4, 1, 8, 8)
+    first = torch.relu(network.norms[0](network.convs[0](x)) + network.shortcuts[0](x))
+    second = torch.relu(network.norms[1](network.convs[1](first)) + first)
+    torch.testing.assert_close(network(x), network.head(second.mean((2, 3))))
+
+
+FORMATS = {False: torch.contiguous_format, True: torch.channels_last}
+
+
+@pytest.mark.parametrize("input_shape", [(3, 32, 32), (1, 8, 8)])
+@pytest.mark.parametrize("channels_last", FORMATS)
+def test_features_and_seeds_have_the_hosts_memory_format(input_shape: tuple[int, ...], channels_last: bool) -> None:
+    network, seen = built(CNN, *input_shape, slots=ALL, channels_last=channels_last), []
+    for slot in slots_of(network).values():
+        grow(slot, Stage.BLENDING, "bottleneck")
+        for module in (slot, *slot.seed.modules()):
+            module.register_forward_hook(lambda _, inputs, output: seen.extend([inputs[0], output]))
+    network(images(4, *input_shape))
+    seen = [x for x in seen if min(x.shape[2:]) > 1]  # images of one pixel have either format
+    assert len(seen) > 40
+    assert all(x.is_contiguous(memory_format=FORMATS[channels_last]) for x in seen)
+    assert not any(x.is_contiguous(memory_format=FORMATS[not channels_last]) for x in seen)
+
+
+def test_the_memory_format_changes_nothing_but_rounding() -> None:
+    losses, gradients, x = [], [], images(4, 3, 32, 32)
+    for channels_last in FORMATS:
+        network = cnn(channels_last=channels_last)
+        first = [parameter.clone() for parameter in network.parameters()]
+        network.double()(x.double()).square().sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in network.named_parameters()})
+        losses.append(network.eval()(x.double()))  # normalised by the running statistics
+        initialise(network.float(), torch.Generator().manual_seed(0))
+        assert all(map(torch.equal, network.parameters(), first)), "a host used again starts with the same weights"
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_slot_of_an_mlp_sees_its_layers_output_behind_the_relu() -> None:
+    network, x = mlp(slots=["layer2"]), images(6, 1, 4, 4)
+    seen = watched(network)
+    network(x)
+    first, second, _ = network.layers
+    torch.testing.assert_close(seen["layer2"], second(first(x.flatten(1)).clamp(min=0)).clamp(min=0))
+
+
+def test_a_slot_of_a_gpt_sees_what_its_block_computed() -> None:
+    network, computed = gpt(slots=["layer1", "layer3"]), []
+    for block in network.blocks:
+        block.register_forward_hook(lambda _, __, output: computed.append(output))
+    seen = watched(network)
+    network(tokens())
+    assert torch.equal(seen["layer1"], computed[0]) and torch.equal(seen["layer3"], computed[2])
+
+
+def reference(network: GPT, x: Tensor) -> Tensor:
+    """Return the output of torch's own encoder layers with a causal mask, for the same weights."""
+    features = network.tokens.weight[x] + network.positions.weight[: x.shape[1]]
+    mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=features.dtype)
+    for block in network.blocks:
+        width, heads = features.shape[-1], block.attention.heads
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        ).to(features.dtype)
+        theirs = [layer.self_attn, layer.self_attn.out_proj, layer.linear1, layer.linear2, layer.norm1, layer.norm2]
+        ours = [block.attention.qkv, block.attention.project, block.mlp[0], block.mlp[2], block.norm1, block.norm2]
+        for their, our in zip(theirs, ours, strict=True):
+            for to, of in zip(their.parameters(recurse=False), our.parameters(), strict=True):
+                to.data.copy_(of.data)
+        features = layer(features, src_mask=mask)
+    return network.norm(features) @ network.tokens.weight.T
+
+
+@pytest.mark.parametrize("length", [1, LENGTH])
+def test_the_outputs_of_a_gpt_are_those_of_torchs_own_layers(length: int) -> None:
+    network = gpt(heads=4).double()
+    add_noise(network)  # so that biases and norms matter
+    x = tokens()[:, :length]
+    torch.testing.assert_close(network(x), reference(network, x), rtol=1e-10, atol=1e-10)
+
+
+def test_no_output_depends_on_a_later_token() -> None:
+    network = gpt(slots=["layer1", "layer3"])
+    add_noise(network)
+    for name, stage in (("layer1", Stage.BLENDING), ("layer3", Stage.FOSSILIZED)):
+        grow(slots_of(network)[name], stage, "attention")
+    x = tokens()
+    changed = x.clone()
+    changed[:, 8] = (x[:, 8] + 1) % VOCABULARY
+    before, after = network(x), network(changed)
+    torch.testing.assert_close(after[:, :8], before[:, :8])
+    assert (after[:, 8:] - before[:, 8:]).abs().amax((0, 2)).min() > 1e-3  # and all later ones do
+
+
+def test_rotary_attention_depends_on_distances_alone() -> None:
+    q, k = torch.randn(2, 9, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    scores = rotate(q[:1].expand(9, -1)) @ rotate(k[:1].expand(9, -1)).T  # of equal queries and keys at all positions
+    for distance in range(-3, 4):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-6, atol=1e-6)
+    assert scores[0].unique().numel() == 9
+    torch.testing.assert_close(rotate(q).norm(dim=1), q.norm(dim=1))
+
+
+def test_a_host_with_rotary_positions_knows_the_order_of_tokens() -> None:
+    network = gpt(rotary=True, rms_norm=True, bias=False)
+    add_noise(network)
+    outputs = network(torch.tensor([[1, 2, 3, 4], [2, 1, 3, 4]]))
+    assert not any(name.endswith("bias") or name.startswith("positions") for name, _ in network.named_parameters())
+    assert (outputs[0, -1] - outputs[1, -1]).abs().max() > 1e-4
+    bytes_of_them = torch.tensor([[1, 2, 3, 4], [2, 1, 3, 4]], dtype=torch.uint8)
+    assert torch.equal(network(bytes_of_them), outputs), "tokens may be bytes"
+
+
+def test_first_weights_of_a_gpt_are_small_and_smaller_where_they_enter_the_sum() -> None:
+    network = gpt(width=128, slots=["layer2"])
+    stds = {name: p.std().item() for name, p in network.named_parameters() if p.ndim == 2}
+    into_sum = {name: std for name, std in stds.items() if name.endswith(("project.weight", "mlp.2.weight"))}
+    assert len(into_sum) == 2 * 4
+    assert into_sum == pytest.approx(dict.fromkeys(into_sum, 0.02 / math.sqrt(2 * 4)), rel=0.03)
+    others = {name: std for name, std in stds.items() if name not in into_sum}
+    assert others == pytest.approx(dict.fromkeys(others, 0.02), rel=0.06)
+    assert not any(p.any() for name, p in network.named_parameters() if name.endswith("bias"))
+    loss = F.cross_entropy(network(tokens()).flatten(0, 1), tokens().roll(1, 1).flatten())
+    assert loss.item() == pytest.approx(math.log(VOCABULARY), abs=0.2)  # a fresh host predicts at chance level
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gpt"])
+def test_a_few_steps_of_training_fit_a_batch(kind: str) -> None:
+    network = HOSTS[kind][0]()
+    sequences = (tokens()[:, :1] + 3 * torch.arange(LENGTH + 1)) % VOCABULARY  # each token is three more than the last
+    gpt_batch = sequences[:, :-1], sequences[:, 1:]
+    x, targets = gpt_batch if kind == "gpt" else (images(16, 1, 4, 4), torch.arange(16) % 10)
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.01)
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(network(x).flatten(0, -2), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 * losses[0]

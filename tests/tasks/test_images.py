@@ -1,0 +1,103 @@
+"""Digits and CIFAR-10: fixed splits, standardised by the training images; a small copy stands for the real CIFAR-10."""
+
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+from urllib.error import URLError
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torchvision.datasets import CIFAR10 as Stored
+
+from esper_lightning.tasks import CIFAR10, Digits, Split, TaskData, check_data
+from esper_lightning.tasks.images import channel_statistics
+from tests.tasks.stored import write_cifar10
+
+EACH = 12
+"""Number of images in each of the five training files, and in the test file."""
+
+
+@pytest.fixture(scope="module")
+def digits() -> TaskData:
+    return Digits().load()
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a small data set in the real format."""
+    return write_cifar10(tmp_path, monkeypatch, EACH)
+
+
+def test_no_digit_is_in_two_parts_and_none_is_lost(digits: TaskData) -> None:
+    check_data(digits, "Digits")
+    images, labels = load_digits(return_X_y=True)
+    known = np.concatenate([images, labels[:, None]], 1).astype(np.int64)
+    low, high = digits.train.inputs.min(), digits.train.inputs.max()
+
+    def pictures(split: Split) -> list[bytes]:
+        grey = ((split.inputs - low) / (high - low) * 16).round().to(torch.int64).flatten(1)
+        return [row.tobytes() for row in torch.cat([grey, split.targets[:, None]], 1).numpy()]
+
+    assert [split.samples for split in digits[:3]] == [897, 200, 700]
+    assert Counter(chain(*map(pictures, digits[:3]))) == Counter(row.tobytes() for row in known)
+
+
+def test_every_load_of_digits_gives_the_same_stratified_split(digits: TaskData) -> None:
+    torch.manual_seed(1)
+    np.random.seed(1)
+    whole = torch.cat([split.targets for split in digits[:3]]).bincount() / 1797
+    for split, again in zip(digits[:3], Digits().load()[:3], strict=True):
+        assert torch.equal(split.inputs, again.inputs) and torch.equal(split.targets, again.targets)
+        assert (split.targets.bincount(minlength=10) / split.samples - whole).abs().max() < 0.006
+    train = digits.train.inputs.double()
+    assert (train.mean().item(), train.std().item()) == pytest.approx((0.0, 1.0), abs=1e-5)
+
+
+@pytest.mark.parametrize(("validation", "test"), [(9, 700), (200, 9), (200, 1588)])
+def test_sizes_that_leave_a_part_of_digits_too_small_are_refused(validation: int, test: int) -> None:
+    with pytest.raises(ValueError, match=rf"^digits: validation and test need .* got {validation} and {test}$"):
+        Digits(validation=validation, test=test)
+
+
+def test_cifar10_is_split_and_scaled_by_the_images_that_are_learned_from(root: Path) -> None:
+    data = CIFAR10(str(root), validation=10).load()
+    check_data(data, "CIFAR10")
+    assert [split.samples for split in data[:3]] == [5 * EACH - 10, 10, EACH]
+    assert data.input_shape == (3, 32, 32) and data.classes == 10
+    assert data.train.inputs.mean((0, 2, 3)).abs().max() < 1e-4
+    assert (data.train.inputs.std((0, 2, 3), correction=0) - 1.0).abs().max() < 1e-4
+    assert len({image.sum().item() for split in data[:3] for image in split.inputs}) == 6 * EACH, "none is in two"
+    few = CIFAR10(str(root), validation=10, train=20, test=5).load()
+    assert [split.samples for split in few[:3]] == [20, 10, 5]
+
+    stored = Stored(root, train=False)
+    assert data.test.targets.tolist() == stored.targets
+    pixels = torch.tensor(stored.data).permute(0, 3, 1, 2).float()
+    assert torch.corrcoef(torch.stack([pixels.flatten(), data.test.inputs.flatten()]))[0, 1] > 0.99
+
+
+def test_statistics_are_those_of_all_pixels() -> None:
+    images = torch.randint(0, 256, (7, 3, 5, 4), dtype=torch.uint8)
+    mean, deviation = channel_statistics(images)
+    torch.testing.assert_close(mean.flatten(), images.float().mean((0, 2, 3)))
+    torch.testing.assert_close(deviation.flatten(), images.float().std((0, 2, 3), correction=0))
+
+
+def test_missing_damaged_and_too_few_images_are_refused_with_a_way_out(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="50 images for validation and 11 for training, of 60; lower validation or tr"):
+        CIFAR10(str(root), validation=50, train=11).load()
+    path = root / Stored.base_folder / "data_batch_3"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"no sound data set in .*; give --data.task.init_args.download true .*170 MB"):
+        CIFAR10(str(root)).load()
+
+    def offline(*_: object, **__: object) -> None:
+        raise URLError("host unreachable")
+
+    monkeypatch.setattr("urllib.request.urlopen", offline)
+    with pytest.raises(ValueError, match=r"no sound data set in .*host unreachable"):
+        CIFAR10(str(root), download=True).load()

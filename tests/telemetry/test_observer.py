@@ -1,0 +1,280 @@
+"""What telemetry sees of the hosts suffices to follow every seed, and its statistics are those of real pools."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from esper_lightning.controllers.random import RandomValid
+from esper_lightning.envs import ActionConfig, HostPool, Op
+from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.growth.stages import LIVE, Stage
+from esper_lightning.ranks import ALONE, Ranks
+from esper_lightning.telemetry.events import Contributed, SeedChanged
+from esper_lightning.telemetry.hosts import HOST, SLOT, Tick, join, observe
+from esper_lightning.telemetry.metrics import episode_metrics, lstm_metrics
+from esper_lightning.telemetry.observer import Observer, SeedStats
+from tests.runs import load
+
+HOSTS, HORIZON, EPISODES = 6, 12, 3
+
+SILENT = GradientStats(norm=0.0, rms=0.0, vanished=1.0, exploded=0.0)
+
+
+def make_observer(pool: HostPool) -> Observer:
+    return Observer(pool.space.slot, pool.space.blueprint, horizon=pool.horizon, n_envs=pool.n_envs)
+
+
+class Played(NamedTuple):
+    """A step of a pool with what was seen of it, and the events that were told."""
+
+    pool: HostPool
+    step: Any
+    seen: Tick
+    told: list[Any]
+
+
+def play(pool: HostPool, observer: Observer, episodes: int = EPISODES) -> list[Played]:
+    """Play episodes of random actions, and compare each tick with the hosts as it ends."""
+    controller, played, known = RandomValid(3), [], {}
+    for episode in range(episodes):
+        pool.reset(range(episode * HOSTS, episode * HOSTS + pool.n_envs))
+        known = {(i, slot.name): "DORMANT" for i, env in enumerate(pool.envs) for slot in env.slots}
+        for tick in range(pool.horizon):
+            step = pool.step(controller.act(pool))
+            seen = join([observe(pool, step, episode * pool.horizon + tick + 1)], ALONE)
+            told = observer.update(seen)
+            for change in (event for event in told if isinstance(event, SeedChanged)):
+                assert known[change.host, change.slot] == change.before, change
+                known[change.host, change.slot] = change.after
+            assert known == {(i, s.name): s.stage.name for i, env in enumerate(pool.envs) for s in env.slots}
+            assert observer.trace.op[tick].tolist() == step.ops.tolist()
+            played.append(Played(pool, step, seen, told))
+    return played
+
+
+@pytest.fixture(scope="module", params=[0.05, 30.0], ids=["healthy", "diverging"])
+def run(make_pool: Callable[..., HostPool], request: pytest.FixtureRequest) -> tuple[Observer, list[Played]]:
+    """Observed episodes in which seeds are germinated and culled at random; with a large rate hosts diverge."""
+    pool = make_pool(
+        HOSTS,
+        horizon=HORIZON,
+        training=HostTraining(lr=request.param, batches=2, max_grad_norm=None, optimizer="sgd"),
+        lifecycle=LifecycleConfig(training_ticks=1, min_contribution=None, embargo_ticks=1),
+        actions=ActionConfig(blueprints=["norm", "conv_small", "conv_light"], tempos={"FAST": 1}),
+    )
+    observer = make_observer(pool)
+    played = play(pool, observer)
+    rolled_back = sum(one.seen.hosts["rolled_back"].sum() for one in played)
+    assert (rolled_back > 5) == (request.param > 1.0)
+    return observer, played
+
+
+def test_every_seed_is_counted_once_with_the_contribution_known_when_its_fate_was_decided(
+    run: tuple[Observer, list[Played]],
+) -> None:
+    observer, played = run
+    counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    points: dict[tuple[str, str], list[float]] = defaultdict(list)
+    last: dict[tuple[int, str], float] = {}
+    for one in played:
+        for change in (event for event in one.told if isinstance(event, SeedChanged)):
+            place, key = (change.blueprint, change.slot), (change.host, change.slot)
+            ended = change.before in {stage.name for stage in LIVE} and Stage[change.after] not in LIVE
+            if change.after == "GERMINATED" and change.before == "DORMANT":
+                counts[place]["germinated"] += 1
+                last.pop(key, None)
+            elif ended:
+                counts[place]["fossilized" if change.after == "FOSSILIZED" else "culled"] += 1
+                contribution = last.get(key) if change.contribution is None else change.contribution
+                points[place] += [] if contribution is None else [contribution]
+        for event in one.told:
+            if isinstance(event, Contributed):
+                last |= dict(zip(zip(event.host, event.slot, strict=True), event.points, strict=True))
+    assert sum(place["germinated"] for place in counts.values()) > 20
+    assert sum(place["culled"] for place in counts.values()) > 3
+    for b, blueprint in enumerate(observer.blueprints):
+        for k, slot in enumerate(observer.slots):
+            of_run = SeedStats(*(part[b, k] for part in observer.run_stats))
+            expected, values = counts[blueprint, slot], points[blueprint, slot]
+            assert {name: getattr(of_run, name) for name in ("germinated", "fossilized", "culled")} == {
+                name: expected[name] for name in ("germinated", "fossilized", "culled")
+            }
+            assert of_run.measured == len(values)
+            assert of_run.mean_contribution == pytest.approx(np.mean(values) if values else np.nan, nan_ok=True)
+            assert of_run.deviation == pytest.approx(np.std(values) if values else 0.0, abs=1e-6)
+    assert len(observer.table().splitlines()) - 2 == sum(place["germinated"] > 0 for place in counts.values())
+    metrics = observer.metrics()
+    born = sum(value for tag, value in metrics.items() if tag.endswith("/germinated"))
+    assert 0 < born * HOSTS == pytest.approx(observer.rollout_stats.germinated.sum())
+    assert all(map(np.isfinite, metrics.values()))
+
+
+def test_the_reward_s_terms_add_up_to_the_return(run: tuple[Observer, list[Played]]) -> None:
+    observer, played = run
+    returns = sum(one.step.reward.mean().item() for one in played[-HORIZON:])
+
+    terms = [value for tag, value in observer.metrics().items() if tag.startswith("rollout/reward.")]
+    assert len(terms) > 1 and sum(terms) == pytest.approx(returns, rel=1e-5)
+
+
+@pytest.mark.parametrize("cut", [HORIZON // 2, HORIZON])
+def test_a_saved_observer_goes_on_within_the_rollout(
+    run: tuple[Observer, list[Played]], cut: int, tmp_path: Path
+) -> None:
+    observer, played = run
+    first, second = make_observer(played[0].pool), make_observer(played[0].pool)
+    for one in played[:cut]:
+        first.update(one.seen)
+    torch.save(first.state_dict(), tmp_path / "state.ckpt")
+
+    second.load_state_dict(load(tmp_path / "state.ckpt"))
+
+    told = [second.update(one.seen) for one in played[cut:]]
+    assert told == [one.told for one in played[cut:]]
+    assert second.metrics() == observer.metrics() and second.table() == observer.table()
+    assert second.is_complete
+
+
+def test_with_other_hosts_the_sums_of_finished_rollouts_go_on_alone(run: tuple[Observer, list[Played]]) -> None:
+    observer, played = run
+    other = Observer(observer.slots, observer.blueprints, horizon=HORIZON, n_envs=HOSTS + 1)
+    other.load_state_dict(observer.state_dict())
+    assert other.table() == observer.table(), "the last rollout is finished"
+
+    begun = make_observer(played[0].pool)
+    for one in played[: HORIZON + 3]:
+        begun.update(one.seen)
+    other = Observer(observer.slots, observer.blueprints, horizon=HORIZON, n_envs=HOSTS + 1)
+    other.load_state_dict(begun.state_dict())
+    assert np.array_equal(np.array(other.run_stats), begun.earlier)
+
+
+def test_an_episode_that_was_not_seen_from_its_start_is_not_shown(run: tuple[Observer, list[Played]]) -> None:
+    observer = make_observer(run[1][0].pool)
+    for one in run[1][2:HORIZON]:
+        observer.update(one.seen)
+
+    assert not observer.is_complete
+    assert not [tag for tag in observer.metrics() if tag.startswith("rollout/reward.")]
+
+
+def test_ranks_see_together_what_one_process_sees(run: tuple[Observer, list[Played]]) -> None:
+    """Rows of two processes, in the order of the hosts of two tasks."""
+    one = run[1][-1]
+    ranks = Ranks([2, 4], world=2)
+    parts = []
+    for rank in range(2):
+        own = Ranks([2, 4], rank, 2).own
+        whole = observe(one.pool, one.step, 36)
+        parts.append(
+            whole._replace(
+                hosts=[whole.hosts[i] for i in own],
+                slots=[whole.slots[i] for i in own],
+                terms={name: [paid[i] for i in own] for name, paid in whole.terms.items()},
+                changes=[change for change in whole.changes if change[0].host in own],
+                refusals=[refusal for refusal in whole.refusals if refusal.host in own],
+                interventions=[event for event in whole.interventions if event.host in own],
+            )
+        )
+
+    joined = join(parts, ranks)
+
+    assert str(joined.hosts) == str(one.seen.hosts) and str(joined.slots) == str(one.seen.slots)  # equal, also NaN
+    assert sorted(map(str, joined.changes)) == sorted(map(str, one.seen.changes))
+
+
+def test_a_seed_is_judged_by_what_it_was_culled_for(make_pool: Callable[..., HostPool]) -> None:
+    pool = make_pool(HOSTS, horizon=HORIZON, lifecycle=LifecycleConfig(training_ticks=1, embargo_ticks=1))
+    causes = [
+        (said, change)
+        for one in play(pool, make_observer(pool))
+        for change in one.told
+        if isinstance(change, SeedChanged)
+        and (said := re.match(r"contribution ([+-]\d+\.\d+) points is not positive", change.cause))
+    ]
+
+    assert len(causes) > 3
+    for said, change in causes:
+        assert change.contribution == pytest.approx(float(said[1]), abs=0.006)
+
+
+def test_stages_last_as_long_as_they_did(make_pool: Callable[..., HostPool]) -> None:
+    """Only time and the lifecycle apply: one host epoch GERMINATED, one in TRAINING, two of the ramp."""
+    pool = make_pool(2, actions=ActionConfig(blueprints=["norm"], tempos={"FAST": 2}))
+    observer = make_observer(pool)
+    pool.reset(range(2))
+    action = pool.space.zeros(2, pool.device)
+    action.op[:] = Op.GERMINATE
+    for tick in range(6):
+        step = pool.step(action if tick == 0 else pool.space.zeros(2, pool.device))
+        observer.update(join([observe(pool, step, tick + 1)], ALONE))
+
+    found = observer.metrics()
+    assert [found[f"growth/ticks.{stage}"] for stage in ("GERMINATED", "TRAINING", "BLENDING")] == [1.0, 1.0, 2.0]
+
+
+def gradients_of_a_rollout(pool: HostPool, silenced: Collection[str], ill: bool = False) -> dict[str, float]:
+    """Return what is told of gradients if seeds of some blueprints, and the hosts if `ill`, have none."""
+    observer, controller = make_observer(pool), RandomValid(0)
+    pool.reset(range(pool.n_envs))
+    for tick in range(pool.horizon):
+        step = pool.step(controller.act(pool))
+        with pytest.MonkeyPatch.context() as patch:
+            for env in pool.envs:
+                if ill:
+                    patch.setattr(env, "host_gradient", SILENT)
+                for slot, record in zip(env.slots, env.records, strict=True):
+                    if slot.blueprint in silenced:
+                        patch.setattr(record, "gradient", SILENT)
+            observer.update(join([observe(pool, step, tick + 1)], ALONE))
+    return {tag: value for tag, value in observer.metrics().items() if tag.startswith(("rollout/dead", "rollout/grad"))}
+
+
+def test_seeds_without_any_gradient_are_told_by_blueprint(make_pool: Callable[..., HostPool]) -> None:
+    found = gradients_of_a_rollout(make_pool(16), silenced=["norm"])
+
+    assert 0.9 < found.pop("rollout/gradient_health") <= 1.0
+    assert found == {
+        "rollout/dead_seeds.norm": 1.0,
+        "rollout/dead_seeds.conv_small": 0.0,
+        "rollout/dead_seeds.conv_light": 0.0,
+    }
+    few = gradients_of_a_rollout(make_pool(1), silenced=["norm"])
+    assert set(few) == {"rollout/gradient_health"}, "a share of one seed says nothing"
+
+
+def test_in_an_ill_host_a_seed_without_gradient_is_not_to_blame(make_pool: Callable[..., HostPool]) -> None:
+    assert gradients_of_a_rollout(make_pool(16), ["norm"], ill=True) == {"rollout/gradient_health": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("contribution", "gain", "reliance"), [(30.0, 5.0, 1.0), (30.0, -20.0, 1.0), (4.0, 0.0, 0.0), (30.0, 7.0, 0.0)]
+)
+def test_a_host_relies_on_a_seed_that_contributes_far_more_than_was_gained(
+    contribution: float, gain: float, reliance: float
+) -> None:
+    hosts, slots = np.zeros(2, HOST), np.zeros((2, 1), SLOT)
+    hosts["stopped"] = [True, False]
+    slots["stage"] = [[Stage.FOSSILIZED], [Stage.DORMANT]]
+    slots["blended"] = [[True], [False]]
+    slots["contribution"], slots["gain"] = contribution, gain
+
+    found = episode_metrics(Tick(1, 1, hosts, slots, {}, [], [], []), {})
+
+    assert found["rollout/reliance"] == reliance
+    assert found["rollout/fossils"] == found["rollout/rolled_back"] == 0.5
+
+
+def test_size_of_a_recurrent_state() -> None:
+    found = lstm_metrics((torch.full((2, 3), 3.0), torch.full((2, 3), 4.0)))
+
+    assert found["rollout/state_rms"] == pytest.approx(12.5**0.5)
+    assert lstm_metrics((torch.zeros(2, 0), torch.zeros(2, 0))) == {}, "a policy without memory has none"

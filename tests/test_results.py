@@ -1,0 +1,110 @@
+"""README.md and docs/results show the kept results."""
+
+import csv
+import re
+from collections.abc import Container
+
+import pytest
+
+from esper_lightning.evaluation.statistics import mean_interval
+from tests.runs import ROOT
+from tests.test_benchmarks import script
+from tests.tiers import rest_is_slow
+
+README = (ROOT / "README.md").read_text()
+
+RESULTS = ROOT / "docs" / "results"
+
+
+def kept(name: str, controllers: Container[str] | None = None) -> list[str]:
+    """Return the table of kept results in Markdown, a line for Tamiyo and each controller; None: all of them."""
+    tables = script("tables")
+    results = tables.read(ROOT / "benchmarks" / "results" / f"{name}.csv")
+    wanted = [one for one in results if controllers is None or one == "tamiyo" or one in controllers]
+    return tables.markdown({one: results[one] for one in wanted})
+
+
+def cells(line: str) -> list[str]:
+    """Return the cells of a row of a table."""
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_its_rows_are_those_of_the_kept_results() -> None:
+    (rows,) = re.findall(r"^\| controller \| hosts of one kind .*\n\|---.*\n((?:\|.*\n)+)", README, re.MULTILINE)
+    shown = {name: numbers for name, *numbers in map(cells, rows.splitlines())}
+    digits, family = ({row[0]: row for row in map(cells, kept(name, shown))} for name in ("digits", "family"))
+
+    assert len(shown) == 8
+    for name, numbers in shown.items():
+        assert numbers == [digits[name][1], digits[name][-1], family[name][1], family[name][-1]], name
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    rest_is_slow([("digits", ["digits"]), ("family", ["family", "family_held_out"])], lambda case: case[0] == "digits"),
+)
+def test_the_tables_are_those_of_the_kept_results(page: str, names: list[str]) -> None:
+    text = (RESULTS / f"{page}.md").read_text()
+    shown = re.findall(r"^\| controller \| objective .*\n\|---.*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    for name, rows in zip(names, shown, strict=True):
+        assert len(rows.splitlines()) > 7
+        assert set(rows.splitlines()) <= set(kept(name))
+
+
+RULES = ("random", "small static", "heuristic", "periodic", "climbing")
+
+SCHEDULES = ("best fixed", "best per price", "conv_light once", "conv_light, attention", "replayed")
+
+
+@pytest.mark.parametrize(("name", "over_schedules"), [("family", 0.04), ("family_held_out", 0.0)])
+def test_where_hosts_differ_a_learned_controller_is_ahead_of_every_rule_and_schedule(
+    name: str, over_schedules: float
+) -> None:
+    tables = script("tables")
+    results = tables.read(ROOT / "benchmarks" / "results" / f"{name}.csv")
+    for rivals, asked in ((RULES, 0.02), (SCHEDULES, over_schedules)):
+        for ours in results["tamiyo"].values():
+            leads = [mean_interval(ours - theirs) for other in rivals for theirs in results[other].values()]
+            assert len(ours) == 224 and min(lead.low for lead in leads) > 0.0
+            assert min(lead.mean for lead in leads) >= asked
+
+
+@pytest.mark.parametrize("name", ["family", "family_held_out"])
+def test_the_page_says_the_lead_over_the_best_schedule_that_is_known(name: str) -> None:
+    tables = script("tables")
+    results = tables.read(ROOT / "benchmarks" / "results" / f"{name}.csv")
+    schedules = [theirs for other in SCHEDULES for theirs in results[other].values()]
+    best = max(schedules, key=lambda theirs: theirs.mean())
+    first, second, third = (
+        tables.shown(mean_interval(ours - best), signed=True) for ours in results["tamiyo"].values()
+    )
+    assert f"{first}, {second} and {third}" in (RESULTS / "family.md").read_text()
+
+
+def test_the_returns_on_the_page_of_ppo_are_those_of_the_kept_results() -> None:
+    rows = csv.DictReader((ROOT / "benchmarks" / "results" / "peers.csv").read_text().splitlines())
+    measured: dict[str, list[float]] = {}  # runs of 50,000 steps come first
+    for row in rows:
+        if row["program"] == "ours":
+            measured.setdefault(row["seed"], []).extend(float(row[name]) for name in ("mean_return", "last_return"))
+
+    shown = re.findall(r"^\| (\d+) \| ([\d. |]+) \|$", (RESULTS / "ppo.md").read_text(), re.MULTILINE)
+
+    assert len(shown) == 5
+    for seed, numbers in shown:
+        assert [float(number) for number in numbers.split(" | ")] == pytest.approx(measured[seed], abs=0.051)
+
+
+@pytest.mark.slow
+def test_the_tables_of_transfer_are_those_of_the_kept_results() -> None:
+    tables = script("tables")
+    kept = {
+        line
+        for pattern in ("transfer_*.csv", "mixed_*.csv")
+        for path in (ROOT / "benchmarks" / "results").glob(pattern)
+        for line in tables.markdown(tables.read(path))
+    }
+    page = (RESULTS / "transfer.md").read_text()
+    rows = re.findall(r"^\| (?:tamiyo|random|small static|periodic|climbing) \|.*$", page, re.MULTILINE)
+    assert len(rows) == 9 * 5
+    assert set(rows) <= kept
