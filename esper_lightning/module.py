@@ -301,29 +301,34 @@ class TamiyoModule(LightningModule):
         """Return a controller that plays the current policy greedily."""
         return LearnedController(self.policy, self.observation_norm)
 
-    def validation_step(self, rng_seeds: list[int], batch_idx: int) -> None:
-        """Play one episode of fresh hosts with the most likely actions, and log their mean objective and accuracy.
+    @contextmanager
+    def _hosts(self) -> Iterator[HostPoolData]:
+        """Yield the hosts of a validation or test of Lightning, in which they train in their own precision."""
+        data = attached_data(self.trainer)
+        if not isinstance(data, HostPoolData):
+            raise ValueError(f"{type(data).__name__} has no hosts to validate or test on; only `fit` is for it")
+        autocast = torch.autocast(self.device.type, enabled=False)
+        with torch.inference_mode(False), torch.enable_grad(), autocast:
+            yield data
 
-        Args:
-            rng_seeds: RNG seeds of the hosts.
-            batch_idx: Not used.
-        """
+    def validation_step(self, rng_seeds: list[int], batch_idx: int) -> None:
+        """Play one episode of the hosts with these RNG seeds, with the most likely actions, and log the mean result."""
         finals = []
-        with self._hosts_train(), isolate_rng():
-            for pool in self._hosts().validation_pools(len(rng_seeds)):
+        with self._hosts() as data, isolate_rng():
+            for pool in data.validation_pools(len(rng_seeds)):
                 pool.reset(rng_seeds)
                 controller = self.controller()
                 controller.reset(pool)
                 steps = [pool.step(controller.act(pool)) for _ in range(pool.horizon)]
                 finals.append(steps[-1].metrics)
-        means = {
-            "objective": torch.cat([final.objective.double().cpu() for final in finals]).mean(),
-            "accuracy": torch.cat([final.accuracy.double().cpu() for final in finals]).mean(),
+        logged = {
+            f"val/{name}": torch.cat([getattr(final, name).double().cpu() for final in finals]).mean().float()
+            for name in ("objective", "accuracy")
         }
-        logged = {f"val/{name}": mean.float() for name, mean in means.items()}
+        logged["hp_metric"] = logged["val/objective"]
         if self.trainer.state.fn == TrainerFn.FITTING:
             logged["step"] = torch.tensor(float(self.collector.ticks))  # the loggers' x-axis
-        self.log_dict(logged | {"hp_metric": means["objective"].float()}, batch_size=1, sync_dist=self.ranks.world > 1)
+        self.log_dict(logged, batch_size=1, sync_dist=self.ranks.world > 1)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Compare the policy with baselines on fresh hosts and test data; see `EvaluationConfig`.
@@ -333,33 +338,16 @@ class TamiyoModule(LightningModule):
         folder = Path(self.trainer.log_dir or self.trainer.default_root_dir) / EVALUATION_FOLDER
         if not self.trainer.is_global_zero:
             return  # one process compares; the others wait for it
-        data = self._hosts()
-        own = TrainedPolicy(data.seed, "the policy of this run", self.policy, self.observation_norm)
-        with self._hosts_train():
+        with self._hosts() as data:
+            own = TrainedPolicy(data.seed, "the policy of this run", self.policy, self.observation_norm)
             results = compare(self.evaluation, data, own, folder=folder, settings={**self.hparams, **data.hparams})
         for task, result in results.items():
             prefix = f"test/{task}/" if len(results) > 1 else "test/"
             means = result.reference.mean_metrics() | {
                 name: float(result.reference.values(name).mean()) for name in ("objective", "accuracy")
             }
-            self.log_dict(
-                {f"{prefix}{name}": mean for name, mean in means.items() if isfinite(mean)},
-                batch_size=1,
-                rank_zero_only=True,
-            )
-
-    def _hosts(self) -> HostPoolData:
-        data = attached_data(self.trainer)
-        if not isinstance(data, HostPoolData):
-            raise ValueError(f"{type(data).__name__} has no hosts to validate or test on; only `fit` is for it")
-        return data
-
-    @contextmanager
-    def _hosts_train(self) -> Iterator[None]:
-        """Let hosts train within a validation or test of Lightning, in their own precision."""
-        autocast = torch.autocast(self.device.type, enabled=False)
-        with torch.inference_mode(False), torch.enable_grad(), autocast:
-            yield
+            logged = {f"{prefix}{name}": mean for name, mean in means.items() if isfinite(mean)}
+            self.log_dict(logged, batch_size=1, rank_zero_only=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         data = attached_data(self.trainer)

@@ -37,11 +37,11 @@ def share_machine(processes: int) -> None:
 
 
 class Moments(NamedTuple):
-    """Mean and variance of vectors over all ranks."""
+    """Count, mean and variance, without Bessel's correction, of vectors over all ranks."""
 
     n_values: int
     mean: Tensor
-    variance: Tensor  # without Bessel's correction
+    variance: Tensor
 
 
 class Ranks:

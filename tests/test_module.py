@@ -91,12 +91,6 @@ def test_hosts_are_not_part_of_the_module(built: EsperCLI) -> None:
     assert not hosts & (ours | trained)
 
 
-def test_a_checkpoint_of_the_module_holds_policy_and_normalisers_alone(run: Run) -> None:
-    parts = {name.partition(".")[0] for name in load(run.last)["state_dict"]}
-
-    assert parts == {"policy", "observation_norm", "value_norm"}
-
-
 def test_learning_rate_and_entropy_bonus_fall_linearly_with_rollouts(run: Run) -> None:
     used = [load(run.checkpoints / f"tick{HORIZON * n}.ckpt") for n in range(1, EPOCHS + 1)]
 
@@ -153,18 +147,6 @@ def test_the_best_checkpoint_holds_the_weights_that_were_validated(run: Run) -> 
 
     assert best["callbacks"]["RolloutState"]["loop"]["ticks"] == tick
     assert differences(best["state_dict"], load(run.checkpoints / f"tick{tick}.ckpt")["state_dict"]) == []
-
-
-def test_every_minibatch_is_learned_from_unless_the_policy_moves_too_far(tmp_path: Path) -> None:
-    flags = ("--trainer.max_epochs=1", "--model.ppo.epochs=3", "--model.ppo.minibatches=2")
-
-    fit(tmp_path / "free", *flags, "--model.ppo.target_kl=null")
-    fit(tmp_path / "bound", *flags, "--model.ppo.target_kl=1e-9")
-
-    free, bound = only_run(tmp_path / "free"), only_run(tmp_path / "bound")
-    assert values(free, "train/minibatches") == [6.0]
-    assert load(free.last)["global_step"] == 6
-    assert values(bound, "train/minibatches")[0] < 6.0
 
 
 def test_what_is_seen_is_normalised_as_was_asked_for() -> None:

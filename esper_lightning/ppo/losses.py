@@ -153,52 +153,71 @@ def ppo_terms(policy: Policy, minibatch: Rollout, config: PPOConfig, ranks: Rank
     With several ranks the minibatch is this rank's part of it, which may be empty; means are those of all ranks, and
     their gradients those of this rank's part, see `Ranks.sum_with_gradient`.
     """
-    if minibatch.log_prob.shape[1]:
-        hidden, _ = policy.encode(minibatch.observation, minibatch.state, minibatch.starts)
-        distribution, values = policy.decode(hidden, minibatch.masks, minibatch.privileged)
-        unforced = ~minibatch.masks.forced  # a forced action teaches the policy nothing
-        active = ~minibatch.masks.ended
-        log_ratio = distribution.log_prob(minibatch.action) - minibatch.log_prob
-        ratio = log_ratio.exp()
-        surrogate = clipped_surrogate(ratio, minibatch.advantages, config.clip)
-        error = value_loss(values, minibatch.values, minibatch.targets, clip=config.value_clip)
-        entropy, relevance = distribution.entropy()  # [T, n, heads] both
-        with torch.no_grad():
-            k3, k1, clipped = kl_estimate(log_ratio), -log_ratio, (ratio - 1.0).abs() > config.clip
-            extremes = torch.stack([-ratio.min(), ratio.max()])
-            free = (unforced[..., None] * distribution.choice_probability()).sum((0, 1))
-            of_heads = (entropy * (unforced[..., None] * relevance)).sum((0, 1))
-        of_steps = (surrogate, (entropy * relevance).sum(-1), k3, k1, clipped)
-        sums = [(part * unforced).sum() for part in of_steps]
-        sums += [unforced.sum(), (error * active).sum(), active.sum()]
-        sums = torch.cat([torch.stack([part.to(ratio.dtype) for part in sums]), free, of_heads])
-        ratio = torch.where(unforced, ratio.detach(), torch.nan)
-    else:  # this rank takes part in the averaging of gradients with gradients of 0
-        zero = torch.stack([(parameter * 0.0).sum() for parameter in policy.parameters()]).sum()
-        sums = zero.expand(8 + 2 * len(policy.heads.sizes))
-        ratio, extremes = minibatch.log_prob, zero.detach().new_full((2,), -torch.inf)
-    if ranks.world > 1:
-        sums = ranks.sum_with_gradient(sums.double()).to(sums.dtype)
-        extremes = ranks.maximum(extremes)
-    scalars, free, of_heads = sums.split([8, *[len(policy.heads.sizes)] * 2])
-    policy_sum, entropy_sum, *metric_sums, learned, value_sum, active = scalars.unbind()
-    learned, active = learned.detach().clamp(min=1.0), active.detach().clamp(min=1.0)
-    kl, kl_k1, clip_fraction = (part.detach() / learned for part in metric_sums)
-    free = free.detach()
-    return PPOTerms(
-        policy=policy_sum / learned,
-        value=value_sum / active,
-        entropy=entropy_sum / learned,
-        kl=kl,
-        kl_k1=kl_k1,
-        clip_fraction=clip_fraction,
-        ratio_low=-extremes[0],
-        ratio_high=extremes[1],
-        # Steps without a choice are excluded, because their entropy is 0 for any policy.
-        head_entropy=of_heads.detach() / free.clamp(min=1e-6),
-        head_choice_share=free / learned,
-        ratio=ratio,
+    if not minibatch.log_prob.shape[1]:
+        zeros = empty_sums(policy, minibatch)
+        return means(zeros, zeros.kl, zeros.kl, ranks)
+    hidden, _ = policy.encode(minibatch.observation, minibatch.state, minibatch.starts)
+    distribution, values = policy.decode(hidden, minibatch.masks, minibatch.privileged)
+    unforced, active = ~minibatch.masks.forced, ~minibatch.masks.ended  # a forced action teaches the policy nothing
+    log_ratio = distribution.log_prob(minibatch.action) - minibatch.log_prob
+    ratio = log_ratio.exp()
+    surrogate = clipped_surrogate(ratio, minibatch.advantages, config.clip)
+    error = value_loss(values, minibatch.values, minibatch.targets, clip=config.value_clip)
+    entropy, relevance = distribution.entropy()  # [T, n, heads] both
+    moved = log_ratio.detach()
+    sums = PPOTerms(
+        policy=(surrogate * unforced).sum(),
+        value=(error * active).sum(),
+        entropy=((entropy * relevance).sum(-1) * unforced).sum(),
+        kl=(kl_estimate(moved) * unforced).sum(),
+        kl_k1=(-moved * unforced).sum(),
+        clip_fraction=(((ratio.detach() - 1.0).abs() > config.clip) * unforced).sum(),
+        ratio_low=ratio.detach().min(),
+        ratio_high=ratio.detach().max(),
+        head_entropy=(entropy.detach() * (unforced[..., None] * relevance.detach())).sum((0, 1)),
+        head_choice_share=(unforced[..., None] * distribution.choice_probability().detach()).sum((0, 1)),
+        ratio=torch.where(unforced, ratio.detach(), torch.nan),
     )
+    return means(sums, unforced.sum(), active.sum(), ranks)
+
+
+def means(sums: PPOTerms, learned: Tensor, active: Tensor, ranks: Ranks) -> PPOTerms:
+    """Return the terms of a minibatch of all ranks, given the sums over this rank's steps.
+
+    Args:
+        sums: Sums in place of means.
+        learned, active: Numbers of steps whose action was not forced, and of episodes that had not ended.
+        ranks: Processes that share the minibatch.
+    """
+    if ranks.world > 1:
+        scalars = torch.stack([*sums[:6], learned.to(sums.policy.dtype), active.to(sums.policy.dtype)])
+        flat = torch.cat([scalars, sums.head_entropy, sums.head_choice_share]).double()
+        of_all = ranks.sum_with_gradient(flat).to(scalars.dtype)
+        scalars, *of_heads = of_all.split([len(scalars), *[len(sums.head_entropy)] * 2])
+        *own, learned, active = scalars.unbind()
+        low, high = ranks.maximum(torch.stack([-sums.ratio_low, sums.ratio_high]))
+        sums = PPOTerms._make([*own, -low, high, *of_heads, sums.ratio])
+    learned, active = learned.detach().clamp(min=1), active.detach().clamp(min=1)
+    free = sums.head_choice_share.detach()
+    return sums._replace(
+        policy=sums.policy / learned,
+        value=sums.value / active,
+        entropy=sums.entropy / learned,
+        kl=sums.kl.detach() / learned,
+        kl_k1=sums.kl_k1.detach() / learned,
+        clip_fraction=sums.clip_fraction.detach() / learned,
+        # Steps without a choice are excluded, because their entropy is 0 for any policy.
+        head_entropy=sums.head_entropy.detach() / free.clamp(min=1e-6),
+        head_choice_share=free / learned,
+    )
+
+
+def empty_sums(policy: Policy, minibatch: Rollout) -> PPOTerms:
+    """Return the sums of a minibatch without environments: a rank takes part in the averaging with gradients of 0."""
+    zero = torch.stack([(parameter * 0.0).sum() for parameter in policy.parameters()]).sum()
+    none, heads = zero.detach(), zero.detach().expand(len(policy.heads.sizes))
+    extremes = none + torch.inf, none - torch.inf
+    return PPOTerms._make([*[zero] * 3, *[none] * 3, *extremes, heads, heads, minibatch.log_prob])
 
 
 def update_metrics(

@@ -37,10 +37,8 @@ class RunningMeanStd(nn.Module):
     """Running mean and variance of a stream of vectors.
 
     Without momentum every value has the same weight (Chan et al.'s parallel update of Welford's sums). With momentum
-    old values fade by the factor `momentum` per update, and the shift of the mean is part of the variance.
-
-    It is not thread-safe: the executor `threads` may run hosts beside each other because none of its workers calls
-    `update`, which only the thread of the rollout does.
+    old values fade by the factor `momentum` per update, and the shift of the mean is part of the variance. It is not
+    thread-safe; only the thread of the rollout updates it.
 
     Args:
         shape: Shape of one value.
@@ -92,7 +90,6 @@ class RunningMeanStd(nn.Module):
 
     @property
     def deviation(self) -> Tensor:
-        """Standard deviation; see the function `deviation`."""
         return deviation(self.var)
 
 

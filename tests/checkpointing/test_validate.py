@@ -58,44 +58,6 @@ def test_a_write_that_fails_half_way_leaves_the_old_checkpoint(tmp_path: Path, m
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_until_a_write_is_whole_readers_see_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "a.ckpt"
-    AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(3)}, target)
-    save = torch.save
-
-    def watched(checkpoint: Checkpoint, file: BinaryIO) -> None:
-        save(checkpoint, file)
-        assert torch.equal(load(target)["weights"], torch.ones(3))
-
-    monkeypatch.setattr(torch, "save", watched)
-    AtomicCheckpointIO().save_checkpoint({"weights": torch.zeros(3)}, target)
-
-    assert torch.equal(load(target)["weights"], torch.zeros(3))
-
-
-def test_an_open_checkpoint_can_be_read_while_it_is_replaced(tmp_path: Path) -> None:
-    """A new checkpoint replaces the old one by a rename and does not modify the old file."""
-    target = tmp_path / "a.ckpt"
-    AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(3)}, target)
-
-    with target.open("rb") as reader:
-        AtomicCheckpointIO().save_checkpoint({"weights": torch.zeros(3)}, target)
-        assert torch.equal(torch.load(reader, weights_only=True)["weights"], torch.ones(3))
-
-    assert torch.equal(load(target)["weights"], torch.zeros(3))
-
-
-def test_the_drafts_that_killed_processes_have_left_are_removed(tmp_path: Path) -> None:
-    left, other = tmp_path / ".a.ckpt.123.tmp", tmp_path / ".b.ckpt.123.tmp"
-    for draft in (left, other):
-        draft.write_bytes(b"half of a checkpoint")
-
-    AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(3)}, tmp_path / "a.ckpt")
-
-    assert not left.exists()
-    assert other.exists(), "another process may be writing it"
-
-
 @pytest.mark.parametrize("schema", [SCHEMA - 1, SCHEMA + 1, None])
 def test_a_checkpoint_of_any_other_schema_is_not_continued(schema: Any) -> None:
     with pytest.raises(ValueError, match=f"it has schema {schema!r}, this version reads {SCHEMA}; use the version"):
@@ -104,7 +66,7 @@ def test_a_checkpoint_of_any_other_schema_is_not_continued(schema: Any) -> None:
 
 def whole() -> Checkpoint:
     """The parts of a checkpoint that are checked before anything is built."""
-    rollout = {"loop": {}, "normalisers": {}, "random": random_states()}
+    rollout = {"loop": {}, "random": random_states()}
     parts = {"state_dict": {"weights": torch.ones(3)}, "optimizer_states": [{}], "lr_schedulers": [], "loops": {}}
     more = {"pytorch-lightning_version": "2.6", "esper_identity": {}, "hyper_parameters": {}, "esper_module": {}}
     return {"esper_schema": SCHEMA, "callbacks": {"RolloutState": rollout}, **parts, **more}

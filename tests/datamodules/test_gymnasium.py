@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.cli import LightningCLI
 
 from esper_lightning.callbacks import RolloutState
 from esper_lightning.controllers.learned import LearnedController
@@ -118,31 +116,3 @@ def test_a_run_goes_on_from_its_checkpoint_with_new_episodes(tmp_path: Path) -> 
     assert further.collector.ticks == 60 and further.collector.episode == 3
     assert further.report.metrics["first_ratio_error"] < 1e-5
     assert {"privileged_norm.mean", "observation_norm.mean"} <= set(further.state_dict())
-
-
-CONFIG = """
-trainer: {accelerator: cpu, max_epochs: 2, logger: false, enable_checkpointing: false, enable_progress_bar: false,
-  enable_model_summary: false, callbacks: [{class_path: esper_lightning.callbacks.RolloutState}]}
-model:
-  policy: {width: 16, memory: none}
-  ppo: {minibatches: 2, sequence: 16, gamma: 0.98}
-data:
-  env: esper_lightning.envs.gymnasium.gym_vector
-  settings: {env: CartPole-v1, n_envs: 4, horizon: 32}
-"""
-
-
-@pytest.mark.slow
-def test_an_environment_of_gymnasium_is_named_in_yaml(tmp_path: Path) -> None:
-    pytest.importorskip("gymnasium")
-    assert yaml.safe_load(CONFIG)["data"]["settings"]["env"] == "CartPole-v1"
-    (tmp_path / "config.yaml").write_text(CONFIG)
-
-    args = ["fit", "--config", str(tmp_path / "config.yaml")]
-    built = LightningCLI(
-        TamiyoModule, VectorData, args=args, save_config_callback=None, auto_configure_optimizers=False
-    )
-
-    assert built.model.collector.ticks == 64
-    assert built.model.collector.last_step.log["episode_return"] >= 8.0
-    assert built.trainer.callback_metrics["rollout/episode_length"] >= 8.0

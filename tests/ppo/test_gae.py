@@ -77,30 +77,6 @@ def test_gae_matches_a_hand_computed_rollout() -> None:
     torch.testing.assert_close(returns, column(2.125, 3.5))
 
 
-@pytest.mark.parametrize(
-    ("terminated", "truncated", "expected"),
-    [
-        (True, False, 1.0),  # the last state has value 0
-        (False, True, 1.0 + 4.0),  # a time limit keeps its value
-        (True, True, 1.0),  # a terminal state has value 0, even at a time limit
-    ],
-)
-def test_only_a_time_limit_keeps_the_value_of_the_last_state(
-    terminated: bool, truncated: bool, expected: float
-) -> None:
-    _, returns = gae(
-        column(1.0),
-        column(7.0),
-        column(4.0),
-        terminated=column(terminated),
-        truncated=column(truncated),
-        gamma=1.0,
-        lam=0.95,
-    )
-
-    torch.testing.assert_close(returns, column(expected))
-
-
 def test_normalised_advantages_have_mean_0_and_deviation_1_over_the_counted_steps() -> None:
     generator = torch.Generator().manual_seed(0)
     advantages = 3.0 + 5.0 * torch.randn(40, 6, generator=generator)

@@ -11,8 +11,7 @@ from esper_lightning.blueprints import blueprint_names
 from esper_lightning.envs.executors.fused.host import HostStack
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.spaces.actions import STYLES
-from esper_lightning.growth.alpha import Ramp
-from esper_lightning.growth.blend import BlendStyle
+from esper_lightning.growth.blend import BlendStyle, Ramp
 from esper_lightning.growth.counterfactual import forward_variants, leave_one_out
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.probe import probe_seeds
@@ -39,8 +38,8 @@ NOISE_SCALE = 0.1
 
 With equal pixels rounding would decide which of them a max-pool selects, and so where its gradient goes."""
 
-TRIAL_ALPHA = 0.5
-"""Alpha of the blended seeds, at which both the host's and the seed's part of the output count."""
+TRIAL_RAMP = Ramp(2)
+"""Ramp of the blended seeds, whose alpha begins at 1/2: both the host's and the seed's part of the output count."""
 
 HOST_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors that the host's code, or torch, may raise for stacked shapes."""
@@ -144,8 +143,8 @@ class Trial:
                 slot.empty()
                 fitting = [name for name in blueprints if (slot.name, name) in self.growable]
                 if fitting and (i or k % 2 == 0):
-                    blueprint, ramp = fitting[(i + k) % min(2, len(fitting))], Ramp(0.0, TRIAL_ALPHA, 1, "linear")
-                    germinate(slot, blueprint, ramp, generator=self.generator, style=style, birth="random")
+                    blueprint = fitting[(i + k) % min(2, len(fitting))]
+                    germinate(slot, blueprint, TRIAL_RAMP, generator=self.generator, style=style, birth="random")
                     self._randomise(slot.seed)
                     is_isolated = i == 1 and k == len(slots) - 1
                     for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY)[: 1 if is_isolated else 3]:
