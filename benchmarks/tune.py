@@ -22,12 +22,11 @@ import yaml
 
 from esper_lightning.callbacks import Governor
 from esper_lightning.cli import governor_of, load_config
-from esper_lightning.controllers.hill_climbing import ClimbingConfig, HillClimbing
 from esper_lightning.controllers.learned import Controller
-from esper_lightning.controllers.periodic import Periodic, PeriodicConfig
+from esper_lightning.controllers.rules import ClimbingConfig, HillClimbing, Periodic, PeriodicConfig
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import HostPool
-from esper_lightning.evaluation.search.successive_halving import final_objectives, sample_host_seeds
+from esper_lightning.evaluation.search import final_objectives, sample_host_seeds
 
 HOSTS = 96
 """Number of hosts on which every setting is played."""

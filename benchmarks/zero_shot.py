@@ -39,21 +39,17 @@ from benchmarks.tune import read_data
 from esper_lightning import load_controller
 from esper_lightning.checkpointing.policy_file import NAMED_POLICIES, POLICIES, read_policy, write_policy
 from esper_lightning.checkpointing.validate import MODULE_KEY
-from esper_lightning.controllers.fixed_schedule import FixedSchedule
-from esper_lightning.controllers.heuristic import Heuristic
-from esper_lightning.controllers.hill_climbing import ClimbingConfig, HillClimbing
 from esper_lightning.controllers.learned import Controller
-from esper_lightning.controllers.periodic import Periodic, PeriodicConfig
 from esper_lightning.controllers.random import WaitOnly
-from esper_lightning.controllers.schedule import Schedule, read_schedule, write_schedule
+from esper_lightning.controllers.rules import ClimbingConfig, Heuristic, HillClimbing, Periodic, PeriodicConfig
+from esper_lightning.controllers.schedules import FixedSchedule, Schedule, read_schedule, write_schedule
 from esper_lightning.envs import EnvConfig, HostPool
 from esper_lightning.envs.config import HostFactory
 from esper_lightning.envs.context.distribution import FamilyConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
 from esper_lightning.evaluation.play import play_episode
-from esper_lightning.evaluation.search.search import SearchConfig, search
-from esper_lightning.evaluation.search.successive_halving import final_objectives
+from esper_lightning.evaluation.search import SearchConfig, final_objectives, search
 from esper_lightning.evaluation.statistics import mean_interval
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.hosts import CNN, GPT, MLP, Attached
@@ -218,8 +214,8 @@ def find_baselines(config: Path, folder: Path, steps: int) -> None:
                 chosen = random.Random(0).sample(alike, min(SEARCHED_CONTEXTS, len(alike)))
                 waiting = Schedule(tuple(pool.space.slot), ())
                 found = search(pool, SearchConfig(steps=steps), [waiting], contexts=chosen)
-                write_schedule(found.schedule, file)
-                print(f"{task}: {shown(found.estimate)}, {found.steps} host epochs\n{found.schedule}", flush=True)
+                write_schedule(found, file)
+                print(f"{task}: {steps} host epochs\n{found}", flush=True)
     print(f"best rule: {best_rule(folder)}")
 
 

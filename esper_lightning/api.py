@@ -5,7 +5,6 @@ All of them can be imported from `esper_lightning`. They raise ValueError where 
 
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,8 +31,8 @@ from esper_lightning.parallel import Mapper
 from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.tamiyo.policy import PolicyConfig
 
-Batches = Iterable[tuple[Tensor, Tensor]]
-"""Minibatches of inputs and targets, such as a DataLoader."""
+ALONE: dict[str, Any] = {"devices": 1, "enable_progress_bar": False, "enable_model_summary": False}
+"""Arguments of a Trainer in one process that prints nothing by itself."""
 
 
 class TrainedRun(NamedTuple):
@@ -86,14 +85,10 @@ def train(
     """
     if rollouts < 1:
         raise ValueError(f"rollouts must be at least 1, got {rollouts}")
-    if Path(folder).is_file():
-        raise ValueError(f"folder {str(folder)!r} is a file; name a folder")
     for name in ("gamma", "horizon_is_end"):
-        if getattr(data.env.reward, name) != getattr(ppo, name):
-            raise ValueError(
-                f"RewardConfig.{name} is {getattr(data.env.reward, name)} and PPOConfig.{name} {getattr(ppo, name)}; "
-                f"give both the same"
-            )
+        ours, theirs = getattr(data.env.reward, name), getattr(ppo, name)
+        if ours != theirs:
+            raise ValueError(f"RewardConfig.{name} is {ours} and PPOConfig.{name} {theirs}; give both the same")
     seed_everything(data.seed, verbose=False)
     module, run = TamiyoModule(policy, ppo), run_folder(resume)
     watched = [] if governor is None else [Governor(governor)]
@@ -101,15 +96,13 @@ def train(
     root, version = (folder, None) if run is None else (run.parent, run.name)
     trainer = Trainer(
         accelerator=accelerator,
-        devices=1,
         max_epochs=rollouts,
         logger=TensorBoardLogger(Path(root).absolute(), name="", version=version),
         callbacks=[*callbacks, *usual],
         plugins=[AtomicCheckpointIO()],
         num_sanity_val_steps=0,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         log_every_n_steps=1,
+        **ALONE,
     )
     trainer.fit(module, datamodule=data, ckpt_path=resume)
     telemetry = next(one for one in usual if isinstance(one, Telemetry))
@@ -144,30 +137,26 @@ def evaluate(
 
     Raises ValueError if a controller or the task is unknown, or if the checkpoint is damaged or of other hosts.
     """
-    own: TrainedPolicy | None = None
-    if isinstance(policy, TrainedRun):
-        data = data or policy.data
-        data.build(torch.device("cpu"))
-        if data is policy.data:
-            module = policy.module.to(data.pool.device)
-            own = TrainedPolicy(data.seed, str(policy.checkpoint), module.policy, module.observation_norm)
-        else:
-            policy = policy.checkpoint
     if data is None:
-        raise ValueError("evaluate needs hosts; give data")
-    if own is None:
-        config = replace(config, policies=[] if policy is None else [str(policy)])
+        if not isinstance(policy, TrainedRun):
+            raise ValueError("evaluate needs hosts; give data")
+        data = policy.data
     data.build(torch.device("cpu"))
-    if task is None and len(data.pools) > 1:
+    if task not in data.pools and (task is not None or len(data.pools) > 1):
         raise ValueError(f"evaluate returns the result of one task; give task: {', '.join(data.pools)}")
+    own: TrainedPolicy | None = None
+    if isinstance(policy, TrainedRun) and data is policy.data:
+        module = policy.module.to(data.pool.device)
+        own = TrainedPolicy(data.seed, str(policy.checkpoint), module.policy, module.observation_norm)
+    else:
+        path = policy.checkpoint if isinstance(policy, TrainedRun) else policy
+        config = replace(config, policies=[] if path is None else [str(path)])
     data.oversee(governor)
     try:
         out = None if folder is None else Path(folder)
         results = compare(config, data, own, folder=out, settings=dict(data.hparams), executor=executor)
     finally:
         data.oversee(None)
-    if task is not None and task not in results:
-        raise ValueError(f"there are no hosts of task {task!r}; give task: {', '.join(results)}")
     return results[task or next(iter(results))]
 
 
@@ -187,9 +176,7 @@ class _Classifier(LightningModule):
 
     def __init__(self, network: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], lr: float) -> None:
         super().__init__()
-        self.network = network
-        self.loss = loss
-        self.lr = lr
+        self.network, self.loss, self.lr = network, loss, lr
         self.accuracy: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -197,8 +184,8 @@ class _Classifier(LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         outputs = self.network(batch[0])
-        self.log("val_acc", (outputs.argmax(1) == batch[1]).float().mean(), batch_size=len(batch[1]), on_epoch=True)
-        self.log("val_loss", self.loss(outputs, batch[1]), batch_size=len(batch[1]), on_epoch=True)
+        measured = {"val_acc": (outputs.argmax(1) == batch[1]).float().mean(), "val_loss": self.loss(outputs, batch[1])}
+        self.log_dict(measured, batch_size=len(batch[1]), on_epoch=True)
 
     def on_train_epoch_end(self) -> None:
         self.accuracy.append(float(self.trainer.callback_metrics["val_acc"]))
@@ -207,52 +194,36 @@ class _Classifier(LightningModule):
         return torch.optim.Adam(self.network.parameters(), lr=self.lr)
 
 
-class _Loader:
-    """Minibatches as one loader: Lightning would take a list of them for one loader per element."""
+class _Batches:
+    """Minibatches as one loader: Lightning would take a list of them for one loader per element.
 
-    def __init__(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+    Raises ValueError unless they can be read again and again and begin with inputs and their classes.
+    """
+
+    def __init__(self, name: str, batches: Any) -> None:
+        if isinstance(batches, Iterator):
+            raise ValueError(f"{name} is an iterator, which ends after one epoch; give a list or a DataLoader")
+        first: Any = next(iter(batches), ())
+        sizes = [len(part) for part in first if isinstance(part, Tensor) and part.ndim]
+        if not isinstance(first, list | tuple) or len(sizes) != 2 or sizes[0] != sizes[1]:
+            raise ValueError(
+                f"{name} must have minibatches of inputs and classes, as a DataLoader; other data are for the callback "
+                f"Grow"
+            )
         self.batches = batches
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)
 
     def __len__(self) -> int:
         return len(self.batches)
 
 
-def _check_batches(name: str, batches: Any) -> None:
-    """Raise ValueError unless `batches` can be read again and again and begins with inputs and their classes."""
-    if isinstance(batches, Iterator):
-        raise ValueError(f"{name} is an iterator, which ends after one epoch; give a list or a DataLoader")
-    first = next(iter(batches), None)
-    if first is None:
-        raise ValueError(f"{name} has no minibatches; give at least one")
-    if not (isinstance(first, list | tuple) and len(first) == 2 and all(isinstance(part, Tensor) for part in first)):
-        got = type(first).__name__
-        raise ValueError(f"{name} must be pairs of inputs and classes, got {got}; other data are for the callback Grow")
-    inputs, classes = first
-    if classes.ndim == 0 or len(inputs) != len(classes):
-        raise ValueError(f"{name} begins with no minibatch of inputs and classes; put the data into a DataLoader")
-
-
-@contextmanager
-def _keyboard_interrupts() -> Iterator[None]:
-    """Within this context Ctrl-C raises KeyboardInterrupt, where Lightning ignores it from then on and exits."""
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    except SystemExit as end:
-        if not isinstance(end.__context__, KeyboardInterrupt):
-            raise
-        signal.signal(signal.SIGINT, handler)
-        raise end.__context__ from None
-
-
 @quieter_lightning()
 def grow(
     network: nn.Module,
-    training: Batches,
-    validation: Batches,
+    training: Iterable[tuple[Tensor, Tensor]],
+    validation: Iterable[tuple[Tensor, Tensor]],
     slots: Sequence[str],
     *,
     epochs: int = 12,
@@ -288,31 +259,26 @@ def grow(
     """
     if epochs < 1:
         raise ValueError(f"epochs must be at least 1, got {epochs}")
-    for name, batches in {"training": training, "validation": validation}.items():
-        _check_batches(name, batches)
+    loaders = _Batches("training", training), _Batches("validation", validation)
     seed_everything(rng_seed, verbose=False)
     network.train()  # Lightning keeps the mode that it finds, and in evaluation mode no seed would learn
     module = _Classifier(network, loss, lr)
     growing = Grow(
         slots, network="network", blueprints=blueprints, decider=controller, loss="val_loss", rng_seed=rng_seed
     )
-    trainer = Trainer(
-        accelerator=accelerator,
-        devices=1,
-        max_epochs=epochs,
-        callbacks=[growing],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    first, second = (_Loader(part) if isinstance(part, Sequence) else part for part in (training, validation))
-    with _keyboard_interrupts():
-        trainer.fit(module, first, second)
+    files: dict[str, Any] = {"logger": False, "enable_checkpointing": False}
+    trainer = Trainer(accelerator=accelerator, max_epochs=epochs, callbacks=[growing], **files, **ALONE)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        trainer.fit(module, *loaders)
+    except SystemExit as end:  # at Ctrl-C Lightning exits and ignores further ones; a program may want to go on
+        if not isinstance(end.__context__, KeyboardInterrupt):
+            raise
+        signal.signal(signal.SIGINT, handler)
+        raise end.__context__ from None
     weights_are_finite = all(bool(parameter.isfinite().all()) for parameter in network.parameters())
     if not (weights_are_finite and bool(trainer.callback_metrics["val_loss"].isfinite())):
         raise ValueError(f"grow: the training has diverged: weights or loss are not finite; lower lr, which is {lr:g}")
     filled = {name: slot for name, slot in growing.growing.slots.items() if slot.stage in OCCUPIED}
-    return GrownNetwork(
-        network, module.accuracy, {name: f"{slot.blueprint} {slot.stage.name}" for name, slot in filled.items()}
-    )
+    seeds = {name: f"{slot.blueprint} {slot.stage.name}" for name, slot in filled.items()}
+    return GrownNetwork(network, module.accuracy, seeds)

@@ -21,8 +21,8 @@ from esper_lightning.console import print_status
 from esper_lightning.datamodules import HostPoolData
 from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
 from esper_lightning.evaluation.comparison import Comparison
-from esper_lightning.evaluation.growing import find_controller, grow_host
 from esper_lightning.evaluation.networks import export_grown
+from esper_lightning.evaluation.run import find_controller, grow_host
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ranks import local_world

@@ -5,11 +5,14 @@ joblib's loky, pools of `multiprocessing` and of Ray.
 """
 
 import multiprocessing
+import os
 import pickle
 import random
-from collections.abc import Callable, Iterable, Iterator
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -18,6 +21,9 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+PROCESS = secrets.token_hex(8)
+"""Token of this process."""
 
 
 def check_jobs(jobs: int) -> None:
@@ -69,3 +75,42 @@ def seeded_generators(rng_seed: int) -> Iterator[None]:
         np.random.seed(rng_seed)
         torch.manual_seed(rng_seed)
         yield
+
+
+def run_all(
+    work: Mapping[str, Sequence[Callable[[], Result]]], executor: Mapper | None = None
+) -> dict[str, list[Result]]:
+    """Return the results of independent pieces of work, in their order.
+
+    Every piece begins with the same state of the global random generators, from which only parts of users draw, so that
+    no piece, order or number of processes changes what another one draws.
+
+    Args:
+        work: Functions without arguments, under any names; they may share a pool, whose state they overwrite.
+        executor: Has a method `map(function, items)`, which runs the pieces in other processes, each with a copy of
+            what it holds. None: one after the other in this process.
+
+    Raises ValueError if the executor runs a piece in this process, as one of threads does.
+    """
+    if executor is None:
+        return {name: [_run(piece) for piece in pieces] for name, pieces in work.items()}
+    here = PROCESS, os.getpid()  # a forked process has the first, and one on another machine may have the second
+    run = partial(_run_elsewhere, here, torch.get_num_threads(), torch.backends.cudnn.allow_tf32)
+    # Pickled here: torch's own pickler would let the processes share the memory of tensors.
+    pickled = [pickle.dumps(piece) for pieces in work.values() for piece in pieces]
+    results = iter([pickle.loads(result) for result in executor.map(run, pickled)])
+    return {name: [next(results) for _ in pieces] for name, pieces in work.items()}
+
+
+def _run(piece: Callable[[], Any]) -> Any:
+    with seeded_generators(0):
+        return piece()
+
+
+def _run_elsewhere(origin: tuple[str, int], threads: int, allow_tf32: bool, pickled: bytes) -> bytes:
+    """Run a piece of work with the arithmetic of the process that wants its result."""
+    if (PROCESS, os.getpid()) == origin:
+        raise ValueError("executor: threads share hosts and random numbers; give an executor of processes")
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.allow_tf32 = allow_tf32
+    return pickle.dumps(_run(pickle.loads(pickled)))

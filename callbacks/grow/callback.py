@@ -430,9 +430,9 @@ class Grow(Callback):
         broken = trainer.strategy.broadcast(broken)  # each process has a training loss of its own
         if broken:
             rank_zero_warn(f"Grow: {' and '.join(broken)} is not finite; seeds stay as they are until it is")
-            growing.lifecycle = replace(self.lifecycle, auto_blend=False, auto_probation=False, auto_cull=False)
+            growing.lifecycle = replace(self.lifecycle, auto_cull=False)
         # The accuracy on training data is unknown; deciders see that of validation.
-        events = pool.record(EpochResult(TrainingStats(loss, score.accuracy, 0, host, seeds), validation))
+        events = pool.record(EpochResult(TrainingStats(loss, score.accuracy, 0, host, seeds), validation), bool(broken))
         growing.lifecycle = self.lifecycle
         self.scale.warn_if_stuck(pool.subject.history)
         if pool.subject.tick < pool.subject.horizon and not broken:

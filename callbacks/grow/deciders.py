@@ -4,10 +4,9 @@ from typing import Any, Protocol
 
 from esper_lightning import load_controller
 from esper_lightning.checkpointing.policy_file import CHECKPOINT_SUFFIX, POLICY_SUFFIX, names_policy
-from esper_lightning.controllers.fixed_schedule import FixedSchedule
 from esper_lightning.controllers.random import WaitOnly
 from esper_lightning.controllers.registry import CONTROLLERS, check_methods, make_controller
-from esper_lightning.controllers.schedule import read_schedule
+from esper_lightning.controllers.schedules import FixedSchedule, read_schedule
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.actions import Action
 

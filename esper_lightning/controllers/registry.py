@@ -4,13 +4,8 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
-from esper_lightning.controllers.heuristic import Heuristic
-from esper_lightning.controllers.hill_climbing import HillClimbing
-from esper_lightning.controllers.periodic import Periodic
+from esper_lightning.controllers.rules import Heuristic, HillClimbing, Periodic
 from esper_lightning.registry import Registry
-
-METHODS = ("reset", "act")
-"""Methods of a controller; each is called with the pool."""
 
 CONTROLLERS: Registry[Callable[[], Any]] = Registry(
     "controller", {"climbing": HillClimbing, "heuristic": Heuristic, "periodic": Periodic}, takes=callable
@@ -39,6 +34,6 @@ def make_controller(name: str) -> Any:
 
 def check_methods(controller: Any, what: str) -> None:
     """Raise ValueError, which begins with `what`, unless an object has the methods of a controller."""
-    for method in METHODS:
+    for method in ("reset", "act"):
         if not callable(getattr(controller, method, None)):
             raise ValueError(f"{what}: {type(controller).__name__} has no method {method!r}; give it one")

@@ -80,8 +80,6 @@ class EnvConfig:
             raise ValueError(
                 f"objective.price_to and a variable {PRICE_VARIABLE}: the price cannot be drawn twice; leave one out"
             )
-        if not (self.lifecycle.auto_blend and self.lifecycle.auto_probation):
-            raise ValueError("lifecycle.auto_blend or auto_probation is off, so no seed gets on; switch both on")
 
 
 def check_host_count(setting: str, hosts: int, least: int = 1) -> None:

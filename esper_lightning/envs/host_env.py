@@ -165,7 +165,7 @@ class Subject:
         gradients = dict(zip(self.growing.slots, training.seed_gradients, strict=True))
         is_measured = self.lifecycle.min_potential is not None
         potentials = dict(zip(self.growing.slots, validation.potentials, strict=True)) if is_measured else None
-        return self.growing.end_epoch(contributions, gradients, potentials=potentials, pause_auto_advance=hold_stages)
+        return self.growing.end_epoch(contributions, gradients, potentials=potentials, hold=hold_stages)
 
     def seed_parameters(self, stages: frozenset[Stage]) -> int:
         """Return the number of parameters of all seeds in one of `stages`."""

@@ -1,129 +1,67 @@
 """Comparison of a trained policy, rivals, rules and schedules on the same hosts. S training seeds, H hosts."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from esper_lightning.controllers.fixed_schedule import (
+from esper_lightning.controllers.learned import Controller
+from esper_lightning.controllers.random import RandomValid, WaitOnly
+from esper_lightning.controllers.registry import CONTROLLERS, make_controller
+from esper_lightning.controllers.rules import ClimbingConfig, Heuristic, HillClimbing, Periodic, PeriodicConfig
+from esper_lightning.controllers.schedules import (
     FixedSchedule,
+    RecordingController,
+    Schedule,
     SchedulePerPrice,
+    actions_by_tick,
     most_common_schedule,
+    parameter_prices,
+    read_schedule,
     yoke_schedules,
 )
-from esper_lightning.controllers.heuristic import HeuristicConfig
-from esper_lightning.controllers.hill_climbing import ClimbingConfig
-from esper_lightning.controllers.learned import Controller
-from esper_lightning.controllers.periodic import PeriodicConfig
-from esper_lightning.controllers.registry import CONTROLLERS, make_controller
-from esper_lightning.controllers.schedule import Schedule
 from esper_lightning.datamodules.hosts import HostPoolData
-from esper_lightning.envs import HostPool, check_host_count
+from esper_lightning.envs import HostPool, Op, check_host_count
 from esper_lightning.envs.seeding import EVALUATION, check_rng_seed, episode_rng_seeds
-from esper_lightning.evaluation.baselines import (
-    HAND_WRITTEN,
-    UNGROWN_HOST,
-    check_schedules,
-    make_baselines,
-    make_fixed_schedules,
-    read_schedules,
-)
 from esper_lightning.evaluation.checkpoints import RIVAL_PREFIX, TrainedPolicy
-from esper_lightning.evaluation.episodes import Played, play, play_policy, play_static
-from esper_lightning.evaluation.networks import GrownHost
-from esper_lightning.evaluation.play import Outcome, try_controller
-from esper_lightning.evaluation.search.search import (
-    BestSchedules,
+from esper_lightning.evaluation.networks import GrownHost, best_hosts
+from esper_lightning.evaluation.play import Outcome, named_controller, play_episode, play_static
+from esper_lightning.evaluation.search import (
+    BEST_FILE,
+    BEST_PRICE_PREFIX,
     SearchConfig,
     check_budget,
     read_best_schedules,
     search_best_schedules,
 )
 from esper_lightning.evaluation.statistics import Interval, effect_size, mean_interval
-from esper_lightning.evaluation.work import run_all
-from esper_lightning.parallel import Mapper, Processes, check_jobs
+from esper_lightning.parallel import Mapper, Processes, check_jobs, run_all
 
-Episodes = Callable[[], list[Played]]
-"""Plays one episode, or several that follow from each other."""
+TAMIYO = "tamiyo"
+"""Name of the compared policy, taking its most likely action."""
 
-TAMIYO, SAMPLED = "tamiyo", "sampled"
-"""Names of the compared policy, taking its most likely action and drawing actions as in training."""
-
-REPLAYED, YOKED = "replayed", "yoked"
-"""Names of two open-loop controls: the policy's most frequent schedule, played on every host; and for each host the
-schedule that the policy chose for another host of the same context."""
+SAMPLED, REPLAYED, YOKED = DERIVED = ("sampled", "replayed", "yoked")
+"""Names of the controllers that exist only beside a trained policy: drawing actions as in training, and two open-loop
+controls: its most frequent schedule, played on every host; and for each host the schedule that it chose for another
+host of the same context."""
 
 BEST_FIXED, BEST_PER_PRICE = "best fixed", "best per price"
 """Names of the controllers that play the results of the schedule search."""
 
-DERIVED = (SAMPLED, REPLAYED, YOKED)
-"""Names of the controllers that exist only beside a trained policy."""
+UNGROWN_HOST = "small static"
+"""Name of the controller that never grows the host."""
+
+HAND_WRITTEN = ("heuristic", "periodic", "climbing", "climbing, zero")
+"""Candidates for the best baseline: controllers that react to observations or follow a clock."""
 
 TWIN_PREFIX = "static "
 """Prefix of the names of static twins."""
 
 SEARCH_ENVS = 96
 """Number of environments in which the search evaluates candidate schedules side by side."""
-
-
-class Entry(NamedTuple):
-    """One row of the comparison: a controller and its outcomes."""
-
-    name: str
-    outcomes: list[Outcome]
-    """Outcomes, one per training seed, or a single one if the controller does not depend on training."""
-    training_seeds: list[int | None]
-    """RNG seed of the training behind each outcome. None: unknown, or the controller does not depend on training."""
-
-    def values(self, column: str) -> np.ndarray:  # [S, H] or [1, H]
-        """Return one column of the outcomes, one value per training seed and host."""
-        return np.array([getattr(outcome, column) for outcome in self.outcomes], dtype=np.float64)
-
-    def mean_metrics(self) -> dict[str, float]:
-        """Return the mean of each further test metric over training seeds and hosts, by name."""
-        return {
-            name: float(np.mean([outcome.metrics[name] for outcome in self.outcomes]))
-            for name in self.outcomes[0].metrics
-        }
-
-
-class ComparisonResult(NamedTuple):
-    """Result of a comparison, ready to be reported."""
-
-    policies: list[TrainedPolicy]
-    """Trained policies, one per training seed; empty if rules and schedules were compared alone."""
-    rivals: dict[str, TrainedPolicy]
-    """Further trained policies, by the names of their rows."""
-    rng_seeds: list[int]
-    """RNG seeds of the hosts."""
-    entries: list[Entry]
-    """Rows of the comparison; the first is the one with which the others are compared."""
-    schedules: dict[str, Schedule]
-    """Schedules to save, by file name without suffix.
-    They are the most frequent schedule of each policy and the best ones of the search."""
-    notes: list[str]
-    networks: list[GrownHost]
-    """The best hosts of the reference, the best first, if they are to be saved."""
-
-    @property
-    def reference(self) -> Entry:
-        """Row with which the others are compared: the trained policy, if there is one."""
-        return self.entries[0]
-
-    def lead(self, other: Entry) -> np.ndarray:  # [S, H]
-        """Return the objective of the reference minus that of `other`, paired by host.
-
-        It is also paired by training seed if both entries have one outcome per training seed.
-        """
-        return self.reference.values("objective") - other.values("objective")
-
-    def mean_lead(self, other: Entry) -> tuple[Interval, float]:
-        """Return the mean lead over `other` with its interval, and the lead as Cohen's d_z."""
-        lead = self.lead(other)
-        return mean_interval(lead), effect_size(lead)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,9 +106,6 @@ class EvaluationConfig:
     """Processes that play the controllers, and search schedules, side by side; each has its own copy of the data. The
     number does not change the result."""
 
-    heuristic: HeuristicConfig = HeuristicConfig()
-    """Settings of the heuristic baseline."""
-
     climbing: ClimbingConfig = ClimbingConfig()
     """Settings of hill climbing, which is compared with and without its rule about seeds without gradient."""
 
@@ -187,83 +122,180 @@ class EvaluationConfig:
             raise ValueError(f"model.evaluation.save_networks must be at least 0, got {self.save_networks}")
 
 
+class Entry(NamedTuple):
+    """One row of the comparison: a controller and its outcomes."""
+
+    name: str
+    outcomes: list[Outcome]
+    """Outcomes, one per training seed, or a single one if the controller does not depend on training."""
+    training_seeds: list[int | None]
+    """RNG seed of the training behind each outcome. None: unknown, or the controller does not depend on training."""
+
+    def values(self, column: str) -> np.ndarray:  # [S, H] or [1, H]
+        """Return one column of the outcomes, one value per training seed and host."""
+        return np.array([getattr(outcome, column) for outcome in self.outcomes], dtype=np.float64)
+
+    def mean_metrics(self) -> dict[str, float]:
+        """Return the mean of each further test metric over training seeds and hosts, by name."""
+        names = self.outcomes[0].metrics
+        return {name: float(np.mean([outcome.metrics[name] for outcome in self.outcomes])) for name in names}
+
+
+class ComparisonResult(NamedTuple):
+    """Result of a comparison, ready to be reported."""
+
+    policies: list[TrainedPolicy]
+    """Trained policies, one per training seed; empty if rules and schedules were compared alone."""
+    rivals: dict[str, TrainedPolicy]
+    """Further trained policies, by the names of their rows."""
+    rng_seeds: list[int]
+    """RNG seeds of the hosts."""
+    entries: list[Entry]
+    """Rows of the comparison; the first is the one with which the others are compared."""
+    schedules: dict[str, Schedule]
+    """Schedules to save, by file name without suffix.
+    They are the most frequent schedule of each policy and the best ones of the search."""
+    notes: list[str]
+    networks: list[GrownHost]
+    """The best hosts of the reference, the best first, if they are to be saved."""
+
+    @property
+    def reference(self) -> Entry:
+        """Row with which the others are compared: the trained policy, if there is one."""
+        return self.entries[0]
+
+    def policy_labels(self) -> list[str]:
+        """Return labels of the policies: their training seeds, or their numbers."""
+        seeds = [policy.training_seed for policy in self.policies]
+        return [f"checkpoint {n}" if seed is None else f"seed {seed}" for n, seed in enumerate(seeds, 1)]
+
+    def lead(self, other: Entry) -> np.ndarray:  # [S, H]
+        """Return the objective of the reference minus that of `other`, paired by host.
+
+        It is also paired by training seed if both entries have one outcome per training seed.
+        """
+        return self.reference.values("objective") - other.values("objective")
+
+    def mean_lead(self, other: Entry) -> tuple[Interval, float]:
+        """Return the mean lead over `other` with its interval, and the lead as Cohen's d_z."""
+        lead = self.lead(other)
+        return mean_interval(lead), effect_size(lead)
+
+
+class Played(NamedTuple):
+    """An episode, and what is kept of the hosts as it left them."""
+
+    outcome: Outcome
+    schedules: Sequence[Schedule] = ()  # [H]
+    """Actions that a trained policy chose on each host. Empty for other controllers."""
+    prices: Sequence[float] = ()  # [H]
+    """Price of parameters of each host."""
+    networks: Sequence[GrownHost] = ()
+    """The best hosts, the best first, as many as are to be saved."""
+
+
+def play(
+    pool: HostPool, name: str, controller: Controller, *, rng_seeds: Sequence[int], recorded: bool, saved: int
+) -> list[Played]:
+    """Play one episode, whose actions may be `recorded`, and keep the best `saved` hosts."""
+    recording = RecordingController(controller)
+    outcome = play_episode(pool, name, recording if recorded else controller, rng_seeds=rng_seeds)
+    networks = best_hosts(pool, outcome, saved)
+    return [Played(outcome, recording.schedules if recorded else (), parameter_prices(pool), networks)]
+
+
+def play_twin(pool: HostPool, name: str, grown: Outcome, *, rng_seeds: Sequence[int]) -> list[Played]:
+    """Play the static controls of an episode: two rows."""
+    return [Played(outcome) for outcome in play_static(pool, name, grown, rng_seeds=rng_seeds)]
+
+
 class Comparison:
     """Compares controllers on the same fresh hosts and the same data.
 
     Args:
-        config: Settings of the comparison.
-
-    Raises ValueError if a controller or a schedule that they name does not exist.
+        config: Settings of the comparison. Raises ValueError if a controller or a schedule that they name does not
+            exist.
     """
 
     def __init__(self, config: EvaluationConfig) -> None:
         self.config = config
-        self.hosts, self.seed, self.search = config.hosts, config.seed, config.search
-        self.against, self.controls, self.held_out = config.against, config.controls, config.held_out
-        against, search, schedules = config.against, config.search, config.schedules
-        self.found_schedules = None if search is None or search.found is None else read_best_schedules(search.found)
-        self.rule_configs = {"heuristic": config.heuristic, "climbing": config.climbing, "periodic": config.periodic}
-        self.schedules = read_schedules(schedules or {})
-        reserved = [*DERIVED, BEST_FIXED, BEST_PER_PRICE]
-        taken = {TAMIYO, *reserved, *make_baselines(self.seed, **self.rule_configs)}
-        for name in schedules or {}:
-            if name in taken or name.startswith((RIVAL_PREFIX, TWIN_PREFIX)):
+        named, search = config.against or (), config.search
+        self.found = None if search is None or search.found is None else read_best_schedules(search.found)
+        self.schedules: dict[str, Schedule] = {}
+        self.own: list[str] = []
+        known = [*DERIVED, BEST_FIXED, BEST_PER_PRICE, *self.make_controllers()]
+        for name, file in (config.schedules or {}).items():
+            if name in (TAMIYO, *known) or name.startswith((RIVAL_PREFIX, TWIN_PREFIX)):
                 raise ValueError(f"model.evaluation.schedules: {name!r} is another controller's name; choose a new one")
-        known = [*reserved, *self._named_controllers()]
-        self.own = [name for name in against or () if name not in known]
-        for name in self.own:
-            try:
+            self.schedules[name] = read_schedule(file)
+        known += self.schedules
+        self.own = [name for name in named if name not in known]
+        try:
+            for name in self.own:
                 CONTROLLERS.find(name, known)
-            except ValueError as error:
-                raise ValueError(f"model.evaluation.against: {error}") from error
-        self.hand_written = (*HAND_WRITTEN, *self.own)
+        except ValueError as error:
+            raise ValueError(f"model.evaluation.against: {error}") from error
         self.make_controllers()  # raises ValueError now if one cannot be made
-        per_price = search is not None and (
-            search.per_price if self.found_schedules is None else bool(self.found_schedules.per_price)
-        )
-        for name, is_available in ((BEST_FIXED, search is not None), (BEST_PER_PRICE, per_price)):
-            if name in (against or ()) and not is_available:
-                setting = "search.steps" if name == BEST_FIXED else "search.per_price"
-                raise ValueError(f"model.evaluation.against: {name!r} must be searched first; set its {setting}")
+        per_price = search is not None and (search.per_price if self.found is None else len(self.found) > 1)
+        for name, available, setting in ((BEST_FIXED, search, "steps"), (BEST_PER_PRICE, per_price, "per_price")):
+            if name in named and not available:
+                raise ValueError(f"model.evaluation.against: {name!r} must be searched first; set its search.{setting}")
+
+    def make_controllers(self) -> dict[str, Controller]:
+        """Return new instances of all controllers that do not depend on training, by name."""
+        climbing = self.config.climbing
+        return {
+            "random": RandomValid(self.config.seed),
+            UNGROWN_HOST: WaitOnly(),
+            "heuristic": Heuristic(),
+            "periodic": Periodic(self.config.periodic),
+            "climbing": HillClimbing(climbing),
+            "climbing, zero": HillClimbing(replace(climbing, zero_gradient=True)),
+            **{name: FixedSchedule(schedule) for name, schedule in self.schedules.items()},
+            **{name: make_controller(name) for name in self.own},
+        }
 
     def includes(self, name: str) -> bool:
         """Return True if the comparison includes this controller."""
-        return self.against is None or name in self.against
+        return self.config.against is None or name in self.config.against
 
     def check_without_policy(self) -> None:
         """Raise ValueError unless there is something to compare without a trained policy."""
         for name in DERIVED:
-            if name in (self.against or ()):
+            if name in (self.config.against or ()):
                 raise ValueError(f"model.evaluation.against: {name!r} needs a trained policy; name one in policies")
-        if self.against == []:
+        if self.config.against == []:
             raise ValueError(
                 "model.evaluation.against is empty and there is no policy, so nothing is compared; name controllers"
             )
 
     def check(self, pool: HostPool) -> None:
-        """Raise ValueError if a schedule does not fit the pool's hosts or the search budget is too small.
-
-        The same happens if held-out contexts are requested and there are none.
-        """
-        check_schedules(self.schedules, pool)
-        if self.found_schedules is not None:
-            check_schedules(self.found_schedules.by_file(), pool)
-        elif self.search is not None and (self.includes(BEST_FIXED) or self.includes(BEST_PER_PRICE)):
-            check_budget(
-                replace(self.search, per_price=self.search.per_price and self.includes(BEST_PER_PRICE)),
-                pool,
-                SEARCH_ENVS,
-            )
-        contexts = pool.config.family.contexts(self.held_out)
-        if self.controls and any(context.horizon is not None for context in contexts):
+        """Raise ValueError if a schedule does not fit the pool's hosts, the search budget is too small, or the hosts
+        have no held-out contexts or no fixed horizon where the settings ask for them."""
+        for name, schedule in (self.schedules | (self.found or {})).items():
+            try:
+                actions_by_tick(schedule, pool)
+            except ValueError as error:
+                raise ValueError(f"schedule {name!r}: {error}") from error
+        if searched := self._search():
+            check_budget(searched, pool, SEARCH_ENVS)
+        family, held_out = pool.config.family, self.config.held_out
+        if self.config.controls and any(context.horizon is not None for context in family.contexts(held_out)):
             raise ValueError(
                 "model.evaluation.controls: static controls train beyond the horizon, which hosts with the variable "
                 "horizon do not; set it to false"
             )
-        if self.held_out and not pool.config.family.held_out:
+        if held_out and not family.held_out:
             raise ValueError(
                 "model.evaluation.held_out: there are no held-out contexts; name some in data.env.family.held_out"
             )
+
+    def _search(self) -> SearchConfig | None:
+        """Return what must be searched for the rows of the comparison, or None."""
+        config = self.config.search
+        if config is None or self.found is not None or not (self.includes(BEST_FIXED) or self.includes(BEST_PER_PRICE)):
+            return None
+        return replace(config, per_price=config.per_price and self.includes(BEST_PER_PRICE))
 
     def check_controllers(self, data: HostPoolData) -> None:
         """Let each controller of the user choose one action on each of two new hosts, before any training.
@@ -272,15 +304,11 @@ class Comparison:
         """
         for task in data.pools if self.own else ():
             for name in self.own:
-                try_controller(data.make_pool(2, task=task), name, make_controller(name))
-
-    def _named_controllers(self) -> dict[str, Controller]:
-        """Return new instances of the baselines and the schedules, by name."""
-        return make_baselines(self.seed, **self.rule_configs) | make_fixed_schedules(self.schedules)
-
-    def make_controllers(self) -> dict[str, Controller]:
-        """Return new instances of all controllers that do not depend on training, by name."""
-        return self._named_controllers() | {name: make_controller(name) for name in self.own}
+                pool, controller = data.make_pool(2, task=task), make_controller(name)
+                pool.reset(range(2))
+                controller.reset(pool)
+                with named_controller(name, controller):
+                    pool.read_action(controller.act(pool))
 
     def run(
         self,
@@ -289,7 +317,6 @@ class Comparison:
         rivals: Mapping[str, TrainedPolicy],
         *,
         task: str | None = None,
-        save_networks: int = 0,
         executor: Mapper | None = None,
     ) -> ComparisonResult:
         """Run the comparison on hosts of one task. It creates its own pools.
@@ -299,155 +326,112 @@ class Comparison:
             policies: Trained policies, one per training seed. Empty: rules and schedules are compared alone.
             rivals: Further trained policies, by the names of their rows.
             task: Name of the task, where there are several. None: the first.
-            save_networks: Number of hosts to keep: the best of the first policy, or without one of the reference.
             executor: Has a method `map(function, items)`, which plays the episodes and searches the schedules. None:
                 this process, or as many as `jobs` says.
         """
-        if executor is None and self.config.jobs > 1:
-            executor = Processes(self.config.jobs)
+        config = self.config
+        if executor is None and config.jobs > 1:
+            executor = Processes(config.jobs)
         make_pool = partial(data.make_pool, task=task, sight=policies[0].sight if policies else None)
-        pool = make_pool(self.hosts, held_out=self.held_out)
-        rng_seeds = episode_rng_seeds(self.seed, EVALUATION, 0, n_envs=self.hosts)
-        reference = TAMIYO if policies else (self.against or [UNGROWN_HOST])[0]
+        pool = make_pool(config.hosts, held_out=config.held_out)
+        rng_seeds = episode_rng_seeds(config.seed, EVALUATION, 0, n_envs=config.hosts)
+        reference = TAMIYO if policies else (config.against or [UNGROWN_HOST])[0]
 
-        def episodes(name: str, controllers: Sequence[Controller]) -> list[Episodes]:
-            saved = save_networks if name == reference else 0
-            play_here = partial(play, pool, name, rng_seeds=rng_seeds, save_networks=saved)
-            return [partial(play_here, controller) for controller in controllers]
+        def episode(name: str, controller: Controller, *, own: HostPool = pool, first: bool = True) -> partial:
+            saved = config.save_networks if name == reference and first else 0
+            recorded = name == TAMIYO
+            return partial(play, own, name, controller, rng_seeds=rng_seeds, recorded=recorded, saved=saved)
 
-        rules = {name: [controller] for name, controller in self.make_controllers().items() if self.includes(name)}
-        played = run_all(
-            {
-                TAMIYO: self._policy_episodes(pool, policies, rng_seeds, save_networks=save_networks),
-                **self._rival_episodes(pool, rivals, rng_seeds, make_pool=make_pool),
-                **{name: episodes(name, controllers) for name, controllers in rules.items()},
-            },
-            executor,
-        )
-        of_policies = [of_policy for (of_policy,) in played[TAMIYO]]
-        common, notes = self._describe_schedules(policies, of_policies)
-        best = self._find_best_schedules(make_pool, [*self.schedules.values(), *common.values()], executor)
+        # First everything that needs nothing else: the policies, rivals, each in a pool that it can see, and rules.
+        work = {TAMIYO: [episode(TAMIYO, one.greedy(), first=one is policies[0]) for one in policies]}
+        for name, rival in rivals.items():
+            sees_other = rival.sight != pool.config.sight
+            own = make_pool(config.hosts, held_out=config.held_out, sight=rival.sight) if sees_other else pool
+            work[name] = [episode(name, rival.greedy(), own=own)]
+        rules = {name: made for name, made in self.make_controllers().items() if self.includes(name)}
+        played = run_all(work | {name: [episode(name, made)] for name, made in rules.items()}, executor)
+
+        # Then schedules, with those of the policies among the candidates of the search.
+        of_policies = [one for (one,) in played[TAMIYO]]
+        common, notes = self._common_schedules(policies, of_policies)
+        best = self.found or {}
+        if (searched := self._search()) is not None:
+            known = list(dict.fromkeys([*self.schedules.values(), *common.values()]))
+            fixed = self.includes(BEST_FIXED)
+            best = search_best_schedules(make_pool(SEARCH_ENVS), searched, known, fixed=fixed, executor=executor)
+        by_price = {
+            float(name.removeprefix(BEST_PRICE_PREFIX)): schedule
+            for name, schedule in best.items()
+            if name.startswith(BEST_PRICE_PREFIX)
+        }
+        # What never acts is the ungrown host, whatever replays it: unless asked for by name, its controls are left out.
+        acts = config.against is not None or any((one.outcome.trace.ops != Op.WAIT).any() for one in of_policies)
+        if of_policies and not acts:
+            notes.append(f"{TAMIYO} grew nothing on any host: its controls would be {UNGROWN_HOST} and are left out")
         derived: dict[str, list[Controller]] = {
-            SAMPLED: [policy.sampled(self.seed) for policy in policies],
-            BEST_FIXED: [] if best.fixed is None else [FixedSchedule(best.fixed)],
-            BEST_PER_PRICE: [SchedulePerPrice(best.per_price)] if best.per_price else [],
-            REPLAYED: [FixedSchedule(schedule) for schedule in common.values()],
+            SAMPLED: [policy.sampled(config.seed) for policy in policies],
+            BEST_FIXED: [FixedSchedule(best[BEST_FILE])] if BEST_FILE in best else [],
+            BEST_PER_PRICE: [SchedulePerPrice(by_price)] if by_price else [],
+            REPLAYED: [FixedSchedule(schedule) for schedule in common.values() if acts],
             YOKED: [
-                FixedSchedule(yoke_schedules(of_policy.schedules, of_policy.outcome.contexts, of_policy.prices))
-                for of_policy in of_policies
+                FixedSchedule(yoke_schedules(one.schedules, one.outcome.contexts, one.prices))
+                for one in of_policies
+                if acts
             ],
         }
-        twinned = [TAMIYO, *best_hand_written(played, self.hand_written)] if self.controls else []
-        played |= run_all(
-            {
-                **{name: episodes(name, made) for name, made in derived.items() if self.includes(name)},
-                **{
-                    TWIN_PREFIX + name: [
-                        partial(play_static, pool, TWIN_PREFIX + name, grown.outcome, rng_seeds=rng_seeds)
-                        for (grown,) in played[name]
-                    ]
-                    for name in twinned
-                },
-            },
-            executor,
-        )
-        training_seeds = [policy.training_seed for policy in policies]
-        seeds_of = dict.fromkeys((TAMIYO, *DERIVED, TWIN_PREFIX + TAMIYO), training_seeds)
-        seeds_of |= {name: [rival.training_seed] for name, rival in rivals.items()}
-        names = [TAMIYO, SAMPLED, *rivals, *rules, BEST_FIXED, BEST_PER_PRICE, REPLAYED, YOKED]
+        twinned = [TAMIYO] * acts + best_hand_written(played, (*HAND_WRITTEN, *self.own)) if config.controls else []
+        work = {name: [episode(name, one) for one in made] for name, made in derived.items() if self.includes(name)}
+        for name in twinned:
+            twin = TWIN_PREFIX + name
+            work[twin] = [
+                partial(play_twin, pool, twin, grown.outcome, rng_seeds=rng_seeds) for (grown,) in played[name]
+            ]
+        played |= run_all(work, executor)
+
+        seeds_of = {name: [rival.training_seed] for name, rival in rivals.items()}
+        for name in (TAMIYO, *DERIVED, TWIN_PREFIX + TAMIYO):
+            seeds_of[name] = [policy.training_seed for policy in policies]
+        order = [TAMIYO, SAMPLED, *rivals, *rules, BEST_FIXED, BEST_PER_PRICE, REPLAYED, YOKED]
         entries = [
             Entry(row[0].outcome.controller, [one.outcome for one in row], seeds_of.get(name, [None]))
-            for name in [*names, *(TWIN_PREFIX + name for name in twinned)]
+            for name in [*order, *(TWIN_PREFIX + name for name in twinned)]
             for row in zip(*played.get(name, ()), strict=True)
         ]
-        saved = [one.networks for of_name in played.values() for row in of_name for one in row if one.networks]
         return ComparisonResult(
             list(policies),
             dict(rivals),
             rng_seeds,
             sorted(entries, key=lambda entry: entry.name != reference),
-            common | best.by_file(),
+            common | best,
             notes,
-            saved[0] if saved else [],
+            list(played[reference][0][0].networks),
         )
 
-    def _policy_episodes(
-        self,
-        pool: HostPool,
-        policies: Sequence[TrainedPolicy],
-        rng_seeds: Sequence[int],
-        *,
-        save_networks: int,
-    ) -> list[Episodes]:
-        """Return the episodes of the policies; networks are saved in the first."""
-        played = [partial(play_policy, pool, TAMIYO, policy, rng_seeds=rng_seeds) for policy in policies]
-        return [partial(episode, save_networks=save_networks) for episode in played[:1]] + played[1:]
-
-    def _rival_episodes(
-        self,
-        pool: HostPool,
-        rivals: Mapping[str, TrainedPolicy],
-        rng_seeds: Sequence[int],
-        *,
-        make_pool: Callable[..., HostPool],
-    ) -> dict[str, list[Episodes]]:
-        """Return the episodes of the rivals on the same hosts, which each of them observes as in its training."""
-        episodes = {}
-        for name, rival in rivals.items():
-            own = pool
-            if rival.sight != pool.config.sight:
-                own = make_pool(self.hosts, held_out=self.held_out, sight=rival.sight)
-            episodes[name] = [partial(play, own, name, rival.greedy(), rng_seeds=rng_seeds)]
-        return episodes
-
-    def _describe_schedules(
+    def _common_schedules(
         self, policies: Sequence[TrainedPolicy], episodes: Sequence[Played]
     ) -> tuple[dict[str, Schedule], list[str]]:
         """Return the most frequent schedule of each policy, by file name without suffix, and notes for the reader."""
-        common_schedules, notes = {}, []
+        schedules, notes, hosts = {}, [], self.config.hosts
         for number, (policy, played) in enumerate(zip(policies, episodes, strict=True)):
             common, frequency = most_common_schedule(played.schedules)
             name, suffix = "schedule", ""
             if len(policies) > 1:
                 name, suffix = f"schedule{number}", f" of training seed {policy.training_seed}"
-            common_schedules[name] = common
+            schedules[name] = common
             notes.append(
-                f"{frequency} of {self.hosts} hosts{suffix} grew by the same schedule: {name}.json; "
+                f"{frequency} of {hosts} hosts{suffix} grew by the same schedule: {name}.json; "
                 f"different schedules: {len(set(played.schedules))}"
             )
         contexts = episodes[0].outcome.contexts if episodes else []
-        n_singletons = sum(number == 1 for number in Counter(contexts).values())
-        if n_singletons and self.includes(YOKED):
+        n_alone = sum(number == 1 for number in Counter(contexts).values())
+        if n_alone and self.includes(YOKED):
             notes.append(
-                f"{n_singletons} of {self.hosts} hosts were the only ones of their kind: "
-                "yoked plays their own schedules"
+                f"{n_alone} of {hosts} hosts were the only ones of their kind: {YOKED} plays their own schedules"
             )
-        return common_schedules, notes
-
-    def _find_best_schedules(
-        self, make_pool: Callable[..., HostPool], known: Sequence[Schedule], executor: Mapper | None
-    ) -> BestSchedules:
-        """Return the best schedules from earlier files or from a new search, restricted to the requested ones."""
-        fixed, per_price = self.includes(BEST_FIXED), self.includes(BEST_PER_PRICE)
-        if self.search is None or not (fixed or per_price):
-            return BestSchedules(None, {})
-        if self.found_schedules is not None:
-            return self.found_schedules
-        return search_best_schedules(
-            make_pool(SEARCH_ENVS),
-            self.search,
-            list(dict.fromkeys(known)),
-            fixed=fixed,
-            per_price=self.search.per_price and per_price,
-            executor=executor,
-        )
+        return schedules, notes
 
 
 def best_hand_written(played: Mapping[str, Sequence[Sequence[Played]]], names: Sequence[str]) -> list[str]:
     """Return the name among `names` of the controller with the best mean objective, or none if none was played."""
-    means = {
-        name: np.mean([one.outcome.objective for row in played[name] for one in row])
-        for name in names
-        if name in played
-    }
+    means = {name: played[name][0][0].outcome.objective.mean() for name in names if name in played}
     return sorted(means, key=lambda name: -means[name])[:1]

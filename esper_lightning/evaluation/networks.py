@@ -5,10 +5,8 @@ tells how that host is made; and `samples.safetensors`, on which an export is ch
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
-from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,19 +28,10 @@ from esper_lightning.registry import describe_factory, import_object
 from esper_lightning.serialization.replace import replace_durably
 from esper_lightning.tasks import Split
 
-NETWORK_FILE, HOST_FILE, SAMPLES_FILE = "network.safetensors", "host.json", "samples.safetensors"
+NETWORK_FILE, HOST_FILE, SAMPLES_FILE = NETWORK_FILES = ("network.safetensors", "host.json", "samples.safetensors")
 
 FORMAT_VERSION = 1
 """Version of host.json; folders of another version are refused."""
-
-BUILD_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, ArithmeticError, MemoryError)
-"""Exceptions of a host's constructor whose arguments are damaged."""
-
-MAX_SLOTS = 1000
-"""Largest number of slots of a host in a file."""
-
-MAX_WIDENING = 4
-"""Largest ratio of the size of weights in memory and in a file, which may hold them in a smaller format."""
 
 NUM_SAMPLES = 8
 """Test samples that are saved beside a network."""
@@ -60,26 +49,20 @@ class GrownHost(NamedTuple):
 
 
 def best_hosts(pool: HostPool, outcome: Outcome, number: int) -> list[GrownHost]:
-    """Return the hosts with the best objective of an episode that has just ended, the best first.
-
-    Args:
-        pool: Hosts as the episode left them.
-        outcome: Results of the episode.
-        number: Number of hosts; there may be fewer in the pool.
-    """
+    """Return up to `number` hosts with the best objective of an episode that has just ended, the best first."""
     best = np.argsort(-outcome.objective, kind="stable")[:number]
     return [grown_host(pool, int(host), outcome) for host in best]
 
 
 def grown_host(pool: HostPool, host: int, outcome: Outcome) -> GrownHost:
     """Return a copy of one host of an episode that has just ended."""
-    env = pool.envs[host]
+    env, factory = pool.envs[host], pool.env_factory
     description = {
         "format": FORMAT_VERSION,
-        "host": describe_factory(pool.env_factory.host, env.context.context.architecture),
-        "input_shape": list(pool.env_factory.input_shape),
-        "outputs": pool.env_factory.num_classes,
-        "slots": None if pool.env_factory.shared_space is None else list(pool.env_factory.shared_space.slots),
+        "host": describe_factory(factory.host, env.context.context.architecture),
+        "input_shape": list(factory.input_shape),
+        "outputs": factory.num_classes,
+        "slots": None if factory.shared_space is None else list(factory.shared_space.slots),
         "controller": outcome.controller,
         "rng_seed": env.rng_seed,
         "context": outcome.contexts[host],
@@ -128,60 +111,26 @@ def read_description(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is no JSON: {error}") from None
     if not isinstance(description, dict) or description.get("format") != FORMAT_VERSION:
         raise ValueError(f"{path} is not of format {FORMAT_VERSION}; save the network again with this version")
-    host, shape, slots = (description.get(name) for name in ("host", "input_shape", "slots"))
-    if (
-        not isinstance(host, dict)
-        or not isinstance(host.get("init_args"), dict)
-        or not isinstance(shape, list)
-        or not all(type(size) is int and size > 0 for size in shape)
-        or type(description.get("outputs")) is not int
-        or not (slots is None or (isinstance(slots, list) and len(slots) <= MAX_SLOTS))
-        or not all(isinstance(name, str) for name in slots or ())
-    ):
-        raise ValueError(f"{path} is damaged: it does not tell how the host is made")
     return description
 
 
 def load_host(folder: Path, description: Mapping[str, Any]) -> nn.Module:
-    """Return the network in a folder, in evaluation mode.
+    """Return the network in a folder, in evaluation mode. Raises ValueError if the files do not belong together.
 
     Its class is imported and called: check the description first if the folder is from elsewhere.
-
-    Raises ValueError if the files do not belong together.
     """
-    module, _, name = description["host"]["class_path"].rpartition(".")
-    make = getattr(import_module(module), name)
-    shape, outputs = tuple(description["input_shape"]), description["outputs"]
-    build = partial(make, shape, outputs, **description["host"]["init_args"])
     try:
-        check_host_size(build, folder)
-        network = build()
-    except BUILD_ERRORS as error:
+        host, slots = description["host"], description["slots"]
+        make = import_object(host["class_path"], str(folder / HOST_FILE))
+        network = make(tuple(description["input_shape"]), description["outputs"], **host["init_args"])
+    except (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError, MemoryError) as error:
         raise ValueError(f"{folder / HOST_FILE}: the host cannot be made: {error!s:.300}") from error
-    if description["slots"] is not None:
-        if len(slots_of(network)) > len(description["slots"]):
+    if slots is not None:
+        if len(slots_of(network)) > len(slots):
             raise ValueError(f"{folder / HOST_FILE} is damaged: it names fewer slots than the host has")
-        network = pad_slots(network, description["slots"], torch.device("cpu"))
+        network = pad_slots(network, slots, torch.device("cpu"))
     load(network, folder / NETWORK_FILE)
     return network.eval()
-
-
-def check_host_size(build: Callable[[], nn.Module], folder: Path) -> None:
-    """Raise ValueError if a host needs far more memory than the file of its weights holds, before any is taken.
-
-    A host whose constructor needs values, which the meta device does not have, is not checked.
-    """
-    file = folder / NETWORK_FILE
-    if not file.is_file():
-        raise ValueError(f"{str(folder)!r} holds no {NETWORK_FILE}")
-    try:
-        with torch.device("meta"):
-            outline = build()
-    except (NotImplementedError, RuntimeError):
-        return
-    needed = sum(parameter.numel() * parameter.element_size() for parameter in outline.parameters())
-    if needed > MAX_WIDENING * file.stat().st_size:
-        raise ValueError(f"its weights take {needed} bytes, and {NETWORK_FILE} has {file.stat().st_size}")
 
 
 def read_samples(path: Path) -> dict[str, Tensor]:
@@ -195,25 +144,6 @@ def read_samples(path: Path) -> dict[str, Tensor]:
     if "inputs" not in tensors:
         raise ValueError(f"{path} holds {sorted(tensors)!s:.100}, and no tensor 'inputs'")
     return tensors
-
-
-def remove_saved(folder: Path) -> None:
-    """Remove the files that `save_best` has written, and the folders that are then empty."""
-    ranks = [path for path in folder.glob("*") if path.name.isdecimal() and path.is_dir() and not path.is_symlink()]
-    for rank in ranks:
-        for name in (NETWORK_FILE, SAMPLES_FILE, HOST_FILE):
-            (rank / name).unlink(missing_ok=True)
-    for emptied in [*ranks, folder] if ranks else ():
-        if not any(emptied.iterdir()):
-            emptied.rmdir()
-
-
-def save_best(hosts: Sequence[GrownHost], folder: Path) -> list[Path]:
-    """Write grown hosts into numbered folders, the best into `1`, and return them."""
-    folders = [folder / str(rank) for rank in range(1, len(hosts) + 1)]
-    for grown, path in zip(hosts, folders, strict=True):
-        save_host(grown, path)
-    return folders
 
 
 def export_grown(

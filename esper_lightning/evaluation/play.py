@@ -1,21 +1,43 @@
-"""Evaluation of one controller on a fixed set of hosts. H hosts, T ticks, K slots."""
+"""One episode of one controller on a fixed set of hosts, or of static networks. H hosts, T ticks, K slots.
+
+*Data order.* A host draws the weights of its seeds from the generator that also orders its data, so a germination would
+change all later batches. Here every host epoch starts with random numbers that depend on the host's RNG seed and the
+tick alone: all controllers see the same batches at the same tick, whatever their actions.
+
+*Compute.* FLOPs of training are those of the forward pass * 3 * training samples, summed over ticks. The forward pass
+includes the host and every seed with its gate, from germination on. The count follows PyTorch's FlopCounterMode: two
+per multiply-add of matrix products, convolutions and attention, without normalisation, elementwise operations,
+optimizer, validation and counterfactual passes. Input gradients that the first layer and seeds with detached input do
+not need are not subtracted. Epochs that a rollback undid count.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
 
 from esper_lightning.controllers.learned import Controller
-from esper_lightning.envs import HostPool, StepResult
+from esper_lightning.controllers.random import WaitOnly
+from esper_lightning.envs import Action, HostPool, StepResult
 from esper_lightning.envs.device_transfer import download
+from esper_lightning.envs.flops import HostFlops, measure_flops
+from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.spaces.actions import ActionError
-from esper_lightning.evaluation.flops_meter import FlopsMeter
 from esper_lightning.evaluation.statistics import Interval, mean_interval
-from esper_lightning.growth.blend import BlendStyle
+from esper_lightning.growth.blend import BlendStyle, Ramp
+from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.registry import is_of_this_package
+from esper_lightning.tasks import Batches
+
+PASSES_PER_STEP = 3
+"""Cost of a training step in forward passes: the forward pass and one backward pass each for inputs and weights.
+Source: Kaplan et al., 2020, https://arxiv.org/abs/2001.08361."""
+
+STAGES_TO_FOSSILIZED = (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED)
 
 
 class FossilizedSeed(NamedTuple):
@@ -49,7 +71,7 @@ class Outcome(NamedTuple):
     loss: np.ndarray
     parameters: np.ndarray
     objective: np.ndarray
-    flops: np.ndarray  # floating-point operations of training, see FlopsMeter
+    flops: np.ndarray  # floating-point operations of training
     ticks: np.ndarray  # host epochs in which the host trained
     fossils: np.ndarray
     rollbacks: np.ndarray
@@ -80,20 +102,44 @@ def play_episode(
             after the horizon. None: the horizon for all hosts.
         on_step: Called with the result of every step.
     """
-    started = perf_counter()
+    started, horizon = perf_counter(), pool.config.horizon
+    flops, ticks, rollbacks = (np.zeros(pool.n_envs, dtype=np.int64) for _ in range(3))
+    accuracies, ops, stages = [], [], []
     pool.reset(rng_seeds)
-    with FlopsMeter(pool) as meter:
+    example = pool.data.train.inputs[:1]
+    costs = [env.flops or measure_flops(env.network, example.to(env.device)) for env in pool.envs]  # slots are empty
+
+    def count_epoch(host: int, batches: Batches) -> None:
+        flops[host] += step_flops(costs[host], pool.envs[host].slots) * batches.indices.numel()
+        ticks[host] += 1
+
+    # All executors ask each host for its batches once per tick, after the actions and before it trains.
+    for host, env in enumerate(pool.envs):
+        env.data_order, env.on_batches = epoch_rng_seed, partial(count_epoch, host)
+    try:
         controller.reset(pool)
-        with named_controller(name, controller):
-            trace, rollbacks = _run_episode(pool, controller, tick_limits, on_step=on_step)
+        for tick in range(horizon if tick_limits is None else max(horizon, *tick_limits)):
+            for env, limit in zip(pool.envs, tick_limits or (), strict=tick_limits is not None):
+                if tick >= limit:
+                    env.end()
+            if tick >= horizon:
+                pool.train_without_actions(1)
+                continue
+            with named_controller(name, controller):
+                step = pool.step(controller.act(pool))
+            on_step(step)
+            for verdict in step.verdicts:
+                rollbacks[verdict.host] += verdict.verdict.diverged
+            accuracies.append(step.metrics.accuracy.double().numpy())
+            ops.append(download(step.action.op).numpy().copy())
+            stages.append([[int(slot.stage) for slot in env.slots] for env in pool.envs])
+    finally:
+        for env in pool.envs:
+            env.data_order = env.on_batches = None
     seconds = perf_counter() - started
     loss, accuracy = pool.test_scores()
     topologies = [
-        tuple(
-            FossilizedSeed(s.name, s.blueprint, s.style)
-            for s in env.slots
-            if s.stage is Stage.FOSSILIZED and s.blueprint is not None
-        )
+        tuple(FossilizedSeed(s.name, str(s.blueprint), s.style) for s in env.slots if s.stage is Stage.FOSSILIZED)
         for env in pool.envs
     ]
     return Outcome(
@@ -102,16 +148,26 @@ def play_episode(
         loss=loss.double().numpy(),
         parameters=pool.parameter_counts.numpy(),
         objective=np.array([env.objective_at(share) for env, share in zip(pool.envs, accuracy.tolist(), strict=True)]),
-        flops=np.array(meter.flops),
-        ticks=np.array(meter.ticks),
+        flops=flops,
+        ticks=ticks,
         fossils=np.array([len(topology) for topology in topologies]),
         rollbacks=rollbacks,
         seconds=seconds,
         topologies=topologies,
-        trace=trace,
+        trace=PoolTrace(np.array(accuracies), np.array(ops), np.array(stages)),
         contexts=[str(env.context.context) for env in pool.envs],
         metrics={name: values.numpy() for name, values in pool.test_metrics().items()},
     )
+
+
+def step_flops(compute: HostFlops, slots: Sequence[SeedSlot]) -> int:
+    """Return the FLOPs of a training step for one sample, of the host and of its seeds."""
+    return PASSES_PER_STEP * (compute.host + sum(compute.seed_flops(slot) for slot in slots))
+
+
+def epoch_rng_seed(host_rng_seed: int, tick: int) -> int:
+    """Return the RNG seed of the data order in one host epoch."""
+    return int(np.random.SeedSequence([host_rng_seed, tick]).generate_state(1, np.uint64)[0]) >> 1
 
 
 @contextmanager
@@ -125,47 +181,66 @@ def named_controller(name: str, controller: Controller) -> Iterator[None]:
         raise ValueError(f"controller {name!r}: {error}") from error
 
 
-def try_controller(pool: HostPool, name: str, controller: Controller) -> None:
-    """Let a controller choose its first action in `pool`, whose state is overwritten.
+class StaticController:
+    """Gives every host its final network before the first tick and then only waits.
 
-    Raises ValueError if that is none.
+    The weights of the seeds come from the host's own generator, right after the host's weights, and are initialised
+    according to `lifecycle.birth`. Alpha is 1 and every seed is fossilized, so all of the network learns from the first
+    minibatch, on the same data as in any other episode.
+
+    Args:
+        topologies: Fossilized seeds of each host.
     """
-    pool.reset(range(pool.n_envs))
-    controller.reset(pool)
-    with named_controller(name, controller):
-        pool.read_action(controller.act(pool))
+
+    def __init__(self, topologies: Sequence[Topology]) -> None:
+        self.topologies = topologies
+
+    def reset(self, pool: HostPool) -> None:
+        for env, topology in zip(pool.envs, self.topologies, strict=True):
+            build_topology(env, topology)
+
+    def act(self, pool: HostPool) -> Action:
+        return WaitOnly().act(pool)
 
 
-def _run_episode(
-    pool: HostPool,
-    controller: Controller,
-    tick_limits: Sequence[int] | None,
-    *,
-    on_step: Callable[[StepResult], None],
-) -> tuple[PoolTrace, np.ndarray]:  # rollbacks [H]
-    horizon = pool.config.horizon
-    accuracy, ops, stages = [], [], []
-    rollbacks = np.zeros(pool.n_envs, dtype=np.int64)
-    for tick in range(horizon if tick_limits is None else max(horizon, *tick_limits)):
-        for env, limit in zip(pool.envs, tick_limits or (), strict=tick_limits is not None):
-            if tick >= limit:
-                env.end()
-        if tick >= horizon:
-            pool.train_without_actions(1)
-            continue
-        step = pool.step(controller.act(pool))
-        on_step(step)
-        for host_verdict in step.verdicts:
-            rollbacks[host_verdict.host] += host_verdict.verdict.diverged
-        accuracy.append(step.metrics.accuracy.double().numpy())
-        ops.append(download(step.action.op).numpy().copy())
-        stages.append([[int(slot.stage) for slot in env.slots] for env in pool.envs])
-    return PoolTrace(np.array(accuracy), np.array(ops), np.array(stages)), rollbacks
+def build_topology(env: HostEnv, topology: Topology) -> None:
+    """Put fossilized seeds with fresh weights into the empty slots of a host that has not trained yet."""
+    for name, blueprint, style in topology:
+        env.growing.germinate(name, blueprint, style=style)
+        slot = env.growing.slots[name]
+        slot.start_ramp(Ramp())
+        for stage in STAGES_TO_FOSSILIZED:
+            slot.move_to(stage)
+    if env.monitor is not None:
+        env.take_snapshot()  # a rollback restores this network, not the bare host
+
+
+def play_static(pool: HostPool, name: str, grown: Outcome, *, rng_seeds: Sequence[int]) -> list[Outcome]:
+    """Play the final networks of an episode, complete from the first tick.
+
+    Returns two outcomes: with as many host epochs as the grown hosts had, and with as much training compute.
+    """
+    controller = StaticController(grown.topologies)
+    static = play_episode(pool, name, controller, rng_seeds=rng_seeds)
+    limits = affordable_ticks(static, grown.flops)
+    return [
+        static,
+        play_episode(pool, f"{name}, equal FLOPs", controller, rng_seeds=rng_seeds, tick_limits=limits),
+    ]
+
+
+def affordable_ticks(static: Outcome, spent_flops: np.ndarray) -> list[int]:
+    """Return the whole host epochs of each static host [H] that its grown twin's FLOPs [H] pay for.
+
+    They exceed the horizon if the grown host has spent more than the static one costs. A host that could not be trained
+    has an unknown cost; its budget buys nothing.
+    """
+    return [
+        int(budget) * int(ticks) // int(flops) if flops else 0
+        for budget, ticks, flops in zip(spent_flops, static.ticks, static.flops, strict=True)
+    ]
 
 
 def paired_difference(ours: Outcome, other: Outcome) -> Interval:
-    """Mean of the objective of `ours` minus that of `other`, with its interval.
-
-    Differences are paired by host, so effects common to a host cancel.
-    """
+    """Return the mean of the objective of `ours` minus that of `other`, paired by host, with its interval."""
     return mean_interval(ours.objective - other.objective)

@@ -2,16 +2,14 @@
 
 import csv
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from esper_lightning.controllers.schedule import write_schedule
+from esper_lightning.controllers.schedules import write_schedule
 from esper_lightning.evaluation import statistics
-from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.comparison import ComparisonResult
 from esper_lightning.evaluation.play import Outcome
 from esper_lightning.evaluation.statistics import Interval, effect_size, mean_interval
@@ -21,8 +19,8 @@ from esper_lightning.telemetry.events import replace_non_finite
 COLUMNS = ("accuracy", "loss", "parameters", "objective", "flops", "ticks", "fossils", "rollbacks")
 """Columns of an outcome, with one number per host."""
 
-RESULTS_FILE = "evaluation.csv"
-"""File with one row per host and controller."""
+RESULTS_FILE, METRICS_FILE, SUMMARY_FILE = "evaluation.csv", "test_metrics.csv", "evaluation.json"
+"""Files with one row per host and controller, of the results and of further test metrics; and of all means."""
 
 INTERVAL_METHOD = (
     f"{100 * statistics.CONFIDENCE:g} % percentile bootstrap, {statistics.RESAMPLES} resamples, "
@@ -30,13 +28,19 @@ INTERVAL_METHOD = (
 )
 
 
-def format_interval(interval: Interval, digits: int) -> str:
+def format_interval(interval: Interval) -> str:
     """Return `0.573 ± 0.017`, with half the width of the interval; the files contain its ends."""
-    return f"{interval.mean:.{digits}f} ± {(interval.high - interval.low) / 2:.{digits}f}"
+    return f"{interval.mean:.3f} ± {(interval.high - interval.low) / 2:.3f}"
 
 
-def format_effect(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:.2f}"
+def make_table(title: str, caption: str, headings: Sequence[str], rows: Iterator[Sequence[str]]) -> Table:
+    """Return a table whose first column holds names and the others numbers."""
+    table = Table(title=title, caption=caption)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def make_tables(result: ComparisonResult) -> list[Table]:
@@ -45,138 +49,121 @@ def make_tables(result: ComparisonResult) -> list[Table]:
     return [*tables, training_seed_table(result)] if len(result.policies) > 1 else tables
 
 
-def make_table(title: str, caption: str, headings: Sequence[str]) -> Table:
-    """Return an empty table whose first column holds names and the others numbers."""
-    table = Table(title=title, caption=caption)
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
-    return table
-
-
 def results_table(result: ComparisonResult) -> Table:
-    """Return a table of results with one row per entry.
-
-    Leads are the objective of the first row minus the row's, paired by host.
-    """
+    """Return a table of results. Leads are the objective of the first row minus the row's, paired by host."""
     reference = result.reference.name
-    table = make_table(
+
+    def rows() -> Iterator[Sequence[str]]:
+        for entry in result.entries:
+            lead, effect = result.mean_lead(entry)
+            ahead = (format_interval(lead), f"{effect:.2f}".replace("nan", ""))
+            means = (format_interval(mean_interval(entry.values(column))) for column in ("accuracy", "objective"))
+            yield entry.name, *means, *(("", "") if entry is result.reference else ahead)
+
+    return make_table(
         f"{len(result.rng_seeds)} fresh hosts, test images, mean ± 95 % interval",
         f"{reference} ahead: objective of {reference} minus this row's, paired by host"
         + (f"; mean over {len(result.policies)} training seeds" if len(result.policies) > 1 else ""),
         ("controller", "test accuracy", "objective", f"{reference} ahead", "d_z"),
+        rows(),
     )
-    for entry in result.entries:
-        lead, effect = result.mean_lead(entry)
-        ahead = ("", "") if entry is result.reference else (format_interval(lead, 3), format_effect(effect))
-        accuracy, objective = (mean_interval(entry.values(column)) for column in ("accuracy", "objective"))
-        table.add_row(entry.name, format_interval(accuracy, 3), format_interval(objective, 3), *ahead)
-    return table
 
 
 def costs_table(result: ComparisonResult) -> Table:
-    """Return a table of costs with one row per entry: means over hosts and training seeds."""
-    table = make_table(
+    """Return a table of costs: means over hosts and training seeds."""
+    columns = {
+        "loss": "{loss:.3f}", "parameters": "{parameters:.0f}", "MFLOP": "{flops:.3g}", "epochs": "{ticks:.1f}",
+        "fossils": "{fossils:.2f}", "rollbacks": "{rollbacks:.2f}", "seconds": "{seconds:.1f}",
+    }  # fmt: skip
+
+    def rows() -> Iterator[Sequence[str]]:
+        for entry in result.entries:
+            means = {column: float(entry.values(column).mean()) for column in (*COLUMNS, "seconds")}
+            means["flops"] /= 1e6
+            yield entry.name, *(form.format(**means) for form in columns.values())
+
+    return make_table(
         "costs, mean per host",
         "loss: on test images; MFLOP of training; epochs: host epochs; seconds: all hosts' whole episode",
-        ("controller", "loss", "parameters", "MFLOP", "epochs", "fossils", "rollbacks", "seconds"),
+        ("controller", *columns),
+        rows(),
     )
-    for entry in result.entries:
-        loss, parameters, flops, ticks, fossils, rollbacks = (
-            float(entry.values(column).mean())
-            for column in ("loss", "parameters", "flops", "ticks", "fossils", "rollbacks")
-        )
-        numbers = (f"{loss:.3f}", f"{parameters:.0f}", f"{flops / 1e6:.3g}", f"{ticks:.1f}", f"{fossils:.2f}")
-        table.add_row(entry.name, *numbers, f"{rollbacks:.2f}", f"{entry.values('seconds').mean():.1f}")
-    return table
 
 
 def metrics_table(result: ComparisonResult) -> Table:
-    """Return a table of the task's further test metrics with one row per entry: means over hosts and training seeds.
+    """Return a table of the task's further test metrics: means over hosts and training seeds.
 
     Of metrics that exist for each class, such as `accuracy.<class>`, it shows the lowest mean and its class.
     """
     names = list(result.reference.mean_metrics())
     single = [name for name in names if "." not in name]
     grouped = list(dict.fromkeys(name.partition(".")[0] for name in names if "." in name))
-    table = make_table(
+
+    def rows() -> Iterator[Sequence[str]]:
+        for entry in result.entries:
+            means = entry.mean_metrics()
+            row = [entry.name, *(f"{means[name]:.3f}" for name in single)]
+            for group in grouped:
+                name = min((name for name in means if name.startswith(f"{group}.")), key=means.__getitem__)
+                row.append(f"{means[name]:.3f} ({name.partition('.')[2]})")
+            yield row
+
+    return make_table(
         "further test metrics, mean over hosts",
         "lowest: the class with the lowest mean, its number in brackets" if grouped else "",
         ("controller", *(name.replace("_", " ") for name in single), *(f"lowest {name}" for name in grouped)),
+        rows(),
     )
-    for entry in result.entries:
-        means = entry.mean_metrics()
-        lowest = [
-            min((mean, name.partition(".")[2]) for name, mean in means.items() if name.startswith(f"{group}."))
-            for group in grouped
-        ]
-        table.add_row(
-            entry.name,
-            *(f"{means[name]:.3f}" for name in single),
-            *(f"{mean:.3f} ({label})" for mean, label in lowest),
-        )
-    return table
 
 
 def training_seed_table(result: ComparisonResult) -> Table:
-    """Return a table of the policy's lead over every baseline: one column per training seed, and one pooled."""
-    names = [policy_label(result, number) for number in range(len(result.policies))]
-    table = make_table(
+    """Return a table of the policy's lead over every other row: one column per training seed, and one pooled."""
+
+    def rows() -> Iterator[Sequence[str]]:
+        for entry in result.entries[1:]:  # entry 0 is the policy itself
+            leads = result.lead(entry)  # [S, H]: training seeds, hosts
+            yield entry.name, *(format_interval(mean_interval(lead)) for lead in (*leads, leads))
+
+    return make_table(
         f"{result.reference.name} ahead, by training seed: objective, mean ± 95 % interval over hosts",
         "all: interval over training seeds and hosts",
-        ("controller", *names, "all"),
+        ("controller", *result.policy_labels(), "all"),
+        rows(),
     )
-    for entry in result.entries[1:]:  # entry 0 is the policy itself
-        leads = result.lead(entry)  # [S, H]: training seeds, hosts
-        table.add_row(
-            entry.name,
-            *(format_interval(mean_interval(lead), 3) for lead in leads),
-            format_interval(mean_interval(leads), 3),
-        )
-    return table
-
-
-def policy_label(result: ComparisonResult, number: int) -> str:
-    """Return a label of the training seed or checkpoint of a policy."""
-    seed = result.policies[number].training_seed
-    return f"seed {seed}" if seed is not None else f"checkpoint {number + 1}"
 
 
 def write_report(result: ComparisonResult, folder: Path, record: Mapping[str, Any]) -> None:
-    """Write all files of a comparison.
-
-    `evaluation.csv` and `test_metrics.csv` have one row per host and controller, `evaluation.json` the summary; every
-    found schedule has its own file.
-    """
+    """Write the tables of all hosts as CSV files, the summary as JSON, and every found schedule in its own file."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_csv(folder / RESULTS_FILE, host_rows(result))
-    write_csv(folder / "test_metrics.csv", metric_rows(result))
-    write_json(folder / "evaluation.json", summary(result, record))
+    contexts, hosts = result.reference.outcomes[0].contexts, list(enumerate(result.rng_seeds))
+    write_csv(
+        folder / RESULTS_FILE,
+        ["controller", "training_seed", "host", "host_seed", "member", *COLUMNS, "pool_seconds"],
+        (
+            [
+                *(*names, host, host_seed, contexts[host]),
+                *(f"{getattr(outcome, column)[host]:.9g}" for column in COLUMNS),
+                f"{outcome.seconds:.3f}",
+            ]
+            for names, outcome in identified_outcomes(result)
+            for host, host_seed in hosts
+        ),
+    )
+    metrics = list(result.reference.mean_metrics())
+    write_csv(
+        folder / METRICS_FILE,
+        ["controller", "training_seed", "host", *metrics],
+        (
+            [*names, host, *(f"{outcome.metrics[name][host]:.9g}".replace("nan", "") for name in metrics)]
+            for names, outcome in identified_outcomes(result)
+            for host, _ in hosts
+        ),
+    )
+    # NaN and infinity, which JSON lacks, become null.
+    text = json.dumps(replace_non_finite({**summary(result), **record}), indent=1, allow_nan=False) + "\n"
+    replace_file(folder / SUMMARY_FILE, lambda draft: draft.write_text(text))
     for name, schedule in result.schedules.items():
         write_schedule(schedule, folder / f"{name}.json")
-
-
-def host_rows(result: ComparisonResult) -> list[list[str]]:
-    """Return rows in long format: one per host and controller, and per training seed if the controller has one."""
-    rows = [["controller", "training_seed", "host", "host_seed", "member", *COLUMNS, "pool_seconds"]]
-    contexts = result.reference.outcomes[0].contexts
-    for identifiers, outcome in identified_outcomes(result):
-        for host, host_seed in enumerate(result.rng_seeds):
-            numbers = [f"{getattr(outcome, column)[host]:.9g}" for column in COLUMNS]
-            rows.append([*identifiers, str(host), str(host_seed), contexts[host], *numbers, f"{outcome.seconds:.3f}"])
-    return rows
-
-
-def metric_rows(result: ComparisonResult) -> list[list[str]]:
-    """Return rows like those of `host_rows`, with the task's further test metrics; empty cells where undefined."""
-    names = list(result.reference.mean_metrics())
-    rows = [["controller", "training_seed", "host", *names]]
-    for identifiers, outcome in identified_outcomes(result):
-        for host in range(len(result.rng_seeds)):
-            numbers = [outcome.metrics[name][host] for name in names]
-            rows.append(
-                [*identifiers, str(host), *("" if math.isnan(number) else f"{number:.9g}" for number in numbers)]
-            )
-    return rows
 
 
 def identified_outcomes(result: ComparisonResult) -> Iterator[tuple[list[str], Outcome]]:
@@ -186,8 +173,18 @@ def identified_outcomes(result: ComparisonResult) -> Iterator[tuple[list[str], O
             yield [entry.name, "" if seed is None else str(seed)], outcome
 
 
-def summary(result: ComparisonResult, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of `evaluation.json`; NaN and infinity become null when it is written."""
+def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Write a CSV file, replacing an existing one."""
+
+    def write_draft(draft: Path) -> None:
+        with draft.open("w", newline="") as file:
+            csv.writer(file).writerows([header, *rows])
+
+    replace_file(path, write_draft)
+
+
+def summary(result: ComparisonResult) -> dict[str, Any]:
+    """Return the results of a comparison as means with intervals, over all hosts and by training seed."""
     controllers = {}
     for entry in result.entries:
         lead, effect = result.mean_lead(entry)
@@ -201,35 +198,14 @@ def summary(result: ComparisonResult, record: Mapping[str, Any]) -> dict[str, An
                 {"training_seed": seed} | mean_interval(row)._asdict() | {"d_z": effect_size(row)} for seed, row in rows
             ],
         }
+    sources = {name: {"training_seed": p.training_seed, "source": p.source} for name, p in result.rivals.items()}
     return {
         "intervals": INTERVAL_METHOD,
         "ahead": f"objective of {result.reference.name} minus that of the controller, paired by host",
         "d_z": "mean over standard deviation of the paired differences over hosts",
         "hosts": len(result.rng_seeds),
-        "checkpoints": [describe_policy(policy) for policy in result.policies],
-        "rivals": {name: describe_policy(policy) for name, policy in result.rivals.items()},
+        "checkpoints": [{"training_seed": p.training_seed, "source": p.source} for p in result.policies],
+        "rivals": sources,
         "controllers": controllers,
         "notes": result.notes,
-        **record,
     }
-
-
-def describe_policy(policy: TrainedPolicy) -> dict[str, Any]:
-    """Return the training seed and the source of a policy."""
-    return {"training_seed": policy.training_seed, "source": policy.source}
-
-
-def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write a JSON file, replacing an existing one; NaN and infinity, which JSON lacks, become null."""
-    text = json.dumps(replace_non_finite(document), indent=1, allow_nan=False) + "\n"
-    replace_file(path, lambda draft: draft.write_text(text))
-
-
-def write_csv(path: Path, rows: Sequence[Sequence[str]]) -> None:
-    """Write a CSV file, replacing an existing one."""
-
-    def write_draft(draft: Path) -> None:
-        with draft.open("w", newline="") as file:
-            csv.writer(file).writerows(rows)
-
-    replace_file(path, write_draft)

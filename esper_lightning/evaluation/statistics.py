@@ -38,46 +38,24 @@ def mean_interval(values: np.ndarray) -> Interval:
     mean = float(table.mean())
     if table.size < 2 or np.ptp(table) == 0.0 or not np.isfinite(table).all():
         return Interval(mean, mean, mean)
-    low, high = _bootstrap_hosts(table[0]) if len(table) == 1 else _bootstrap_seeds_and_hosts(table)
-    return Interval(mean, low, high)
+    if len(table) > 1:
+        tail = (1.0 - CONFIDENCE) / 2.0
+        low, high = np.quantile(resampled_means(table), [tail, 1.0 - tail])
+    else:
+        random = np.random.default_rng(RNG_SEED)
+        low, high = stats.bootstrap(
+            (table[0],), np.mean, n_resamples=RESAMPLES, confidence_level=CONFIDENCE, method="percentile", rng=random
+        ).confidence_interval
+    return Interval(mean, float(low), float(high))
 
 
-def _bootstrap_hosts(values: np.ndarray) -> tuple[float, float]:  # [H]
-    random = np.random.default_rng(RNG_SEED)
-    result = stats.bootstrap(
-        (values,), np.mean, n_resamples=RESAMPLES, confidence_level=CONFIDENCE, method="percentile", rng=random
-    )
-    return float(result.confidence_interval.low), float(result.confidence_interval.high)
-
-
-def _bootstrap_seeds_and_hosts(table: np.ndarray) -> tuple[float, float]:  # [S, H]
-    return _central_quantiles(_resampled_means(table))
-
-
-def _resampled_means(table: np.ndarray) -> np.ndarray:  # [S, H] -> [resamples]
+def resampled_means(table: np.ndarray) -> np.ndarray:  # [S, H] -> [resamples]
     """Return means of resampled tables; tables of one shape get the same training seeds and hosts."""
     random = np.random.default_rng(RNG_SEED)
     seeds, hosts = (
         random.multinomial(size, np.full(size, 1.0 / size), RESAMPLES) / size for size in table.shape
     )  # [resamples, S], [resamples, H]: frequency of each training seed and host, as fractions
     return ((seeds @ table) * hosts).sum(1)
-
-
-def _central_quantiles(means: np.ndarray) -> tuple[float, float]:
-    tail = (1.0 - CONFIDENCE) / 2.0
-    low, high = np.quantile(means, [tail, 1.0 - tail])
-    return float(low), float(high)
-
-
-def ratio_interval(numerator: np.ndarray, denominator: np.ndarray) -> Interval:
-    """Return the mean of `numerator` over the mean of `denominator`, both [S, H], with its interval.
-
-    Both are resampled with the same training seeds and hosts.
-    """
-    return Interval(
-        numerator.mean() / denominator.mean(),
-        *_central_quantiles(_resampled_means(numerator) / _resampled_means(denominator)),
-    )
 
 
 def effect_size(differences: np.ndarray) -> float:
@@ -87,7 +65,5 @@ def effect_size(differences: np.ndarray) -> float:
     seeds if there are several. It describes pairs and must not be compared with d of two independent groups. NaN
     without spread.
     """
-    host_differences = np.atleast_2d(np.asarray(differences, dtype=np.float64)).mean(0)
-    if len(host_differences) < 2 or np.ptp(host_differences) == 0.0:
-        return float("nan")
-    return float(host_differences.mean() / host_differences.std(ddof=1))
+    of_hosts = np.atleast_2d(np.asarray(differences, dtype=np.float64)).mean(0)
+    return float("nan") if np.ptp(of_hosts) == 0.0 else float(of_hosts.mean() / of_hosts.std(ddof=1))

@@ -20,8 +20,8 @@ from esper_lightning.callbacks import Grow
 from esper_lightning.callbacks.grow.deciders import make_decider
 from esper_lightning.checkpointing import policy_file
 from esper_lightning.envs import ActionConfig, HostPool
-from esper_lightning.evaluation.growing import find_controller
 from esper_lightning.evaluation.play import play_episode
+from esper_lightning.evaluation.run import find_controller
 from esper_lightning.growth.gates import LifecycleConfig
 from tests.callbacks.grow.trainings import QUICK, classifier, train
 from tests.runs import CONFIGS, HORIZON, TINY, Run, cli, continuation, differences, fit, fit_saving_ticks, load

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from esper_lightning.controllers.heuristic import Heuristic
 from esper_lightning.controllers.learned import Controller, LearnedController
 from esper_lightning.controllers.random import RandomValid
+from esper_lightning.controllers.rules import Heuristic
 from esper_lightning.envs import Action, HostPool, StepResult
 from esper_lightning.envs.executors.fused.epoch import FusedEpoch
 from esper_lightning.envs.executors.host_epoch import HostEpoch

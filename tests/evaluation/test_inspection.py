@@ -14,7 +14,6 @@ from esper_lightning.evaluation import inspection
 from esper_lightning.evaluation.inspection import credit_fossilized_seeds, layer_gradients
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.slot import SeedSlot
-from esper_lightning.growth.stages import Stage
 from esper_lightning.tasks import Digits, fetch
 from tests.runs import differences, tiny_host
 
@@ -44,7 +43,7 @@ def played(host: object, executor: str = "loop", ticks: int = 6) -> HostPool:
     return pool
 
 
-@pytest.mark.parametrize(("host", "executor"), [(tiny_host, "fused"), (tiny_host, "loop"), (restless_host, "loop")])
+@pytest.mark.parametrize(("host", "executor"), [(tiny_host, "fused"), (restless_host, "loop")])
 def test_nothing_is_changed_by_a_look(host: object, executor: str) -> None:
     pool = played(host, executor, ticks=3)
     before, random = pool.state_dict(), torch.get_rng_state()
@@ -56,10 +55,13 @@ def test_nothing_is_changed_by_a_look(host: object, executor: str) -> None:
     assert torch.equal(random, torch.get_rng_state())
 
 
-def test_norms_are_those_of_the_next_minibatch() -> None:
+def test_norms_are_those_of_the_next_minibatch_and_a_failing_seed_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = played(tiny_host, ticks=3)
-    env = pool.envs[0]
-    found = layer_gradients(pool, 0)
+    host = next(i for i, env in enumerate(pool.envs) if any(slot.occupied for slot in env.slots))
+    env = pool.envs[host]
+    found = layer_gradients(pool, host)
+    monkeypatch.setattr(HostEnv, "failing_slots", property(lambda env: [slot for slot in env.slots if slot.occupied]))
+    failing = layer_gradients(pool, host)
 
     batch = env.draw_batches(pool.data.train.samples).minibatch(0)
     data = fetch(pool.data.train, batch, env.training.augment)
@@ -70,45 +72,19 @@ def test_norms_are_those_of_the_next_minibatch() -> None:
         for name, parameter in env.network.named_parameters()
     }
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
-    assert len(found) > 8 and max(found.values()) > 0.0
+    assert any(found[name] > 0.0 for name in found if ".seed." in name)
+    assert failing == {name: 0.0 if ".seed." in name else norm for name, norm in found.items()}
 
 
-def test_kept_seeds_share_what_they_add_on_validation_data() -> None:
+def test_kept_seeds_share_what_they_add_on_validation_data(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = played(tiny_host)
-    kept = [i for i, env in enumerate(pool.envs) if any(slot.stage is Stage.FOSSILIZED for slot in env.slots)]
-    assert kept
     credits = credit_fossilized_seeds(pool, 4, 1)
-    for i in kept:
-        env = pool.envs[i]
-        bare = 100.0 * pool.variant_accuracies(i, [frozenset()], pool.data.validation).item()
-        total = sum(credit.shapley for credit in credits if credit.host == i)
-        assert total == pytest.approx(100.0 * env.validated.fossilized.accuracy - bare, abs=1e-3)
 
-
-def test_a_host_with_more_kept_seeds_than_are_measured_has_no_credit(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = played(tiny_host)
-    assert credit_fossilized_seeds(pool, 4, 1)
+    assert credits
+    for host in {credit.host for credit in credits}:
+        bare = 100.0 * pool.variant_accuracies(host, [frozenset()], pool.data.validation).item()
+        total = sum(credit.shapley for credit in credits if credit.host == host)
+        assert total == pytest.approx(100.0 * pool.envs[host].validated.fossilized.accuracy - bare, abs=1e-3)
+    assert credit_fossilized_seeds(played(tiny_host, ticks=1), 4, 1) == [], "nothing has been kept"
     monkeypatch.setattr(inspection, "MAX_SEEDS", 0)
-    assert credit_fossilized_seeds(pool, 4, 1) == []
-
-
-def test_who_has_kept_nothing_has_no_credit() -> None:
-    pool = played(tiny_host, ticks=1)
-
-    assert credit_fossilized_seeds(pool, 4, 1) == []
-
-
-def test_a_dead_seed_is_shown_without_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = played(tiny_host, ticks=3)
-    grown = next(i for i, env in enumerate(pool.envs) if any(slot.occupied for slot in env.slots))
-    before = layer_gradients(pool, grown)
-    monkeypatch.setattr(HostEnv, "failing_slots", property(lambda env: [slot for slot in env.slots if slot.occupied]))
-
-    after = layer_gradients(pool, grown)
-
-    seeds = [name for name in after if ".seed." in name]
-    assert seeds and max(before[name] for name in seeds) > 0.0
-    assert all(after[name] == 0.0 for name in seeds)
-    assert {name: norm for name, norm in after.items() if name not in seeds} == {
-        name: norm for name, norm in before.items() if name not in seeds
-    }
+    assert credit_fossilized_seeds(pool, 4, 1) == [], "more have been kept than are measured"

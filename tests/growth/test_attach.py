@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.growth.attach import attach_at, attach_slots, attached_places, detach_slots
-from esper_lightning.growth.growing_network import GrowingNetwork
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from tests.growth.attached import WIDTH, Residual, grown_network, images, small_network
@@ -139,14 +138,6 @@ def test_attaching_leaves_modes_statistics_and_gradients_alone() -> None:
     assert not any(slot.training for slot in attach_slots(network.eval(), ["0"], images()).values() if slot.name == "0")
 
 
-def test_each_named_module_gets_one_hook_and_others_none() -> None:
-    network = small_network()
-    attach_slots(network, ["2", "5"], images())
-    assert [len(module._forward_hooks) for module in network[:7]] == [0, 0, 1, 0, 0, 1, 0]
-    detach_slots(network)
-    assert not any(module._forward_hooks for module in network.modules())
-
-
 def test_other_hooks_stay_and_see_what_grew() -> None:
     network, seen = small_network().eval(), []
     network[2].register_forward_hook(lambda _, __, output: seen.append(output))
@@ -168,13 +159,6 @@ def test_detaching_leaves_room_to_attach_again() -> None:
     assert torch.equal(network(images()), plain(images()))
     slots = attach_slots(network, ["2"], images())
     assert slots["2"].stage is Stage.DORMANT
-
-
-def test_a_weight_file_from_before_fits_a_network_with_empty_slots() -> None:
-    network = small_network()
-    before = deepcopy(network.state_dict())
-    attach_slots(network, ["2", "5"], images())
-    network.load_state_dict(before, strict=True)
 
 
 def through_a_file(network: nn.Module) -> nn.Module:
@@ -216,17 +200,6 @@ def test_a_sequential_network_goes_on_with_a_slot_behind_its_last_layer() -> Non
     torch.testing.assert_close(network(images()), slot.seed(plain))
 
 
-def test_a_compiled_network_says_the_same_while_seeds_come_and_go() -> None:
-    network = grown_network()
-    compiled = torch.compile(network, backend="eager")
-    torch.testing.assert_close(compiled(images()), network(images()), rtol=0.0, atol=0.0)
-    slots_of(network)["2"].empty()
-    torch.testing.assert_close(compiled(images()), network(images()), rtol=0.0, atol=0.0)
-    grow(slots_of(network)["2"], Stage.FOSSILIZED, "conv_heavy")
-    torch.testing.assert_close(compiled(images()), network(images()), rtol=0.0, atol=0.0)
-    detach_slots(network)
-
-
 def test_where_slots_are_is_enough_to_attach_them_again() -> None:
     network, bare = grown_network(), small_network().eval()
     attach_at(bare, attached_places(network))
@@ -238,26 +211,6 @@ def test_where_slots_are_is_enough_to_attach_them_again() -> None:
     attach_slots(beside, ["stem", "body.0"], torch.randn(3, 5))  # a shortcut bypasses the second
     attach_at(again, attached_places(beside))
     assert {name: slot.on_single_path for name, slot in slots_of(again).items()} == {"stem": True, "body.0": False}
-
-
-def test_seeds_learn_at_attached_slots_while_the_host_learns_as_if_alone() -> None:
-    plain, network = small_network(), small_network()
-    attach_slots(network, ["2", "5"], images())
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    growing = GrowingNetwork(network, optimizer, horizon=5, generator=generator_of())
-    growing.germinate("2", "conv_light")
-    growing.germinate("5", "lora")
-    seeds = {name: [p.clone() for p in slot.seed.parameters()] for name, slot in growing.slots.items()}
-    alone = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for each, optimize in ((plain, alone), (network, optimizer)):
-        optimize.zero_grad()
-        each(images()).square().sum().backward()
-        optimize.step()
-    state = network.state_dict()
-    assert all(torch.equal(state[key], value) for key, value in plain.state_dict().items())
-    for name, before in seeds.items():
-        after = list(growing.slots[name].seed.parameters())
-        assert any(not torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
 @pytest.mark.parametrize("name", ["keys", "values", "places", "handles"])

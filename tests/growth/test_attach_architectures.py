@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from copy import deepcopy
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +15,6 @@ from torchvision.models.efficientnet import EfficientNet, MBConvConfig
 from torchvision.models.regnet import BlockParams, RegNet
 
 from esper_lightning.growth.attach import CONTAINER_NAME, attach_slots, detach_slots
-from esper_lightning.growth.export import load, save
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.growing_network import GrowingNetwork
 from esper_lightning.growth.lifecycle import slots_of
@@ -252,13 +250,6 @@ def test_empty_slots_change_neither_outputs_nor_gradients_nor_state(name: str, t
 
 
 @every_architecture
-def test_without_gradients_empty_slots_change_nothing_either(name: str) -> None:
-    plain, with_slots = network_of(name).eval(), attached(name).eval()
-    with torch.no_grad():
-        assert torch.equal(with_slots(inputs_for(name, 4)), plain(inputs_for(name, 4)))
-
-
-@every_architecture
 def test_attaching_leaves_random_state_and_statistics_alone(name: str) -> None:
     network = network_of(name)
     before, random_state = deepcopy(network.state_dict()), torch.get_rng_state()
@@ -281,32 +272,6 @@ def test_detaching_takes_everything_away_that_grew(name: str) -> None:
     assert same_state(network, plain.state_dict())
     assert [module for module, _ in network.named_modules()] == [module for module, _ in plain.named_modules()]
     assert torch.equal(network(x), plain(x))
-
-
-@pytest.mark.parametrize("name", ["swin", "transformer encoder", "sequential"])
-def test_grown_seeds_are_saved_and_loaded_by_the_names_of_their_slots(name: str, tmp_path: Path) -> None:
-    network, fresh = attached(name), ARCHITECTURES[name].build()
-    for slot in slots_of(network).values():
-        grow(slot, Stage.FOSSILIZED, BLUEPRINTS[slot.layout])
-    save(network, tmp_path / "grown")
-    load(fresh, tmp_path / "grown")
-    assert [slot.on_single_path for slot in slots_of(fresh).values()] == [
-        slot.on_single_path for slot in slots_of(network).values()
-    ]
-    assert torch.equal(fresh.eval()(inputs_for(name, 4)), network.eval()(inputs_for(name, 4)))
-    detach_slots(fresh)
-    detach_slots(network)
-    assert torch.equal(fresh(inputs_for(name, 4)), network(inputs_for(name, 4)))
-
-
-@every_architecture
-def test_every_seed_takes_part_in_the_output(name: str) -> None:
-    for place in ARCHITECTURES[name].places:
-        network = attached(name).eval()
-        before = network(inputs_for(name, 4))
-        slot = slots_of(network)[place]
-        grow(slot, Stage.FOSSILIZED, BLUEPRINTS[slot.layout])
-        assert not torch.allclose(network(inputs_for(name, 4)), before), place
 
 
 def last_sites() -> list[tuple[str, str]]:

@@ -8,7 +8,6 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 from esper_lightning.blueprints import Birth, blueprint_names
-from esper_lightning.growth.alpha import DEFAULT_RAMP
 from esper_lightning.growth.blend import BlendStyle, GatedSeed
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.slot import Layout, SeedSlot
@@ -32,7 +31,7 @@ def newborn(
     """Return a host and its first slot with an untrained seed in `stage`; alpha is 1 once it is blended."""
     host = host_of(layout).train()
     slot = next(iter(slots_of(host).values()))
-    germinate(slot, blueprint, DEFAULT_RAMP, generator=generator_of(1), style=style, birth=birth)
+    germinate(slot, blueprint, generator=generator_of(1), style=style, birth=birth)
     for step in LIFE[1 : LIFE.index(stage) + 1]:
         slot.move_to(step)
     return host, slot

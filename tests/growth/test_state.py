@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from esper_lightning.growth.alpha import Ramp
 from esper_lightning.growth.attach import attach_from_state_dict, attach_slots, detach_slots
+from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.export import load, save
 from esper_lightning.growth.fold import fold
 from esper_lightning.growth.growing_network import GrowingNetwork
@@ -49,7 +49,7 @@ from tests.growth.grown import (
 )
 from tests.runs import ROOT
 
-HALF = Ramp(0.0, 0.5, 4, "linear")
+HALF = Ramp(4)
 
 PLACES, SLOT = f"grown_slots.{EXTRA_STATE}", f"grown_slots.at/2.{EXTRA_STATE}"
 

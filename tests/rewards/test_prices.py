@@ -15,7 +15,6 @@ from esper_lightning.controllers.random import RandomValid, WaitOnly
 from esper_lightning.envs import ActionConfig, HostPool
 from esper_lightning.envs.flops import measure_flops
 from esper_lightning.evaluation.play import play_episode
-from esper_lightning.growth.alpha import DEFAULT_RAMP
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN, GPT, MLP
@@ -46,7 +45,7 @@ def test_what_a_grown_host_computes_is_known_without_running_it(layout: str, sty
     for blueprint in blueprint_names(layout):
         network = build().eval()
         for slot in slots_of(network).values():
-            germinate(slot, blueprint, DEFAULT_RAMP, generator=torch.Generator().manual_seed(0), style=style)
+            germinate(slot, blueprint, generator=torch.Generator().manual_seed(0), style=style)
             for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED):
                 slot.move_to(stage)
         grown = compute.host + sum(compute.seed_flops(slot) for slot in slots_of(network).values())

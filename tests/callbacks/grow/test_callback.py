@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper_lightning.callbacks import Grow
-from esper_lightning.controllers.schedule import Schedule, ScheduledAction, write_schedule
+from esper_lightning.controllers.schedules import Schedule, ScheduledAction, write_schedule
 from esper_lightning.envs import Op
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.growth import GrowingNetwork, LifecycleConfig, detach_slots, slots_of

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from esper_lightning.checkpointing.policy_file import NAMED_POLICIES, POLICIES
-from esper_lightning.controllers.schedule import Schedule, ScheduledAction, write_schedule
+from esper_lightning.controllers.schedules import Schedule, ScheduledAction, write_schedule
 from esper_lightning.envs import Action, ActionConfig
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.actions import to_action

@@ -22,7 +22,6 @@ from esper_lightning.callbacks import Grow
 from esper_lightning.callbacks.grow.refusals import check_trainer, find_network
 from esper_lightning.envs import ActionConfig
 from esper_lightning.growth import attach_slots
-from esper_lightning.growth.gates import LifecycleConfig
 from tests.callbacks.grow.modules import Classifier, DigitsData
 from tests.callbacks.grow.trainings import grow, trainer
 
@@ -187,7 +186,6 @@ def test_layers_of_the_lightning_module_itself_are_no_network() -> None:
         ({"blueprints": ["norm"], "actions": ActionConfig(blueprints=["norm"])}, "named twice"),
         ({"lifecycle": {"training_ticks": 2}}, r"lifecycle must be esper_lightning.LifecycleConfig\(…\), got dict"),
         ({"actions": {"tempos": {"FAST": 2}}}, r"actions must be esper_lightning.ActionConfig\(…\), got dict"),
-        ({"lifecycle": LifecycleConfig(auto_blend=False)}, "switch both on"),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_refused_at_once(options: dict[str, Any], message: str) -> None:

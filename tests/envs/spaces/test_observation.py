@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import get_blueprint
-from esper_lightning.controllers.heuristic import Heuristic
-from esper_lightning.controllers.hill_climbing import HillClimbing
 from esper_lightning.controllers.learned import Controller
-from esper_lightning.controllers.periodic import Periodic
 from esper_lightning.controllers.random import RandomValid, WaitOnly
+from esper_lightning.controllers.rules import Heuristic, HillClimbing, Periodic
 from esper_lightning.envs import HostPool, Op
 from esper_lightning.envs.context.distribution import FamilyConfig
 from esper_lightning.envs.host_env import HostEnv

@@ -14,8 +14,7 @@ from esper_lightning.envs.executors.fused.stacked_host import HostStack
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import ConvolutionMethod
 from esper_lightning.envs.spaces.actions import STYLES
-from esper_lightning.growth.alpha import Ramp
-from esper_lightning.growth.blend import BlendStyle
+from esper_lightning.growth.blend import BlendStyle, Ramp
 from esper_lightning.growth.counterfactual import forward_variants, leave_one_out
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.probe import probe_seeds
@@ -42,8 +41,8 @@ NOISE_SCALE = 0.1
 
 With equal pixels rounding would decide which of them a max-pool selects, and so where its gradient goes."""
 
-TRIAL_ALPHA = 0.5
-"""Alpha of the blended seeds, at which both the host's and the seed's part of the output count."""
+TRIAL_RAMP = Ramp(2)
+"""Ramp of the blended seeds, whose alpha begins at 1/2: both the host's and the seed's part of the output count."""
 
 HOST_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors that the host's code, or torch, may raise for stacked shapes."""
@@ -178,7 +177,7 @@ def _germinate_seeds(trial: Trial, blueprints: Sequence[str], style: BlendStyle)
                 germinate(
                     slot,
                     blueprint,
-                    Ramp(0.0, TRIAL_ALPHA, 1, "linear"),
+                    TRIAL_RAMP,
                     generator=trial.generator,
                     style=style,
                     birth="random",

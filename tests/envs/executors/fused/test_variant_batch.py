@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from esper_lightning.blueprints import build_on
 from esper_lightning.envs.executors.fused.stacked_host import HostStack
-from esper_lightning.growth.alpha import Ramp
+from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.counterfactual import SeedVariant, forward_variants
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.slot import SeedSlot
@@ -51,7 +51,7 @@ def hosts(draw: st.DrawFn) -> tuple[list[nn.Module], list[list[SeedVariant]]]:
         network = build_on(CPU, lambda: Chain(trunks), generator_of(i)).double()
         for slot, stage, (blueprint, style) in zip(network.slots, draw(stages), draw(kinds), strict=True):
             if stage is not Stage.DORMANT:
-                grow(slot, stage, blueprint, Ramp(0.0, draw(st.sampled_from([0.5, 1.0])), 1, "linear"), i, style)
+                grow(slot, stage, blueprint, Ramp(draw(st.integers(1, 2))), i, style)
         networks.append(network.eval())
         wanted.append(draw(st.lists(st.frozensets(st.sampled_from(SLOTS)), min_size=count, max_size=count)))
     return networks, wanted

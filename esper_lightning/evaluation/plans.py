@@ -5,9 +5,12 @@ from collections.abc import Set as AbstractSet
 from random import Random
 from typing import NamedTuple
 
-from esper_lightning.controllers.hill_climbing import min_ticks_to_judge
-from esper_lightning.controllers.schedule import Schedule, ScheduledAction
+from esper_lightning.controllers.rules import min_ticks_to_judge
+from esper_lightning.controllers.schedules import Schedule, ScheduledAction
 from esper_lightning.envs import EnvConfig, HostPool
+
+CULL_PROBABILITY = 1 / 3
+"""Probability that a sampled seed is culled."""
 
 
 class PlannedSeed(NamedTuple):
@@ -32,19 +35,12 @@ class Plan(NamedTuple):
     """True if the seeds are fossilized in the last ticks of the episode, False if each is as soon as possible."""
 
 
-CULL_PROBABILITY = 1 / 3
-"""Probability that a sampled seed is culled."""
-
-
 def latest_germinations(config: EnvConfig, horizon: int) -> dict[str, int]:
     """Return the last tick of each tempo in which a seed that germinates can still be fossilized.
 
     Tempos without such a tick are left out. Raises ValueError if there is none at all.
     """
-    last = {
-        tempo: horizon - 1 - min_ticks_to_judge(config.lifecycle, ticks)
-        for tempo, ticks in config.actions.tempos.items()
-    }
+    last = {name: horizon - 1 - min_ticks_to_judge(config.lifecycle, n) for name, n in config.actions.tempos.items()}
     possible = {tempo: tick for tempo, tick in last.items() if tick >= 0}
     if not possible:
         raise ValueError(
@@ -59,37 +55,30 @@ class PlanSampler:
 
     The number of seeds, their slots and every choice for each seed are uniformly distributed, except that early ticks
     and fossilization are more likely. Mutated plans and crossovers may have several seeds in a slot, one after the
-    other.
+    other, and up to two per slot together.
 
     Args:
-        pool: Pool that defines the slots, blueprints, styles, tempos and the horizon.
+        pool: Pool that defines the slots, blueprints, styles and tempos.
         rng_seed: RNG seed of the sampler.
-        max_seeds: Maximum number of seeds in a plan. None: two per slot.
         horizon: Ticks of the longest episode that is planned for. None: those of the pool.
     """
 
-    def __init__(
-        self, pool: HostPool, rng_seed: int, max_seeds: int | None = None, *, horizon: int | None = None
-    ) -> None:
+    def __init__(self, pool: HostPool, rng_seed: int, *, horizon: int | None = None) -> None:
         self.random = Random(rng_seed)
-        self.space = pool.space
-        self.config = pool.config
+        self.space, self.config = pool.space, pool.config
         self.horizon = pool.config.horizon if horizon is None else horizon
-        growable = pool.growable.tolist()
         self.growable = {
             slot: [name for name, grows in zip(pool.space.blueprint, row, strict=True) if grows]
-            for slot, row in zip(pool.space.slot, growable, strict=True)
+            for slot, row in zip(pool.space.slot, pool.growable.tolist(), strict=True)
         }
         self.slots = [slot for slot in pool.space.slot if self.growable[slot]]
-        n_slots = len(self.slots)
-        self.reopening_ticks = 1 + pool.config.lifecycle.embargo_ticks
-        """Ticks from the culling of a seed to the next germination in its slot."""
-        self.max_slots = min(n_slots, max_seeds or n_slots, pool.config.actions.max_seeds or n_slots)
-        self.max_seeds = max_seeds or 2 * n_slots
+        self.max_slots = min(len(self.slots), pool.config.actions.max_seeds or len(self.slots))
+        self.max_seeds = 2 * len(self.slots)
         self.latest_germination = latest_germinations(pool.config, self.horizon)
         self.tempos = list(self.latest_germination)
 
     def draw(self) -> Plan:
+        """Return a random plan."""
         chosen = self.random.sample(self.slots, self.random.randint(1, self.max_slots))
         return self._make_plan([self._sample_seed(slot) for slot in chosen], self._coin_flip())
 
@@ -118,24 +107,20 @@ class PlanSampler:
         move, i = self.random.choice(moves), self.random.randrange(len(seeds))
         if move == "fossilize_late":
             return plan._replace(fossilize_late=not plan.fossilize_late)
-        if move == "more":
-            seeds.append(self._sample_seed(self._sample_slot(seeds)))
-        elif move == "less":
+        if move in ("less", "slot"):
             del seeds[i]
-        elif move == "slot":
-            del seeds[i]
+        if move in ("more", "slot"):
             seeds.append(self._sample_seed(self._sample_slot(seeds)))
         elif move == "cull_tick":
             uncull = seeds[i].cull_tick is not None and self._coin_flip()
             seeds[i] = seeds[i]._replace(cull_tick=None if uncull else self._sample_cull_tick(seeds[i].tick))
-        else:
+        elif move != "less":
             other = self._sample_seed(seeds[i].slot)
             changed = seeds[i]._replace(**{move: getattr(other, move)})
             tick = min(changed.tick, self.latest_germination[changed.tempo])
             is_cull_too_early = changed.cull_tick is not None and changed.cull_tick <= tick
-            seeds[i] = changed._replace(
-                tick=tick, cull_tick=self._sample_cull_tick(tick) if is_cull_too_early else changed.cull_tick
-            )
+            cull_tick = self._sample_cull_tick(tick) if is_cull_too_early else changed.cull_tick
+            seeds[i] = changed._replace(tick=tick, cull_tick=cull_tick)
         return self._make_plan(seeds, plan.fossilize_late)
 
     def sample_distinct(self, number: int, known: AbstractSet[Plan], parents: Sequence[Plan] = ()) -> list[Plan]:
@@ -177,6 +162,7 @@ class PlanSampler:
 
         The next one germinates when the slot is open again. It is dropped if no time is left for it.
         """
+        reopening = 1 + self.config.lifecycle.embargo_ticks  # ticks from a cull to the next germination in the slot
         ordered: list[PlannedSeed] = []
         for slot in self.slots:
             in_slot: list[PlannedSeed] = []
@@ -186,17 +172,14 @@ class PlanSampler:
                     continue
                 last = in_slot[-1]
                 culled = max(last.tick + 1, min(last.cull_tick or seed.tick, seed.tick))
-                tick = max(seed.tick, culled + self.reopening_ticks)
+                tick = max(seed.tick, culled + reopening)
                 if tick <= self.latest_germination[seed.tempo] and (seed.cull_tick is None or tick < seed.cull_tick):
                     in_slot[-1:] = [last._replace(cull_tick=culled), seed._replace(tick=tick)]
             ordered += in_slot
         return Plan(tuple(ordered), late)
 
     def to_schedule(self, plan: Plan) -> Schedule:
-        """Return the plan as a schedule.
-
-        If several actions are due, those on existing seeds come before germinations.
-        """
+        """Return the plan as a schedule: if several actions are due, germinations come last."""
         fossilized = [seed for seed in plan.seeds if seed.cull_tick is None]
         entries = []
         for seed in plan.seeds:

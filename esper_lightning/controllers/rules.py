@@ -1,0 +1,288 @@
+"""Hand-written rules: a heuristic, seeds at fixed intervals, and hill climbing with rent."""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+
+from esper_lightning.blueprints import get_blueprint, suggest_name
+from esper_lightning.controllers.learned import Hosts
+from esper_lightning.controllers.schedules import WAIT_ACTION, is_possible
+from esper_lightning.envs import Action, Op
+from esper_lightning.envs.host_env import Subject
+from esper_lightning.envs.spaces.actions import to_action
+from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.growth.lifecycle import count_parameters
+from esper_lightning.growth.stages import Stage
+from esper_lightning.rewards import ObjectiveConfig, compute_rent, rent
+
+
+class Rule:
+    """Chooses one host's action after the other. `memories` is all that it remembers, plain values by host."""
+
+    memories: list[dict[str, Any]]
+
+    def act(self, pool: Hosts) -> Action:
+        return to_action([self.choose(pool, host, memory) for host, memory in enumerate(self.memories)], pool.device)
+
+    def reset(self, pool: Hosts) -> None:
+        raise NotImplementedError
+
+    def choose(self, pool: Hosts, host: int, memory: dict[str, Any]) -> tuple[int, ...]:
+        """Return the action on one host as one index per head; heads that are left out choose 0."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the rule remembers, for an episode that is continued later."""
+        return {"memories": deepcopy(self.memories)}
+
+    def load_state_dict(self, pool: Hosts, state: Mapping[str, Any]) -> None:
+        """Continue an episode from a state of `state_dict`, in place of `reset`."""
+        self.reset(pool)
+        self.memories = deepcopy(state["memories"])
+
+
+class Heuristic(Rule):
+    """Germinates blueprints in rotation when the host is on a stable plateau, and fossilizes what the gate allows.
+
+    Changes of accuracy are in points of 100, times in host epochs. Another heuristic is a subclass with other numbers.
+    """
+
+    stable_loss = 0.03  # relative fall of the validation loss in a tick below which the host counts as stable
+    stable_ticks = 3  # consecutive stable ticks before the first germination
+    min_age = 5  # ticks before the first germination
+    plateau_points, plateau_ticks = 0.5, 3  # so many ticks with a smaller gain are a plateau
+    cull_points, cull_ticks = -2.0, 5  # change since germination below which a seed of this age is culled
+    # A seed that claims to contribute while accuracy fell appears useful only because the host depends on it by now.
+    ransom_contribution, ransom_points = 0.1, -0.2
+
+    def reset(self, pool: Hosts) -> None:
+        self.memories = [{"next_blueprint": 0, "is_stable": False, "accuracy_before": {}} for _ in pool.envs]
+
+    def choose(self, pool: Hosts, host: int, memory: dict[str, Any]) -> tuple[int, ...]:
+        env, allowed = pool.envs[host], pool.masks_on_cpu.slot[host].tolist()
+        accuracy = 100.0 * env.history.accuracy[-1]
+        losses = env.history.loss[-self.stable_ticks - 1 :]
+        memory["is_stable"] |= len(losses) > self.stable_ticks and all(
+            after > (1.0 - self.stable_loss) * before for before, after in pairwise(losses)
+        )
+        for k, slot in enumerate(env.slots):
+            contribution = env.records[k].contribution
+            if allowed[Op.FOSSILIZE][k] and is_worth_fossilizing(contribution, env.lifecycle):
+                return Op.FOSSILIZE, k
+            if allowed[Op.CULL][k]:
+                change = accuracy - memory["accuracy_before"][k]
+                is_ransom = (contribution or 0.0) > self.ransom_contribution and change < self.ransom_points
+                if is_ransom or (slot.ticks_in_stage >= self.cull_ticks and change < self.cull_points):
+                    return Op.CULL, k
+        recent = env.history.accuracy[-self.plateau_ticks - 1 :]
+        gains = [100.0 * (after - before) for before, after in pairwise(recent)]
+        is_on_plateau = len(gains) == self.plateau_ticks and max(gains) < self.plateau_points
+        is_growing = any(slot.live for slot in env.slots)
+        if memory["is_stable"] and is_on_plateau and not is_growing and env.tick >= self.min_age:
+            growable = pool.masks_on_cpu.blueprint[host].tolist()
+            for k in (k for k, is_free in enumerate(allowed[Op.GERMINATE]) if is_free):
+                first = memory["next_blueprint"]
+                for blueprint in (*range(first, len(growable[k])), *range(first)):
+                    if growable[k][blueprint]:
+                        memory["next_blueprint"] = (blueprint + 1) % len(growable[k])
+                        memory["accuracy_before"][k] = accuracy
+                        return Op.GERMINATE, k, blueprint
+        return WAIT_ACTION
+
+
+def is_worth_fossilizing(contribution: float | None, lifecycle: LifecycleConfig) -> bool:
+    """Return True if the contribution reaches the gate's threshold, or is positive if the gate has none."""
+    threshold = lifecycle.min_contribution
+    return contribution is not None and (contribution > 0.0 if threshold is None else contribution >= threshold)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeriodicConfig:
+    """Interval of germinations, and blueprints to germinate."""
+
+    every: int = 4
+    """Ticks from one germination to the next."""
+
+    blueprints: list[str] | None = None
+    """Blueprints to germinate in turn. None: all available ones."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"periodic.every must be at least 1, got {self.every}")
+        if self.blueprints is not None and not self.blueprints:
+            raise ValueError("periodic.blueprints is empty; name at least one, or leave it out for all")
+
+
+class Periodic(Rule):
+    """Germinates the next blueprint in the next free slot at fixed intervals, and fossilizes as soon as possible."""
+
+    def __init__(self, config: PeriodicConfig = PeriodicConfig()) -> None:
+        self.config = config
+
+    def reset(self, pool: Hosts) -> None:
+        self.blueprints = chosen_blueprints("periodic", self.config.blueprints, pool)
+        self.tempo, _ = fastest_tempo(pool)
+        # Of the next germination: its tick, the slot to try first, and the position in the rotation of blueprints.
+        self.memories = [{"tick": 0, "slot": 0, "blueprint": 0} for _ in pool.envs]
+
+    def choose(self, pool: Hosts, host: int, memory: dict[str, Any]) -> tuple[int, ...]:
+        slots, tick = range(len(pool.space.slot)), pool.envs[host].tick
+        for k in slots:
+            if is_possible(pool, host, make_action(Op.FOSSILIZE, k)):
+                return make_action(Op.FOSSILIZE, k)
+        if tick < memory["tick"]:
+            return WAIT_ACTION
+        for k in ((memory["slot"] + step) % len(slots) for step in slots):
+            for offset in range(len(self.blueprints)):
+                position = (memory["blueprint"] + offset) % len(self.blueprints)
+                action = make_action(Op.GERMINATE, k, self.blueprints[position], tempo=self.tempo)
+                if is_possible(pool, host, action):
+                    memory.update(tick=tick + self.config.every, slot=k + 1, blueprint=position + 1)
+                    return action
+        return WAIT_ACTION
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClimbingConfig:
+    """Order in which hill climbing tries seeds, and conditions for fossilizing them."""
+
+    order: Literal["listed", "cheapest", "dearest"] = "dearest"
+    """Order of the candidate seeds. listed: the first blueprint in every slot, then the second, and so on. cheapest,
+    dearest: by the number of parameters. When all possible ones have been tried, they are tried again."""
+
+    blueprints: list[str] | None = None
+    """Blueprints to try, in this order. None: all available ones."""
+
+    last_slot_first: bool = False
+    """Among slots with the same priority prefer the one nearest to the output, not the one nearest to the input."""
+
+    at_once: int = 3
+    """Maximum number of seeds that grow at the same time. With 1 no seed disturbs the measurement of another, but in a
+    short episode most seeds get too little time."""
+
+    patience: int = 3
+    """Ticks for which a blended seed with too little gain may continue before it is culled."""
+
+    zero_gradient: bool = False
+    """Cull a seed as soon as no gradient reaches it, because it cannot learn."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("at_once", 1), ("patience", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"climbing.{name} must be at least {least}, got {getattr(self, name)}")
+        if self.blueprints is not None and not self.blueprints:
+            raise ValueError("climbing.blueprints is empty; name at least one, or leave it out for all")
+
+
+class HillClimbing(Rule):
+    """Germinates the next seed of a fixed order, and fossilizes it after blending if its gain exceeds its rent.
+
+    Otherwise it culls the seed. No seed germinates when too little time is left to judge it.
+    """
+
+    def __init__(self, config: ClimbingConfig = ClimbingConfig()) -> None:
+        self.config = config
+
+    def reset(self, pool: Hosts) -> None:
+        # Hosts of a family may differ in widths alone: seeds are then tried in the order of the first host.
+        masks = pool.masks_on_cpu.blueprint
+        alike = bool((masks == masks[:1]).all())
+        self.candidates = [list_candidates(pool, self.config, 0 if alike else host) for host in range(pool.n_envs)]
+        self.tempo, ticks = fastest_tempo(pool)
+        self.ticks_to_judge = min_ticks_to_judge(pool.config.lifecycle, ticks)
+        self.memories = [{"tried": []} for _ in pool.envs]  # (slot, blueprint) of the seeds that have been tried
+
+    def choose(self, pool: Hosts, host: int, memory: dict[str, Any]) -> tuple[int, ...]:
+        env, tried = pool.envs[host], memory["tried"]
+        live = [k for k, slot in enumerate(env.slots) if slot.live]
+        for k in live:
+            for op in self._preferred_ops(env, k, pool.config.objective):
+                action = make_action(op, k)
+                if is_possible(pool, host, action):
+                    return action
+        if len(live) >= self.config.at_once or env.tick >= env.horizon - self.ticks_to_judge:
+            return WAIT_ACTION
+        actions = {pair: make_action(Op.GERMINATE, *pair, tempo=self.tempo) for pair in self.candidates[host]}
+        available = [pair for pair, action in actions.items() if is_possible(pool, host, action)]
+        if not available:
+            return WAIT_ACTION
+        if set(available) <= set(tried):
+            tried[:] = [pair for pair in tried if pair not in available]
+        chosen = next(pair for pair in available if pair not in tried)
+        tried.append(chosen)
+        return actions[chosen]
+
+    def _preferred_ops(self, env: Subject, k: int, objective: ObjectiveConfig) -> list[Op]:
+        """Return the desired ops for the seed in slot k, in order of preference."""
+        slot, record = env.slots[k], env.records[k]
+        if self.config.zero_gradient and record.gradient is not None and record.gradient.vanished == 1.0:
+            return [Op.CULL]
+        is_blended = slot.stage is Stage.PROBATIONARY and env.growing.evidence(slot.name).alpha == 1.0
+        if not is_blended or record.contribution is None:
+            return []
+        is_overdue = slot.ticks_in_stage >= self.config.patience  # also reached if the gate asks for more than the rent
+        return [Op.FOSSILIZE] * (net_gain(env, k, objective) > 0.0) + [Op.CULL] * is_overdue
+
+
+def make_action(op: Op, slot: int, blueprint: int = 0, *, tempo: int = 0) -> tuple[int, ...]:
+    """Return an action with a choice for every head; heads that are not given choose 0."""
+    return (op, slot, blueprint, 0, tempo)  # in the order of HEADS
+
+
+def chosen_blueprints(rule: str, names: Sequence[str] | None, pool: Hosts) -> list[int]:
+    """Return the indices of the blueprints with these names. None: of all."""
+    available = pool.space.blueprint
+    for name in names or ():
+        if name not in available:
+            raise ValueError(f"{rule}.blueprints: {name!r} is not available; {suggest_name(name, available)}")
+    return [available.index(name) for name in names or available]
+
+
+def list_candidates(pool: Hosts, config: ClimbingConfig, host: int = 0) -> list[tuple[int, int]]:
+    """Return slot and blueprint of every seed that can grow on a host, in the order in which they are tried."""
+    chosen = chosen_blueprints("climbing", config.blueprints, pool)
+    growable, slots = pool.masks_on_cpu.blueprint[host].tolist(), pool.envs[host].slots
+    places = range(len(slots))[:: -1 if config.last_slot_first else 1]
+    pairs = [(k, b) for b in chosen for k in places if growable[k][b]]
+
+    def parameters(pair: tuple[int, int]) -> int:
+        slot = slots[pair[0]]
+        return get_blueprint(pool.space.blueprint[pair[1]], slot.layout).parameters(slot.width)
+
+    keys: dict[str, Callable[[tuple[int, int]], int]] = {
+        "listed": lambda pair: 0,
+        "cheapest": parameters,
+        "dearest": lambda pair: -parameters(pair),
+    }
+    return sorted(pairs, key=keys[config.order])
+
+
+def fastest_tempo(pool: Hosts) -> tuple[int, int]:
+    """Return the index of the tempo with the shortest blending, and its host epochs."""
+    ticks = [pool.config.actions.tempos[name] for name in pool.space.tempo]
+    return ticks.index(min(ticks)), min(ticks)
+
+
+def min_ticks_to_judge(lifecycle: LifecycleConfig, blending: int) -> int:
+    """Return the minimum number of host epochs from a germination to the first action on the blended seed."""
+    return 1 + lifecycle.training_ticks + blending
+
+
+def net_gain(env: Subject, k: int, config: ObjectiveConfig) -> float:
+    """Return the net gain of the objective from the seed in slot k: its contribution to accuracy minus its rent."""
+    slot, contribution, prices = env.slots[k], env.records[k].contribution, env.prices
+    assert contribution is not None, "the caller asks for the gain of measured seeds only"
+    parameters = torch.tensor([env.fossilized_parameters]) + torch.tensor([0, count_parameters(slot.seed)])
+    compute: torch.Tensor | float = 0.0
+    if config.charges_compute:
+        assert env.flops is not None, "they are counted where compute has a price"
+        flops = torch.tensor([env.fossilized_flops]) + torch.tensor([0, env.flops.seed_flops(slot)])
+        compute = compute_rent(flops, env.flops.host, torch.tensor(prices.compute))
+    without, with_seed = rent(
+        parameters, env.host_parameters, config, price=torch.tensor(prices.parameters), compute_cost=compute
+    ).tolist()
+    return contribution / 100.0 - (with_seed - without)

@@ -1,0 +1,275 @@
+"""Search for the best fixed schedule by successive halving on training hosts, under a budget of environment steps.
+
+Random plans are ranked first; then, repeatedly, the best ones together with their crossovers. In the end the winners of
+all races and the schedules known beforehand are ranked together. All candidates of a race meet the same hosts, so the
+hosts' luck cancels, and equally many hosts of each context, because the best schedule for one context says little about
+the others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import numpy as np
+
+from esper_lightning.controllers.learned import Controller
+from esper_lightning.controllers.schedules import FixedSchedule, Schedule, read_schedule
+from esper_lightning.envs import HostPool
+from esper_lightning.envs.context.distribution import PRICE_VARIABLE, Context
+from esper_lightning.envs.seeding import TRAINING, check_rng_seed, episode_rng_seeds
+from esper_lightning.evaluation.plans import Plan, PlanSampler, latest_germinations
+from esper_lightning.parallel import Mapper, run_all
+
+BEST_FILE, BEST_PRICE_PREFIX = "best_schedule", "best_schedule_price_"
+"""File name of the best schedule, and prefix of the file names of the best schedule for each price."""
+
+EXPLORE = 0.13
+"""Fraction of the budget for the first evaluation of random candidates, on one host per context."""
+
+ONE_IN = 4
+"""Reduction factor of each stage of a race: one of this many candidates survives."""
+
+DECISIVE = 8
+"""Hosts per context that decide a race: the stage in which every candidate plays as many is the last."""
+
+ELITES, WINNERS_PER_RACE = 6, 3
+"""Best candidates of a race that enter the next one, with their crossovers, and that enter the last one."""
+
+FINAL_EPISODES = 2
+"""Episodes of the pool, per context, reserved for the last race: one for all winners, one for the best."""
+
+MAX_STEPS = 100_000_000
+"""Largest budget of a search. Its first candidates, a share of the budget, are in memory at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchConfig:
+    """Budget of the search for the best fixed schedule."""
+
+    steps: int = 17_280
+    """Budget in environment steps (host epochs): for fairness as many as the learned controller had."""
+
+    seed: int = 0
+    """RNG seed of the candidates and of the hosts on which they are played."""
+
+    per_price: bool = False
+    """Also search a schedule for each price in the family, with the same number of steps again, divided among prices.
+    The price is the only variable that is known before the episode begins."""
+
+    found: str | None = None
+    """Folder with schedules found by an earlier comparison. They are played, and nothing is searched."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.steps <= MAX_STEPS:
+            raise ValueError(f"search.steps must lie in 1 … {MAX_STEPS}, got {self.steps}")
+        check_rng_seed("search.seed", self.seed)
+
+
+def read_best_schedules(folder: str | Path) -> dict[str, Schedule]:
+    """Read schedules that an earlier comparison wrote, by file name. Raises ValueError if one cannot be read."""
+    files = [Path(folder) / f"{BEST_FILE}.json", *sorted(Path(folder).glob(f"{BEST_PRICE_PREFIX}*.json"))]
+    return {file.name.removesuffix(".json"): read_schedule(file) for file in files}
+
+
+def search_best_schedules(
+    pool: HostPool,
+    config: SearchConfig,
+    known: Sequence[Schedule] = (),
+    *,
+    fixed: bool = True,
+    executor: Mapper | None = None,
+) -> dict[str, Schedule]:
+    """Return the best schedule for all hosts (if `fixed`), and with `per_price` the best for each price, by file name.
+
+    Args:
+        pool: The hosts; their state is overwritten.
+        config: Budget. The searches for single prices share a second budget of as many steps.
+        known: Schedules that enter the last race of each search.
+        fixed: Search the schedule for all hosts.
+        executor: Has a method `map(function, items)`, which runs the searches. None: one after the other.
+    """
+    groups = contexts_by_price(pool) if config.per_price else {}
+    share = replace(config, steps=config.steps // max(1, len(groups)))
+    searches = {BEST_FILE: [partial(search, pool, config, known)]} if fixed else {}
+    for price, contexts in groups.items():
+        searches[f"{BEST_PRICE_PREFIX}{price:g}"] = [partial(search, pool, share, known, contexts=contexts)]
+    return {name: found for name, (found,) in run_all(searches, executor).items()}
+
+
+def search(
+    pool: HostPool,
+    config: SearchConfig = SearchConfig(),
+    known: Sequence[Schedule] = (),
+    *,
+    contexts: Sequence[Context] | None = None,
+) -> Schedule:
+    """Return the best fixed schedule on training hosts and their validation samples.
+
+    Args:
+        pool: The hosts; their state is overwritten.
+        config: Budget. Raises ValueError if it is too small for one host per context.
+        known: Schedules that enter the last race, whatever their origin, if the budget allows one.
+        contexts: Contexts of the pool's distribution to search for. None: all.
+    """
+    searched = pool.env_factory.context_distribution.contexts if contexts is None else contexts
+    check_group_budget([searched], config, pool, pool.n_envs)
+    sampler = PlanSampler(pool, config.seed, horizon=longest_horizon(pool, searched))
+    episodes = config.steps // (pool.n_envs * pool.config.horizon)
+    halving = SuccessiveHalving(pool, config.seed, searched, episodes)
+    reserved = min(FINAL_EPISODES * len(searched), max(FINAL_EPISODES, episodes // 4))  # for the last race,
+    reserved = reserved if halving.max_candidates(reserved) else 0  # unless nothing would be left for the first
+    tried: set[Plan] = set()
+
+    def race(plans: list[Plan]) -> list[Plan]:
+        tried.update(plans)
+        return [plans[i] for i in halving.rank([sampler.to_schedule(plan) for plan in plans], DECISIVE, reserved)]
+
+    n_random = max(1, halving.max_candidates(episodes - max(1, round(EXPLORE * episodes))))
+    best = race(sampler.sample_distinct(n_random, tried))
+    winners: list[Plan] = []  # those of the last race first
+    while (n_candidates := min(max(2, pool.n_envs // 2), halving.max_candidates(reserved))) > 1:
+        parents = best[: min(ELITES, n_candidates // 2)]
+        winners = [*parents[:WINNERS_PER_RACE], *winners]
+        best = race([*parents, *sampler.sample_distinct(n_candidates - len(parents), tried, parents)])
+    winners = list(dict.fromkeys([*best[:WINNERS_PER_RACE], *winners]))[: max(2, pool.n_envs // DECISIVE)]
+
+    first, *others = (sampler.to_schedule(plan) for plan in winners)
+    # Ordered by priority: the last ones are dropped if the budget does not suffice to evaluate all.
+    finalists = list(dict.fromkeys([first, *known, *others]))
+    is_contested = len(finalists) > 1 and halving.max_candidates() > 1
+    return finalists[halving.rank(finalists)[0]] if is_contested else first
+
+
+class SuccessiveHalving:
+    """Ranks schedules on the same few hosts, the better ones on further hosts, and so on.
+
+    Args:
+        pool: Pool that plays the schedules, one or more episodes per stage; its state is overwritten.
+        rng_seed: RNG seed of the hosts.
+        contexts: Contexts that hosts are drawn from.
+        episodes: Budget in episodes of the whole pool.
+    """
+
+    def __init__(self, pool: HostPool, rng_seed: int, contexts: Sequence[Context], episodes: int) -> None:
+        self.pool, self.rng_seed, self.contexts = pool, rng_seed, contexts
+        self.episodes_left, self.episodes_spent = episodes, 0
+
+    def max_candidates(self, reserve: int = 0) -> int:
+        """Return how many candidates can each play one host per context, if `reserve` episodes are to remain."""
+        return max(0, self.episodes_left - reserve) * self.pool.n_envs // len(self.contexts)
+
+    def rank(self, schedules: Sequence[Schedule], decisive: int | None = None, reserve: int = 0) -> list[int]:
+        """Return the indices of the schedules from best to worst; a schedule that reaches a later stage ranks higher.
+
+        If the budget does not allow one host per context for every schedule, the last ones are left out.
+
+        Args:
+            schedules: Candidates.
+            decisive: Hosts per context of the last stage. None: stages continue until about two candidates are left,
+                and each may use half of the remaining budget.
+            reserve: Episodes of the budget that must remain.
+        """
+        remaining = list(range(len(schedules)))[: self.max_candidates(reserve)]
+        scores: dict[int, list[float]] = {i: [] for i in remaining}
+        eliminated: list[int] = []
+        hosts = 0
+        while remaining and self.max_candidates(reserve) >= len(remaining) and (len(remaining) > 1 or not hosts):
+            max_episodes = 1 if decisive is not None else max(1, self.episodes_left // 2)
+            measured = self.play_stage([schedules[i] for i in remaining], max_episodes)
+            hosts = measured.shape[1]
+            for i, row in zip(remaining, measured, strict=True):
+                scores[i] += row.tolist()
+            # All remaining candidates have met the same hosts in this race.
+            remaining.sort(key=lambda i: -float(np.mean(scores[i])))
+            if decisive is not None and hosts >= decisive * len(self.contexts):
+                break
+            survivors = -(-len(remaining) // ONE_IN)
+            remaining, eliminated = remaining[:survivors], remaining[survivors:] + eliminated
+        return remaining + eliminated
+
+    def play_stage(self, schedules: Sequence[Schedule], max_episodes: int) -> np.ndarray:  # [candidates, hosts]
+        """Return the objectives of all schedules on the same new hosts.
+
+        Each schedule plays as many hosts per context as fit into `max_episodes` episodes of the pool, at least one.
+        """
+        n_envs = self.pool.n_envs
+        each = max(1, max_episodes * n_envs // len(schedules) // len(self.contexts))
+        if len(self.pool.env_factory.context_distribution.contexts) == 1:
+            rng_seeds = episode_rng_seeds(self.rng_seed, TRAINING, self.episodes_spent, n_envs=each)
+        else:
+            random = Random(f"{self.rng_seed} {self.episodes_spent}")
+            rng_seeds = sample_host_seeds(self.pool, each, random, contexts=self.contexts).ravel().tolist()
+        cells = [(schedule, seed) for schedule in schedules for seed in rng_seeds]
+        objectives: list[float] = []
+        for start in range(0, len(cells), n_envs):  # one episode of the pool each, the last one filled up
+            batch = cells[start : start + n_envs]
+            played, seeds = zip(*batch, *[batch[0]] * (n_envs - len(batch)), strict=True)
+            objectives += final_objectives(self.pool, FixedSchedule(played), seeds)[: len(batch)]
+            self.episodes_left -= 1
+            self.episodes_spent += 1
+        return np.array(objectives).reshape(len(schedules), -1)
+
+
+def sample_host_seeds(
+    pool: HostPool, number: int, rng: Random, *, contexts: Sequence[Context] | None = None
+) -> np.ndarray:  # [M, number] int64
+    """Return RNG seeds of `number` hosts of each given context (None: all). They are even, like those of training."""
+    family = pool.env_factory.context_distribution
+    rng_seeds: dict[str, list[int]] = {repr(member): [] for member in contexts or family.contexts}
+    while min(map(len, rng_seeds.values())) < number:
+        rng_seed = 2 * rng.randrange(2**60)
+        rng_seeds.get(repr(family.draw(rng_seed)), []).append(rng_seed)
+    return np.array([row[:number] for row in rng_seeds.values()])
+
+
+def final_objectives(pool: HostPool, controller: Controller, rng_seeds: Sequence[int]) -> list[float]:
+    """Return the final objective, on validation samples, of each host after an episode of `controller`."""
+    pool.reset(rng_seeds)
+    controller.reset(pool)
+    steps = [pool.step(controller.act(pool)) for _ in range(pool.config.horizon)]
+    return steps[-1].metrics.objective.tolist()
+
+
+def longest_horizon(pool: HostPool, contexts: Sequence[Context]) -> int:
+    """Return the number of ticks of the longest episode in any of the contexts."""
+    return max(context.horizon or pool.config.horizon for context in contexts)
+
+
+def contexts_by_price(pool: HostPool) -> dict[float, list[Context]]:
+    """Return the contexts of the pool's distribution by their price of parameters, the lowest first.
+
+    Raises ValueError if there is only one price, or if every host has its own.
+    """
+    objective = pool.config.objective
+    groups: dict[float, list[Context]] = {}
+    for context in pool.env_factory.context_distribution.contexts:
+        groups.setdefault(objective.price if context.price is None else context.price, []).append(context)
+    if objective.price_to is not None or len(groups) < 2:
+        problem = "all hosts have one price" if objective.price_to is None else "every host has a price of its own"
+        raise ValueError(f"search.per_price: {problem}; name several in data.env.family, as {PRICE_VARIABLE}")
+    return dict(sorted(groups.items()))
+
+
+def check_budget(config: SearchConfig, pool: HostPool, n_envs: int) -> None:
+    """Raise ValueError if the budget is too small to play one schedule on one host per context, or episodes too short.
+
+    With `per_price` this must hold for the search for each price. A search runs `n_envs` environments side by side.
+    """
+    everything = [pool.env_factory.context_distribution.contexts]
+    for groups in [everything, list(contexts_by_price(pool).values())] if config.per_price else [everything]:
+        check_group_budget(groups, config, pool, n_envs)
+        for group in groups:
+            latest_germinations(pool.config, longest_horizon(pool, group))  # raises ValueError if there is none
+
+
+def check_group_budget(groups: Sequence[Sequence[Context]], config: SearchConfig, pool: HostPool, n_envs: int) -> None:
+    """Raise ValueError if the budget is too small for one search of each group of contexts."""
+    episodes = -(-max(map(len, groups)) // n_envs)
+    least = len(groups) * episodes * n_envs * pool.config.horizon
+    if config.steps < least:
+        raise ValueError(
+            f"search.steps is {config.steps}; to see one schedule on a host of each context, {n_envs} hosts side by "
+            f"side, takes {least}" + (f", for {len(groups)} prices apart" if len(groups) > 1 else "")
+        )

@@ -1,1 +1,0 @@
-"""Search for fixed schedules."""

@@ -1,0 +1,282 @@
+"""Schedules: their JSON files, and controllers that play and record them."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from esper_lightning.controllers.learned import Controller
+from esper_lightning.controllers.random import RandomValid, WaitOnly
+from esper_lightning.controllers.schedules import (
+    FixedSchedule,
+    RecordingController,
+    Schedule,
+    ScheduledAction,
+    SchedulePerPrice,
+    actions_by_tick,
+    is_possible,
+    most_common_schedule,
+    read_schedule,
+    write_schedule,
+    yoke_schedules,
+)
+from esper_lightning.envs import Action, ActionConfig, HostPool
+from esper_lightning.envs.context.distribution import FamilyConfig
+from esper_lightning.governor.judge import GovernorConfig
+from esper_lightning.growth.stages import Stage
+from tests.conftest import FREE
+from tests.decisions import WAIT, Row, act, cull, fossilize, germinate
+from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
+
+MakePool = Callable[..., HostPool]
+
+SLOTS = ("block1.pool", "block2.pool", "block3")
+
+GROW = {"tick": 0, "op": "GERMINATE", "slot": "block3", "blueprint": "norm"}
+
+
+@pytest.fixture(scope="module")
+def pool(make_pool: MakePool) -> HostPool:
+    return make_pool(2)
+
+
+def schedule(*entries: ScheduledAction) -> Schedule:
+    return Schedule(SLOTS, entries)
+
+
+def grow(tick: int, slot: str, blueprint: str = "norm") -> ScheduledAction:
+    return ScheduledAction(tick, "GERMINATE", slot, blueprint)
+
+
+def record(pool: HostPool, controller: Controller, rng_seeds: Sequence[int]) -> list[Schedule]:
+    """Return the actions of `controller` in an episode, as one schedule per host."""
+    recording = RecordingController(controller)
+    pool.reset(rng_seeds)
+    recording.reset(pool)
+    for _ in range(pool.config.horizon):
+        pool.step(recording.act(pool))
+    return recording.schedules
+
+
+def actions_taken(pool: HostPool, controller: FixedSchedule, host: int = 0) -> list[Row]:
+    """Return the actions on one host at every tick; the pool raises if one is not possible."""
+    pool.reset([1, 2])
+    controller.reset(pool)
+    done = []
+    for _ in range(pool.config.horizon):
+        action = controller.act(pool)
+        done.append(tuple(int(head[host]) for head in action))
+        pool.step(action)
+    return done
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    {
+        "at their ticks": (
+            [grow(0, "block3", "conv_light"), ScheduledAction(2, "CULL", "block3")],
+            [germinate(2, 2), WAIT, cull(2), WAIT, WAIT, WAIT],
+        ),
+        # One tick to train, one more by the lifecycle's settings, one to blend.
+        "when they are possible": (
+            [grow(0, "block3"), ScheduledAction(1, "FOSSILIZE", "block3")],
+            [germinate(2), WAIT, WAIT, fossilize(2), WAIT, WAIT],
+        ),
+        "the first possible one of several, and what stood before the germination of its seed is given up": (
+            [ScheduledAction(0, "FOSSILIZE", "block3"), *(grow(0, slot) for slot in reversed(SLOTS))],
+            [germinate(2), germinate(1), germinate(0), WAIT, WAIT, WAIT],
+        ),
+        # After a cull the slot is closed for a tick; then there is no seed to fossilize, but room for a new one.
+        "what is in the way of a later one is given up": (
+            [
+                *(grow(0, "block3"), ScheduledAction(1, "CULL", "block3"), ScheduledAction(2, "FOSSILIZE", "block3")),
+                grow(2, "block3", "conv_small"),
+            ],
+            [germinate(2), cull(2), WAIT, germinate(2, 1), WAIT, WAIT],
+        ),
+        "what never becomes possible is never done": (
+            [ScheduledAction(0, "FOSSILIZE", "block1.pool"), grow(2, "block2.pool")],
+            [WAIT, WAIT, germinate(1), WAIT, WAIT, WAIT],
+        ),
+    }.values(),
+)
+def test_entries_are_carried_out(pool: HostPool, entries: list[ScheduledAction], expected: list[Row]) -> None:
+    assert actions_taken(pool, FixedSchedule(schedule(*entries))) == expected
+
+
+def test_every_host_may_have_a_schedule_of_its_own(pool: HostPool) -> None:
+    both = FixedSchedule([schedule(grow(0, "block3")), schedule(grow(1, "block1.pool"))])
+
+    assert actions_taken(pool, both, host=0)[:2] == [germinate(2), WAIT]
+    assert actions_taken(pool, both, host=1)[:2] == [WAIT, germinate(0)]
+    with pytest.raises(ValueError, match="1 schedules for 2 hosts; give one for each"):
+        FixedSchedule([schedule()]).reset(pool)
+
+
+@pytest.mark.parametrize("heads", [{}, pytest.param(FREE, marks=pytest.mark.slow)], ids=["by default", "all"])
+def test_what_was_recorded_replays_bit_for_bit_on_the_same_hosts(make_pool: MakePool, heads: dict[str, Any]) -> None:
+    pool = make_pool(3, **heads)
+    recorded = record(pool, RandomValid(1), [5, 6, 7])
+    before = [{name: value.clone() for name, value in env.network.state_dict().items()} for env in pool.envs]
+
+    assert record(pool, FixedSchedule(recorded), [5, 6, 7]) == recorded
+    assert sum(len(one.entries) for one in recorded) > 3
+    for env, known in zip(pool.envs, before, strict=True):
+        now = env.network.state_dict()
+        assert now.keys() == known.keys() and all(torch.equal(value, known[name]) for name, value in now.items())
+
+
+def test_on_hosts_that_are_rolled_back_a_schedule_goes_on(make_pool: MakePool) -> None:
+    pool = make_pool(2, governor=ONLY_NAN_DIVERGES)
+    plan = schedule(grow(0, "block3"), ScheduledAction(1, "FOSSILIZE", "block3"), grow(3, "block3"))
+    controller = FixedSchedule(plan)
+    pool.reset([1, 2])
+    controller.reset(pool)
+    pool.step(controller.act(pool))
+    with breaking_epoch(pool, [1]):
+        pool.step(controller.act(pool))
+    while pool.envs[0].tick < pool.config.horizon:
+        pool.step(controller.act(pool))  # raises if the action is masked
+
+    assert [env.slots[2].stage is Stage.FOSSILIZED for env in pool.envs] == [True, False]
+
+
+class RepeatsGermination(WaitOnly):
+    """Germinates the same seed whenever it is possible."""
+
+    def act(self, pool: HostPool) -> Action:
+        return act(*[germinate(2, 2) if pool.masks_on_cpu.allows(i, germinate(2, 2)) else WAIT for i in (0, 1)])
+
+
+def test_what_the_governor_refuses_is_neither_possible_nor_recorded(make_pool: MakePool) -> None:
+    pool = make_pool(2, governor=GovernorConfig(max_growth=1.5))
+
+    assert record(pool, RepeatsGermination(), [1, 2]) == [schedule(), schedule()]
+    assert pool.masks_on_cpu.allows(0, germinate(2, 2)) and not is_possible(pool, 0, germinate(2, 2))
+    assert actions_taken(pool, FixedSchedule(schedule(grow(0, "block3", "conv_light")))) == [WAIT] * pool.config.horizon
+
+
+def test_a_schedule_plays_where_not_everything_is_offered(make_pool: MakePool) -> None:
+    few = make_pool(2, actions=ActionConfig(blueprints=["norm"], tempos={"FAST": 1}, max_seeds=1))
+    done = actions_taken(few, FixedSchedule(schedule(grow(0, "block1.pool"), grow(0, "block2.pool"))))
+    assert done == [germinate(0)] + [WAIT] * 5, "there is no room for the second"
+
+    part = make_pool(2, family=FamilyConfig(train=[{"offer.slots": [1]}]))
+    for seeds in ([0, 1], [2, 3], [4, 5]):
+        part.reset(seeds)
+        controller = FixedSchedule(schedule(*(grow(0, slot) for slot in SLOTS)))
+        controller.reset(part)
+        part.step(controller.act(part))
+        assert [sum(slot.occupied for slot in env.slots) for env in part.envs] == [1, 1]
+
+
+def test_of_what_was_done_the_most_common_is_named() -> None:
+    one, other = schedule(grow(0, "block3")), schedule()
+
+    assert most_common_schedule([other, one, one]) == (one, 2)
+    assert most_common_schedule([other, one]) == (other, 1)
+
+
+def test_a_yoked_host_gets_the_actions_of_the_next_one_of_its_kind() -> None:
+    a, b, c, d, e = (schedule(grow(tick, "block3")) for tick in range(5))
+
+    assert yoke_schedules([a, b, c, d, e], ["x", "y", "x", "x", "z"], [0.1] * 5) == [c, b, d, a, e]
+    assert yoke_schedules([a, b, c], ["x"] * 3, [0.1, 0.3, 0.2]) == [c, a, b], "in the order of prices"
+
+
+def test_every_host_gets_the_schedule_of_the_nearest_price(make_pool: MakePool) -> None:
+    varied = make_pool(12, family=FamilyConfig(train=[{"objective.price": [0.0, 0.1, 0.3, 1.0]}]))
+    cheap, dear = schedule(grow(0, "block3", "conv_light")), schedule(grow(0, "block1.pool"))
+    controller = SchedulePerPrice({0.05: cheap, 0.5: dear})
+    varied.reset(range(0, 24, 2))
+    controller.reset(varied)
+
+    chosen = [varied.space.blueprint[int(blueprint)] for blueprint in controller.act(varied).blueprint]
+
+    prices = [env.context.context.price for env in varied.envs]
+    assert set(prices) == {0.0, 0.1, 0.3, 1.0}
+    # 0.3 differs by 0.25 from 0.05 and by 0.2 from 0.5.
+    assert chosen == ["conv_light" if price < 0.2 else "norm" for price in prices]
+
+
+def test_what_is_written_is_read_again_and_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "best.json"
+    known = schedule(
+        ScheduledAction(0, "GERMINATE", "block3", "norm", "linear_gate", "SLOW"), ScheduledAction(5, "CULL", "block3")
+    )
+    write_schedule(known, path)
+    with pytest.raises(TypeError):
+        write_schedule(schedule(ScheduledAction(0, "CULL", {1})), path)
+
+    assert read_schedule(path) == known
+    assert [file.name for file in tmp_path.iterdir()] == ["best.json"], "and no draft is left"
+
+
+def test_names_become_the_pools_numbers_and_what_is_left_out_its_first_choice(make_pool: MakePool) -> None:
+    entries = (
+        ScheduledAction(4, "FOSSILIZE", "block3"),
+        ScheduledAction(0, "GERMINATE", "block1.pool", "conv_small"),
+        ScheduledAction(0, "GERMINATE", "block2.pool", "norm", "linear_gate", "SLOW"),
+        ScheduledAction(3, "CULL", "block3"),
+    )
+
+    assert actions_by_tick(schedule(*entries), make_pool(1, **FREE)) == [
+        *((0, germinate(0, 1)), (0, germinate(1, 0, tempo=1, style=2))),
+        *((3, cull(2)), (4, fossilize(2))),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("unfit", "error"),
+    [
+        (schedule(ScheduledAction(6, "CULL", "block3")), r"entry 1 .*\(tick 6: CULL block3\): .* 6 ticks, 0 to 5"),
+        (schedule(grow(0, "block3", "conv_heavy")), r"entry 1 .*blueprint 'conv_heavy' is not available"),
+        (
+            schedule(ScheduledAction(0, "GERMINATE", "block3", "norm", tempo="FST")),
+            r"tempo 'FST' is not available here; did you mean 'FAST'",
+        ),
+        (Schedule(("block7",), ()), r"with slots \['block7'\], these have \['block1.pool'"),
+    ],
+)
+def test_a_schedule_for_other_hosts_is_refused(pool: HostPool, unfit: Schedule, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        actions_by_tick(unfit, pool)
+
+
+def file_with(*entries: Any, **changes: Any) -> str:
+    return json.dumps({"format": 1, "slots": list(SLOTS), "entries": entries} | changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", "Expecting value"),
+        ("[]", "must hold format, slots and entries"),
+        ("{}", "must hold format, slots and entries"),
+        ("\xff", "codec can't decode"),
+        (file_with(format=2), "format is 2, this version reads 1"),
+        (file_with(3), "must hold format, slots and entries"),
+        (file_with(GROW, {name: GROW[name] for name in ("op", "slot", "blueprint")}), "entry 2: tick is missing"),
+        (file_with({name: GROW[name] for name in ("tick", "op", "slot")}), "entry 1: blueprint is missing"),
+        (file_with(GROW | {"op": "WAIT"}), "entry 1: op 'WAIT' is none of GERMINATE"),
+        (file_with(GROW | {"tick": -1}), "entry 1: tick must be a whole number from 0, got -1"),
+        (file_with(GROW | {"slot": "blok3"}), "entry 1: there is no slot 'blok3'; did you mean 'block3'"),
+        (file_with(GROW | {"tmepo": "FAST"}), "entry 1: unknown key 'tmepo'; did you mean 'tempo'"),
+    ],
+)
+def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, text: str, error: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_bytes(text.encode("latin-1"))
+
+    with pytest.raises(ValueError, match=error) as caught:
+        read_schedule(path)
+
+    assert str(caught.value).startswith(f"schedule {path}") and "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"none\.json cannot be read: No such file"):
+        read_schedule(tmp_path / "none.json")
