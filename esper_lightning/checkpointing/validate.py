@@ -1,4 +1,4 @@
-"""Checks of checkpoints: written by this package, complete, finite, and saved by the run that is to be resumed."""
+"""Checks of checkpoints: written by this package, complete, and saved by the run that is to be resumed."""
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping
@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from esper_lightning.errors import DivergedError
 from esper_lightning.growth.nested import iter_tensors
 from esper_lightning.machine import CPU
-from esper_lightning.serialization.checks import check_finite, excerpt
+from esper_lightning.serialization.checks import excerpt
 
 SCHEMA = 8
 """Version number of the checkpoint format; increased whenever checkpoints of the previous version cannot be resumed."""
@@ -27,17 +28,26 @@ RULES_KEY = "esper_rules"
 FEATURES_KEY = "observed features"
 """Key of the names of observed features in the identity of a run on hosts."""
 
+MAX_WEIGHT = 1e18
+"""Largest weight or statistic of a policy: with larger ones products of two numbers overflow."""
+
 OTHER_RANKS_KEY = "random_of_other_ranks"
 """Key of the random states of all ranks but the first, in the state of the rollout; one rank has none."""
 
 HYPER_PARAMETERS_KEY = "hyper_parameters"
 """Lightning's key of the settings of a module."""
 
-POLICY_PARTS = ("state_dict", HYPER_PARAMETERS_KEY, IDENTITY_KEY, MODULE_KEY)
-"""Parts that restore the policy alone."""
+MODULE_PARTS: dict[str, type] = dict.fromkeys(("state_dict", HYPER_PARAMETERS_KEY, IDENTITY_KEY, MODULE_KEY), dict)
+"""Parts that restore the policy alone, with the type of each."""
 
-RUN_PARTS = (*POLICY_PARTS, "optimizer_states", "lr_schedulers", "loops", "callbacks", "pytorch-lightning_version")
-"""Parts that resume a run."""
+REQUIRED_PARTS: dict[str, type] = MODULE_PARTS | {
+    "optimizer_states": list,
+    "lr_schedulers": list,
+    "loops": dict,
+    "callbacks": dict,
+    "pytorch-lightning_version": str,
+}
+"""Parts that every resumable checkpoint has, with the type of each."""
 
 
 def write_identity(checkpoint: dict[str, Any], identity: dict[str, Any], shape: dict[str, Any], *, seed: int) -> None:
@@ -54,30 +64,48 @@ def write_identity(checkpoint: dict[str, Any], identity: dict[str, Any], shape: 
     checkpoint[MODULE_KEY] = {"shape": shape, "seed": seed}
 
 
-def check_policy(checkpoint: Mapping[str, Any], parts: tuple[str, ...] = POLICY_PARTS) -> None:
-    """Raise ValueError with the reason unless this version can read the policy and the other `parts`."""
-    if SCHEMA_KEY not in checkpoint:
-        raise ValueError("it was not written by esper-lightning; give one from a run's checkpoints folder")
-    if checkpoint[SCHEMA_KEY] != SCHEMA:
-        raise ValueError(
-            f"it has schema {excerpt(checkpoint[SCHEMA_KEY], 20)}, this version reads {SCHEMA}; use the version that "
-            f"wrote it"
-        )
-    missing = [part for part in parts if part not in checkpoint]
-    if missing:
-        raise ValueError(f"it lacks {', '.join(missing)}, so it was not saved by a full run; give another one")
-    for name, weights in checkpoint["state_dict"].items():
-        check_finite(str(name), weights)
-
-
-def check_schema(checkpoint: Mapping[str, Any]) -> None:
-    """Raise ValueError with the reason unless this version can resume the run that wrote `checkpoint`."""
-    check_policy(checkpoint, RUN_PARTS)
+def check_schema(checkpoint: dict[str, Any]) -> None:
+    """Raise ValueError with the reason unless this version can resume `checkpoint`."""
+    check_policy(checkpoint, REQUIRED_PARTS)
     if "RolloutState" not in checkpoint["callbacks"]:
         raise ValueError(
             "it lacks the state of esper_lightning.callbacks.RolloutState, so it was not saved by a full run; give "
             "another one"
         )
+    if len(checkpoint["optimizer_states"]) != 1:
+        raise ValueError(f"it holds {len(checkpoint['optimizer_states'])} optimizers; the policy has one")
+
+
+def check_policy(checkpoint: dict[str, Any], parts: Mapping[str, type] = MODULE_PARTS) -> None:
+    """Raise ValueError with the reason unless this version can read the policy and the other `parts`."""
+    if SCHEMA_KEY not in checkpoint:
+        raise ValueError("it was not written by esper-lightning; give one from a run's checkpoints folder")
+    schema = checkpoint[SCHEMA_KEY]
+    if schema != SCHEMA:
+        raise ValueError(
+            f"it has schema {excerpt(schema, 20)}, this version reads {SCHEMA}; use the version that wrote it"
+        )
+    missing = [part for part in parts if part not in checkpoint]
+    if missing:
+        raise ValueError(f"it lacks {', '.join(missing)}, so it was not saved by a full run; give another one")
+    for part, kind in parts.items():
+        if not isinstance(checkpoint[part], kind):
+            raise ValueError(f"{part} is a {type(checkpoint[part]).__name__}; give another checkpoint")
+    for name, weights in checkpoint["state_dict"].items():
+        if not isinstance(weights, Tensor):
+            raise ValueError(
+                f"{excerpt(name, 80)} is a {type(weights).__name__}, not a tensor; give another checkpoint"
+            )
+        if weights.is_floating_point() and not weights.isfinite().all():
+            raise ValueError(f"{name} holds numbers that are not finite")
+        if weights.is_floating_point() and weights.numel():
+            low, high = (float(number) for number in weights.double().aminmax())
+            lowest = 0.0 if str(name).endswith((".var", ".count")) else -MAX_WEIGHT
+            if low < lowest or high > MAX_WEIGHT:
+                raise ValueError(
+                    f"{name} holds numbers from {low:.3g} to {high:.3g}, and {lowest:g} to {MAX_WEIGHT:g} are "
+                    f"possible; give another checkpoint"
+                )
 
 
 def read_tensors(path: Path) -> Any:
@@ -96,7 +124,7 @@ def read_tensors(path: Path) -> Any:
         ) from error
 
 
-def open_checkpoint(path: str | Path, check: Callable[[Mapping[str, Any]], None] = check_schema) -> dict[str, Any]:
+def open_checkpoint(path: str | Path, check: Callable[[dict[str, Any]], None] = check_schema) -> dict[str, Any]:
     """Return the checkpoint at `path`. Raises ValueError, in one line, unless this package wrote it and `check` accepts
     it."""
     checkpoint = read_tensors(Path(path))
@@ -119,8 +147,8 @@ def checkpoint_errors(path: str | Path, use: str) -> Iterator[None]:
     """
     try:
         yield
-    # For weights and settings of another version torch raises many kinds of errors: other names, shapes, missing keys.
-    except (ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
+    # For a damaged checkpoint torch raises many kinds of errors: other names, other shapes, missing keys.
+    except (ValueError, RuntimeError, LookupError, TypeError) as error:
         raise ValueError(f"checkpoint {str(path)!r} cannot be {use}: {' '.join(str(error).split())}") from error
 
 
@@ -136,20 +164,22 @@ def check_saved_policy(checkpoint: dict[str, Any]) -> None:
             )
 
 
-def check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+def check_identity(
+    saved: dict[str, Any],
+    identity: dict[str, Any],
+    advice: str = "give the checkpoint the config.yaml of its run",
+) -> None:
     """Raise ValueError, naming the first difference, unless the run that wrote a checkpoint fits this one.
 
     Args:
         saved: Identity in the checkpoint.
         identity: Identity of this run, or a part of it; every property in it must be equal.
+        advice: End of the error message.
     """
     for name, value in identity.items():
-        before = saved.get(name, "nothing")
-        if before != value:
-            raise ValueError(
-                f"{name}: the checkpoint has {excerpt(before)}, this run {excerpt(value)}; give the checkpoint the "
-                f"config.yaml of its run"
-            )
+        saved_value = saved.get(name, "nothing")
+        if type(saved_value) is not type(value) or saved_value != value:
+            raise ValueError(f"{name}: the checkpoint has {excerpt(saved_value)}, this run {excerpt(value)}; {advice}")
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:

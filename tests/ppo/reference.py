@@ -53,10 +53,9 @@ class Policy:
         return self._linear("value.2", np.maximum(0.0, self._linear("value.0", seen)))[0]
 
     def _table(self, head: str, context: int, hidden: Array, possible: Array) -> Array:
-        name = f"heads.tables.{head}"
-        inner = np.maximum(0.0, self._linear(f"{name}.layers.0", hidden))
-        table = self._linear(f"{name}.layers.2", inner).reshape(-1, len(possible))
-        logits = np.where(possible, table[context], -np.inf)
+        inner = np.maximum(0.0, self._linear(f"heads.tables.{head}.layers.0", hidden))
+        logits = self._linear(f"heads.tables.{head}.layers.2", inner).reshape(-1, len(possible))[context]
+        logits = np.where(possible, logits, -np.inf)
         odds = np.exp(logits - logits.max())
         return odds / odds.sum()
 

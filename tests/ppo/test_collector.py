@@ -48,10 +48,10 @@ def test_normalisers_change_at_the_end_of_a_rollout_and_never_within(make_loop: 
         norms = (*loop.observation_norm.state_dict().values(), *loop.value_norm.state_dict().values())
         return [value.clone() for value in norms]
 
-    before, raw = statistics(), []
+    before, raw, of_hosts = statistics(), [], loop.observation_norm.host.mean.clone()
     loop.reset()
     for _ in range(6):
-        raw.append(loop.pool.observation.features.clone())
+        raw.append(loop.pool.rows.split(loop.pool.observation.features)[0].clone())
         loop.step()
         assert all(torch.equal(a, b) for a, b in zip(before, statistics(), strict=True))
 
@@ -60,10 +60,9 @@ def test_normalisers_change_at_the_end_of_a_rollout_and_never_within(make_loop: 
     assert loop.observation_norm.host.count == loop.value_norm.count == 2 * 12
     assert torch.equal(rollout.observation.features, stored), "what was seen stays as it was seen"
     # The statistics are those of raw features, including the rollout before.
-    host = loop.observation_norm.host.mean
-    assert not torch.equal(host, before[0])
-    met = loop.pool.rows.split(torch.stack(raw))[0].mean((0, 1))
-    torch.testing.assert_close(host, (before[0] + met) / 2, rtol=1e-4, atol=1e-5)
+    now = loop.observation_norm.host.mean
+    assert not torch.equal(now, of_hosts)
+    torch.testing.assert_close(now, (of_hosts + torch.stack(raw).mean((0, 1))) / 2, rtol=1e-4, atol=1e-5)
 
 
 MakeWatched = Callable[..., RolloutCollector]
@@ -231,7 +230,7 @@ def test_a_vetoed_action_is_stored_as_the_wait_that_was_done(make_watched: MakeW
     """F22: the effective op is stored, with its own log-probability."""
     loop = make_watched()
     with torch.no_grad():
-        loop.policy.heads.tables["op"].layers[2].bias.copy_(torch.tensor([0.0, 3.0, 0.0, 0.0]))  # prefer GERMINATE
+        loop.policy.heads.tables["op"].layers[-1].bias.copy_(torch.tensor([0.0, 3.0, 0.0, 0.0]))  # prefer GERMINATE
     loop.reset()
     vetoes = []
     for _ in range(6):
@@ -344,7 +343,9 @@ def test_the_value_clip_has_its_own_range(make_loop: MakeLoop, play_rollout: Pla
     rollout, _ = loop.finish()
     with torch.no_grad():
         loop.policy.value[-1].bias.add_(1.0)  # values have moved since the rollout
-        loop.policy.heads.tables["op"].layers[2].bias.add_(torch.tensor([2.0, 0.0, 0.0, 0.0]))  # and so have the ratios
+        loop.policy.heads.tables["op"].layers[-1].bias.add_(
+            torch.tensor([2.0, 0.0, 0.0, 0.0])
+        )  # and so have the ratios
 
     def losses(**changes: float) -> tuple[float, float]:
         terms = ppo_terms(loop.policy, rollout, PPOConfig(**changes))

@@ -196,7 +196,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_reference(kind: dict[str, An
     parameters = dict(loop.policy.named_parameters())
     with torch.no_grad():
         for parameter in parameters.values():
-            parameter.add_(0.25 * torch.randn_like(parameter))
+            parameter.add_(0.3 * torch.randn_like(parameter))
 
     def expected() -> dict[str, float]:
         return reference_terms(rollout, judged(loop, played, before))
