@@ -97,13 +97,6 @@ def test_the_objective_charges_what_is_kept_for_its_compute(make_pool: Callable[
     assert seen["compute.committed"] > 0.0
 
 
-def test_compute_is_neither_counted_nor_shown_where_it_is_free(make_pool: Callable[..., HostPool]) -> None:
-    free, priced = make_pool(1), make_pool(1, objective=ObjectiveConfig(compute_price=0.1))
-    more = [name for name in priced.feature_names if name not in free.feature_names]
-    assert more == ["price.compute", "compute.committed"]
-    assert "compute_price" not in " ".join(free.feature_names)
-
-
 @given(st.integers(0, 2**63))
 def test_a_price_of_an_episode_lies_between_the_two_that_are_given(seed: int) -> None:
     config = ObjectiveConfig(price=0.02, price_to=0.1, compute_price=0.3, compute_price_to=0.1)
