@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import build_on
-from esper_lightning.growth.alpha import DEFAULT_RAMP
 from esper_lightning.growth.counterfactual import SeedVariant, all_variants, forward_variants, leave_one_out
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.slot import SeedSlot
@@ -52,7 +51,7 @@ FAMILIES: dict[str, Callable[[Sequence[str]], list[SeedVariant]]] = {
 def grow_everywhere(host: nn.Module, blueprint: str, generator: torch.Generator) -> None:
     """Grow a blended seed with random weights in every slot."""
     for slot in slots_of(host).values():
-        germinate(slot, blueprint, DEFAULT_RAMP, generator=generator, birth="random")
+        germinate(slot, blueprint, generator=generator, birth="random")
         for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY):
             slot.move_to(stage)
 

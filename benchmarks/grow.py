@@ -42,7 +42,7 @@ from esper_lightning.controllers.schedules import Schedule, ScheduledAction, wri
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.actions import HEADS, Action, to_action
 from esper_lightning.growth import GrowingNetwork, LifecycleConfig, attach_slots, slots_of
-from esper_lightning.growth.alpha import DEFAULT_RAMP
+from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.stages import Stage
 from esper_lightning.tasks import Glyphs, Split, TaskData
 
@@ -349,7 +349,7 @@ def make_network(seeds: Seeds, data: TaskData) -> nn.Module:
         growing = GrowingNetwork(network, torch.optim.AdamW(network.parameters()), horizon=1)
         for name, slot in growing.slots.items():
             growing.germinate(name, BLUEPRINT)
-            slot.start_ramp(DEFAULT_RAMP)
+            slot.start_ramp(Ramp())
             for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY):
                 slot.move_to(stage)
             slot.alpha.fill_(1.0)

@@ -221,7 +221,7 @@ class HillClimbing(Rule):
         slot, record = env.slots[k], env.records[k]
         if self.config.zero_gradient and record.gradient is not None and record.gradient.vanished == 1.0:
             return [Op.CULL]
-        is_blended = slot.stage is Stage.PROBATIONARY and env.growing.evidence(slot.name).alpha_at_target
+        is_blended = slot.stage is Stage.PROBATIONARY and env.growing.evidence(slot.name).alpha == 1.0
         if not is_blended or record.contribution is None:
             return []
         is_overdue = slot.ticks_in_stage >= self.config.patience  # also reached if the gate asks for more than the rent

@@ -139,6 +139,8 @@ class HostPool:
             is an error.
 
     Attributes:
+        n_envs, horizon: Number of environments N, and length T of the longest episodes in environment steps.
+        host_kind: Description of the hosts that differs between pools of different hosts.
         executor_choice: Name or import path of the executor; the one that was chosen, where the setting is `auto`.
         growable: True where a blueprint can grow in a slot of some host, whatever its episode offers, [K, blueprints].
         privileged: Hidden context variables of each episode, [N, P] float, for the critic alone. None: nothing is
@@ -164,8 +166,8 @@ class HostPool:
         governor: GovernorConfig | None = None,
     ) -> None:
         check_compatible(config, data, n_envs, device=device)
-        self.config = config
-        self.device = device
+        self.config, self.device = config, device
+        self.n_envs, self.horizon = n_envs, config.horizon
         devices = [device] if host_devices is None else host_devices
         self.task = task
         self.clock = PhaseClock(device)
@@ -179,6 +181,7 @@ class HostPool:
             shared_space=shared_space,
         )
         self.data, self.space = self.env_factory.data, self.env_factory.space
+        self.host_kind = self.env_factory.host_kind
         first = self.env_factory.make(0, 0)
         check_host_memory(first.network, n_envs, device)
         self.envs = [self.env_factory.make(index, index) for index in range(n_envs)]
@@ -192,7 +195,7 @@ class HostPool:
         self.observation_builder = ObservationBuilder(
             self.envs,
             self.space,
-            self.env_factory.growable_in(first) if self.env_factory.is_uniform else self._offered(),
+            self._offered(),
             config=config,
             device=device,
             num_privileged=self.env_factory.num_privileged,
@@ -226,20 +229,6 @@ class HostPool:
         except ValueError:  # these hosts cannot be stacked
             return without
         return "fused"
-
-    @property
-    def host_kind(self) -> str:
-        """Description of the hosts that differs between pools of different hosts."""
-        return self.env_factory.host_kind
-
-    @property
-    def n_envs(self) -> int:
-        return len(self.envs)
-
-    @property
-    def horizon(self) -> int:
-        """Length T of the longest episodes in environment steps."""
-        return self.config.horizon
 
     def _offered(self) -> Tensor:  # [N, K, blueprints] bool
         """Return which blueprint can grow in which slot of each host in its present episode."""
@@ -277,8 +266,7 @@ class HostPool:
 
     def _update_constants(self) -> None:
         """Update what stays the same in an episode: privileged features, and what can grow in which host."""
-        if not self.env_factory.is_uniform:
-            self.observation_builder.update_growable(self._offered())
+        self.observation_builder.update_growable(self._offered())
         self.observation_builder.update_privileged([self.env_factory.privileged_features(env) for env in self.envs])
 
     def _record_validations(self, envs: Sequence[HostEnv], validated: Tensor) -> None:

@@ -62,9 +62,9 @@ class SinglePool:
         self.subject.record_validation(validation)
         self.update()
 
-    def record(self, result: EpochResult) -> list[SeedEvent]:
+    def record(self, result: EpochResult, hold_stages: bool = False) -> list[SeedEvent]:
         """Record the result of an epoch, and return the changes of seeds that happen by themselves."""
-        events = self.subject.record_epoch(result)
+        events = self.subject.record_epoch(result, hold_stages)
         self.update()
         return events
 

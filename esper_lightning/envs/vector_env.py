@@ -60,30 +60,14 @@ class VectorStep(NamedTuple):
 class VectorEnv(Protocol):
     """N environments stepped together. Each step overwrites observation, masks and privileged features in place."""
 
-    @property
-    def n_envs(self) -> int: ...
-
+    n_envs: int
+    horizon: int
+    """Number of steps T in a rollout."""
     device: torch.device
-
-    @property
-    def horizon(self) -> int:
-        """Number of steps T in a rollout."""
-        ...
-
     autoreset: bool
     """True if environments reset themselves, so episodes begin and end anywhere in a rollout. False: a rollout is one
     episode, before which the environments are reset."""
-
-    @property
-    def space(self) -> ActionSpaceProtocol: ...
-
     observation: Observation
-
-    @property
-    def privileged(self) -> Tensor | None:
-        """Privileged features for the critic alone and only in training, [N, P] float. None: there are none."""
-        ...
-
     masks: Any
     """Record of tensors [N, …] with `forced` [N] bool, only one action is possible, and `ended` [N] bool, the episode
     has ended and actions have no effect."""
@@ -91,8 +75,16 @@ class VectorEnv(Protocol):
     """True where the last step ended a trajectory and the present observation starts another one, [N] bool."""
     clock: PhaseClock
 
+    @property
+    def space(self) -> ActionSpaceProtocol: ...
+
+    @property
+    def privileged(self) -> Tensor | None:
+        """Privileged features for the critic alone and only in training, [N, P] float. None: there are none."""
+        ...
+
     def reset(self, rng_seeds: Sequence[int]) -> Observation:
-        """Start an episode in every environment; environment i depends on the RNG seed `seeds[i]` alone."""
+        """Start an episode in every environment; environment i depends on the RNG seed `rng_seeds[i]` alone."""
         ...
 
     def step(self, action: Any) -> Any:

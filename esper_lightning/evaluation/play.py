@@ -27,8 +27,7 @@ from esper_lightning.envs.flops import HostFlops, measure_flops
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.spaces.actions import ActionError
 from esper_lightning.evaluation.statistics import Interval, mean_interval
-from esper_lightning.growth.alpha import DEFAULT_RAMP
-from esper_lightning.growth.blend import BlendStyle
+from esper_lightning.growth.blend import BlendStyle, Ramp
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.registry import is_of_this_package
@@ -209,7 +208,7 @@ def build_topology(env: HostEnv, topology: Topology) -> None:
     for name, blueprint, style in topology:
         env.growing.germinate(name, blueprint, style=style)
         slot = env.growing.slots[name]
-        slot.start_ramp(DEFAULT_RAMP)
+        slot.start_ramp(Ramp())
         for stage in STAGES_TO_FOSSILIZED:
             slot.move_to(stage)
     if env.monitor is not None:

@@ -32,17 +32,6 @@ class TensorSpec(NamedTuple, Generic[KindT]):
     strides: tuple[int, ...]
 
 
-class TakenApart(NamedTuple):
-    """Nested state, and the tensors that were in it."""
-
-    template: Any
-    """The state with a placeholder for every tensor."""
-    specs: Sequence[TensorSpec[Kind]]
-    """Descriptions of the tensors, in the order of the state."""
-    rows: Mapping[Kind, Sequence[Tensor]]
-    """Numbers of each tensor in one row, by kind; views of the tensors where these have no gaps."""
-
-
 class Snapshot:
     """Copy of a nested state of dicts, lists, numbers and tensors.
 
@@ -96,8 +85,12 @@ class Snapshot:
         return self._memory.nbytes
 
 
-def take_apart(state: Any) -> TakenApart:
-    """Separate a nested state of dicts, lists, numbers and tensors from its tensors."""
+def take_apart(state: Any) -> tuple[Any, list[TensorSpec[Kind]], dict[Kind, list[Tensor]]]:
+    """Separate a nested state of dicts, lists, numbers and tensors from its tensors.
+
+    Returns the state with a placeholder for every tensor, descriptions of the tensors in the order of the state, and
+    the numbers of each tensor in one row, by kind; the rows are views of the tensors where these have no gaps.
+    """
     specs: list[TensorSpec[Kind]] = []
     rows: dict[Kind, list[Tensor]] = {}
 
@@ -110,7 +103,7 @@ def take_apart(state: Any) -> TakenApart:
         rows.setdefault(kind, []).append(values.as_strided((values.numel(),), (1,)))
         return PLACEHOLDER
 
-    return TakenApart(_convert(state, take_out), specs, rows)
+    return _convert(state, take_out), specs, rows
 
 
 def put_together(template: Any, specs: Sequence[TensorSpec[KindT]], numbers: Mapping[KindT, Tensor]) -> Any:

@@ -1,7 +1,7 @@
 """Networks that grow seeds in slots, usable alone with any training loop. See docs/guides/growing.md."""
 
-from esper_lightning.growth.alpha import Ramp
 from esper_lightning.growth.attach import attach_from_state_dict, attach_slots, detach_slots
+from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.counterfactual import (
     contributions,
     forward_variants,

@@ -40,8 +40,8 @@ Place = Mapping[str, Any]
 """Where a slot is attached, in plain JSON types: `slot`, its name; `module`, whose output passes through it; `path` to
 the tensor in that output; `channels_last`, if the tensor is [B, H, W, C]; and the arguments of its `SeedSlot`."""
 
-Feature = tuple[KeyPath, Tensor]
-"""Path to a tensor in the output of a module, and the tensor."""
+Requests = Mapping[str, tuple[str, list[str]]]
+"""Name of a module and keys into its output, by the name of the slot that is to be attached there."""
 
 
 class AttachedSlots(nn.ModuleDict):
@@ -163,11 +163,8 @@ def attach_slots(
     return slots_of(network)
 
 
-def parse_slot_names(network: nn.Module, names: Sequence[str]) -> dict[str, tuple[str, list[str]]]:
-    """Return for each name of a new slot the module that it names, and the keys into this module's output.
-
-    Raises ValueError if there is no such module, or if a slot is named twice.
-    """
+def parse_slot_names(network: nn.Module, names: Sequence[str]) -> Requests:
+    """Return what the names of new slots request. Raises ValueError if a module is unknown or a slot is named twice."""
     if isinstance(names, str) or not names:
         raise ValueError(f"name at least one module, as a list of names; got {names!r}")
     existing = slots_of(network)
@@ -190,10 +187,10 @@ def _check_module_name(network: nn.Module, name: str) -> None:
 
 
 def _dry_run(
-    network: nn.Module, requests: Mapping[str, tuple[str, list[str]]], example: ExampleInput
-) -> tuple[dict[str, Feature], Any]:
-    """Return the feature at each new slot, in the order of execution, and the network's output."""
-    found: dict[str, Feature] = {}
+    network: nn.Module, requests: Requests, example: ExampleInput
+) -> tuple[dict[str, tuple[KeyPath, Tensor]], Any]:
+    """Return path and feature at each new slot, in the order of execution, and the network's output."""
+    found: dict[str, tuple[KeyPath, Tensor]] = {}
 
     def make_hook(name: str, module_name: str, keys: list[str]) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -256,10 +253,9 @@ def _attach(network: nn.Module, place: Place, like: Tensor) -> None:
         detach_input=place["detach_input"],
         on_single_path=place["on_single_path"],
     )
-    container = _container(network)
-    if container is None:
-        container = AttachedSlots()
-        network.add_module(CONTAINER_NAME, container)
+    if not hasattr(network, CONTAINER_NAME):
+        network.add_module(CONTAINER_NAME, AttachedSlots())
+    container: AttachedSlots = getattr(network, CONTAINER_NAME)
     container[_container_key(slot.name)] = slot.to(like.device, like.dtype).train(network.training)
     container.places[slot.name] = place
     hook = _SlotHook(slot, tuple(place["path"]), place["channels_last"])
@@ -270,10 +266,6 @@ def _attach(network: nn.Module, place: Place, like: Tensor) -> None:
         torch.compiler.reset()
 
 
-def _container(network: nn.Module) -> AttachedSlots | None:
-    return getattr(network, CONTAINER_NAME, None)
-
-
 def _container_key(name: str) -> str:
     # Module names must not contain dots or equal an attribute of nn.ModuleDict (`keys`, `values`).
     return f"at/{name.replace('.', '/')}"
@@ -281,7 +273,7 @@ def _container_key(name: str) -> str:
 
 def attached_places(network: nn.Module) -> list[dict[str, Any]]:
     """Return where and how each slot was attached, in plain JSON types."""
-    container = _container(network)
+    container = getattr(network, CONTAINER_NAME, None)
     return [] if container is None else [dict(place) for place in container.places.values()]
 
 
@@ -323,7 +315,7 @@ def detach_slots(network: nn.Module, names: Iterable[str] | None = None) -> None
 
     Raises ValueError, and changes nothing, if a named slot is not attached, or for None if no slot is.
     """
-    container = _container(network)
+    container = getattr(network, CONTAINER_NAME, None)
     if container is None:
         raise ValueError("the network has no attached slots; there is nothing to detach")
     names = list(container.places if names is None else names)

@@ -1,18 +1,47 @@
-"""Blending of a seed's output s into the host's feature h, both of one shape, with alpha in [0, 1].
+"""Blending of a seed's output s into the host's feature h, both of one shape, with alpha in [0, 1]: how alpha rises,
+how the two are mixed, and how a seed learns before.
 
 Every style returns exactly h at alpha 0, for finite s. Pure tensor functions, and the learned gate of style "gate".
 """
 
+import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
+from esper_lightning.blueprints import suggest_name
+
 BlendStyle = Literal["add", "multiply", "gate"]
 
-MIN_GATE_WIDTH = 8
-"""Minimum number of hidden features of the gate, whose input is only C channel means."""
+Curve = Literal["linear", "sigmoid12"]
+"""How alpha rises: in equal steps, or along a logistic function of steepness 12 that passes through 0 and 1."""
+
+
+class Ramp(NamedTuple):
+    """Rise of alpha, the weight of a seed's output, from 0 to 1 over `ticks` host epochs."""
+
+    ticks: int = 1
+    curve: Curve = "linear"
+
+    def value(self, tick: int) -> float:
+        """Return alpha after `tick` host epochs of the ramp: exactly 0 at first, exactly 1 at the end."""
+        if not 0 < tick < self.ticks:
+            return float(tick > 0)
+        progress = tick / self.ticks
+        if self.curve == "linear":
+            return progress
+        low, value, high = (1.0 / (1.0 + math.exp(-12.0 * (p - 0.5))) for p in (0.0, progress, 1.0))
+        return (value - low) / (high - low)
+
+
+def check_ramp(ramp: Ramp) -> None:
+    """Raise ValueError if the curve or the length of a ramp is invalid."""
+    if ramp.curve not in get_args(Curve):
+        raise ValueError(f"unknown curve {ramp.curve!r}; {suggest_name(ramp.curve, get_args(Curve))}")
+    if type(ramp.ticks) is not int or ramp.ticks < 0:
+        raise ValueError(f"a ramp takes a whole number of ticks, at least 0, got {ramp.ticks}")
 
 
 Isolation = Literal["proximal", "straight_through"]
@@ -106,6 +135,10 @@ def mix(style: BlendStyle, x: Tensor, seed: nn.Module, *, seed_input: Tensor, al
         assert isinstance(gate, nn.Module), "style gate comes with a GatedSeed"
         return add(x, seed_output, alpha * gate(seed_input))
     return multiply(x, seed_output, seed_input, alpha=alpha)
+
+
+MIN_GATE_WIDTH = 8
+"""Minimum number of hidden features of the gate, whose input is only C channel means."""
 
 
 class SampleGate(nn.Module):

@@ -94,7 +94,7 @@ def _fold(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> FoldResu
 
 
 def affine_map_of(slot: SeedSlot) -> AffineMap | None:
-    """Return the map of the feature by the fossilized seed, with shortcut and alpha; None if it is not affine."""
+    """Return the map of the feature by the fossilized seed, with its shortcut; None if it is not affine."""
     if slot.style != "add" or not isinstance(slot.seed, Residual):
         return None
     eye = torch.eye(slot.width, dtype=torch.float64)
@@ -110,7 +110,6 @@ def affine_map_of(slot: SeedSlot) -> AffineMap | None:
             return None
         kernel = torch.einsum("oikl,ijmn->ojkmln", weight, kernel).flatten(4, 5).flatten(2, 3)
         bias = torch.einsum("oikl,i->o", weight, bias) + layer_bias
-    kernel, bias = slot.ramp.target * kernel, slot.ramp.target * bias
     centre = kernel.shape[-1] // 2
     kernel[:, :, centre, centre] += eye
     return kernel, bias

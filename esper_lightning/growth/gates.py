@@ -11,6 +11,15 @@ from esper_lightning.blueprints import Birth, suggest_name
 from esper_lightning.growth.blend import Isolation
 from esper_lightning.growth.gradient_stats import GradientStats
 
+MAX_GRADIENT_NORM = 100.0
+"""Largest gradient norm of a healthy seed."""
+
+MIN_ALPHA = 0.95
+"""Alpha at which a seed becomes probationary: what follows is measured with nearly the whole seed."""
+
+MIN_PROBATION_TICKS, PROBATION_SHARE = 5, 0.1
+"""Time after which a probationary seed times out: ticks, and share of the horizon. The larger one counts."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LifecycleConfig:
@@ -37,32 +46,11 @@ class LifecycleConfig:
     pool measures it in validation and observes it; a seed whose potential is not measured is judged by its gradient.
     None: no minimum, and not measured."""
 
-    max_gradient_norm: float = 100.0
-    """Maximum gradient norm of a seed for blending and for fossilization."""
-
-    auto_blend: bool = True
-    """Blend a seed automatically as soon as its gate allows it. Off: only by the action ADVANCE."""
-
-    alpha_target: float = 1.0
-    """Alpha at the end of a new seed's ramp."""
-
-    min_alpha_reached: float = 0.95
-    """Share of the alpha target that must be reached before a seed becomes probationary."""
-
-    auto_probation: bool = True
-    """Make a seed probationary automatically once alpha has reached its target. Off: only by the action ADVANCE."""
-
     min_contribution: float | None = 1.0
     """Minimum contribution for fossilization, in accuracy points (of 100). None: no minimum."""
 
     auto_cull: bool = True
     """Cull probationary seeds automatically if their contribution is not positive or they time out."""
-
-    probation_ticks: int = 5
-    """Minimum number of ticks before a probationary seed times out. The larger of this and `probation_share` counts."""
-
-    probation_share: float = 0.1
-    """Minimum time before a probationary seed times out, as a share of the episode's horizon; see `probation_ticks`."""
 
     min_cull_age: int = 1
     """Minimum age in ticks for culling: a younger seed has had no time to prove useful."""
@@ -74,20 +62,11 @@ class LifecycleConfig:
         for name, known in (("isolation", get_args(Isolation)), ("birth", get_args(Birth))):
             if (given := getattr(self, name)) not in known:
                 raise ValueError(f"lifecycle.{name} {given!r} is not known; {suggest_name(given, known)}")
-        for name in ("training_ticks", "embargo_ticks", "min_cull_age", "probation_ticks"):
+        for name in ("training_ticks", "embargo_ticks", "min_cull_age"):
             if getattr(self, name) < 0:
                 raise ValueError(f"lifecycle.{name} must not be negative, got {getattr(self, name)}")
-        for name in ("min_gradient_health", "min_alpha_reached", "probation_share"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"lifecycle.{name} must lie in [0, 1], got {getattr(self, name)}")
-        if self.max_gradient_norm <= 0.0:
-            raise ValueError(f"lifecycle.max_gradient_norm must be positive, got {self.max_gradient_norm}")
-        if not 0.0 < self.alpha_target <= 1.0:
-            raise ValueError(f"lifecycle.alpha_target must lie in (0, 1], got {self.alpha_target}")
-
-    def probation_limit(self, horizon: int) -> int:
-        """Return the ticks after which a probationary seed times out in an episode of `horizon` ticks."""
-        return max(self.probation_ticks, round(self.probation_share * horizon))
+        if not 0.0 <= self.min_gradient_health <= 1.0:
+            raise ValueError(f"lifecycle.min_gradient_health must lie in [0, 1], got {self.min_gradient_health}")
 
 
 class Evidence(NamedTuple):
@@ -99,10 +78,8 @@ class Evidence(NamedTuple):
     """Host epochs in the present stage."""
     in_optimizer: bool
     """True if an optimizer holds the seed's parameters."""
-    alpha_progress: float
-    """Ratio of alpha in the last host epoch and its target, the smaller divided by the larger; in [0, 1]."""
-    alpha_at_target: bool
-    """True if alpha was at its target, which is not 0, throughout the last host epoch."""
+    alpha: float
+    """Alpha in the last host epoch, under which the contribution was measured."""
     gradient: GradientStats | None = None
     """Gradient statistics of the seed's parameters."""
     potential: float | None = None
@@ -120,8 +97,8 @@ def reasons_against_gradient(evidence: Evidence, config: LifecycleConfig) -> lis
     if gradient is None:
         return ["gradient not measured"]
     reasons = []
-    if not gradient.norm <= config.max_gradient_norm:  # also catches NaN
-        reasons.append(f"gradient norm {gradient.norm:.3g} above {config.max_gradient_norm:g}")
+    if not gradient.norm <= MAX_GRADIENT_NORM:  # also catches NaN
+        reasons.append(f"gradient norm {gradient.norm:.3g} above {MAX_GRADIENT_NORM:g}")
     if gradient.health < config.min_gradient_health:
         reasons.append(f"gradient health {gradient.health:.2f} below {config.min_gradient_health:g}")
     return reasons
@@ -152,24 +129,21 @@ def reasons_it_is_stuck(evidence: Evidence, config: LifecycleConfig) -> list[str
     return reasons_against_blending(evidence, config) if overdue == max(1, config.training_ticks) else []
 
 
-def reasons_against_probation(evidence: Evidence, config: LifecycleConfig) -> list[str]:
-    """Gate G3, BLENDING to PROBATIONARY: alpha must be near its target."""
-    if evidence.alpha_progress < config.min_alpha_reached:
-        return [f"alpha at {evidence.alpha_progress:.2f} of its target, below {config.min_alpha_reached:g}"]
-    return []
+def reasons_against_probation(evidence: Evidence) -> list[str]:
+    """Gate G3, BLENDING to PROBATIONARY: alpha must be near 1."""
+    return [f"alpha at {evidence.alpha:.2f}, below {MIN_ALPHA:g}"] if evidence.alpha < MIN_ALPHA else []
 
 
 def reasons_against_culling(evidence: Evidence, config: LifecycleConfig) -> list[str]:
     """Gate G4, to CULLED: the seed must have the minimum age."""
-    if evidence.age < config.min_cull_age:
-        return [f"{evidence.age} ticks old, younger than {config.min_cull_age}"]
-    return []
+    young = evidence.age < config.min_cull_age
+    return [f"{evidence.age} ticks old, younger than {config.min_cull_age}"] if young else []
 
 
 def reasons_against_fossilizing(evidence: Evidence, config: LifecycleConfig) -> list[str]:
-    """Gate G5, PROBATIONARY to FOSSILIZED: healthy gradient, alpha at its target, and a sufficient contribution."""
+    """Gate G5, PROBATIONARY to FOSSILIZED: healthy gradient, alpha at 1, and a sufficient contribution."""
     reasons = reasons_against_gradient(evidence, config)
-    if not evidence.alpha_at_target:
+    if evidence.alpha < 1.0:
         reasons.append("alpha is still moving")
     if config.min_contribution is None:
         return reasons
@@ -181,13 +155,13 @@ def reasons_against_fossilizing(evidence: Evidence, config: LifecycleConfig) -> 
 
 
 def reasons_to_cull(evidence: Evidence, config: LifecycleConfig, horizon: int) -> list[str]:
-    """Return the reasons to cull a probationary seed automatically; empty if it may stay."""
-    if not config.auto_cull:
+    """Return the reasons to cull a probationary seed automatically in an episode of `horizon` ticks."""
+    if not config.auto_cull or evidence.alpha < 1.0:
         return []
     reasons = []
     if evidence.contribution is not None and not evidence.contribution > 0.0:  # also catches NaN
         reasons.append(f"contribution {evidence.contribution:+.2f} points is not positive")
-    limit = config.probation_limit(horizon)
+    limit = max(MIN_PROBATION_TICKS, round(PROBATION_SHARE * horizon))
     if evidence.ticks_in_stage >= limit:
         note = ", contribution never measured" if evidence.contribution is None else ""
         reasons.append(f"on probation for {limit} ticks{note}")

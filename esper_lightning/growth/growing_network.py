@@ -6,7 +6,6 @@ it is not allowed, updates the optimizer's parameter groups, and returns a SeedE
 
 import weakref
 from collections.abc import Mapping
-from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -18,8 +17,7 @@ from torch.optim import Optimizer
 from esper_lightning.blueprints import suggest_name
 from esper_lightning.growth import gates
 from esper_lightning.growth import lifecycle as lifecycle_ops
-from esper_lightning.growth.alpha import Curve, Ramp, check_ramp
-from esper_lightning.growth.blend import BlendStyle
+from esper_lightning.growth.blend import BlendStyle, Curve, Ramp
 from esper_lightning.growth.gates import Evidence, LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats, gradient_stats
 from esper_lightning.growth.lifecycle import SeedEvent, check_slot_names, slots_of
@@ -43,7 +41,7 @@ RNG_SEED_MASK = 0x5EED
 """XOR mask for torch's RNG seed, so that seeds and a host built right after `manual_seed` draw different numbers."""
 
 RESET_STAGES = frozenset({Stage.GERMINATED, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED, Stage.CULLED})
-"""Stages entered by germination, advance, fossilization or cull: they reset the optimizer if `carry_over` is off."""
+"""Stages whose beginning resets the optimizer if `carry_over` is off."""
 
 
 @dataclass
@@ -57,27 +55,11 @@ class SeedMeasurements:
 
 
 class RefusalReasons(NamedTuple):
-    """Reasons why the seed in a slot cannot be advanced, fossilized or culled now; an empty list means it can."""
+    """Reasons why the seed in a slot cannot be blended, fossilized or culled now; an empty list means it can."""
 
-    advancing: list[str]
+    blending: list[str]
     fossilizing: list[str]
     culling: list[str]
-
-
-class _GroupSorter:
-    """Hook that sorts an optimizer's parameter groups as a state that is about to be loaded has them, by name.
-
-    The optimizer holds it, so that it must not hold the network in turn: memory would be released late.
-    """
-
-    def __init__(self, growing: "GrowingNetwork") -> None:
-        self.growing = weakref.ref(growing)
-
-    def __call__(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        growing = self.growing()
-        if growing is not None and growing.optimizer is optimizer:
-            growing.sync_seed_groups()  # the network may have been loaded before its optimizer
-            order_groups(optimizer, [group.get("name", "") for group in state["param_groups"]])
 
 
 class GrowingNetwork:
@@ -135,28 +117,14 @@ class GrowingNetwork:
         """
         seeds = {seed_group_name(name): slot.seed for name, slot in self.slots.items() if slot.occupied}
         for name in group_names(self.optimizer):
-            if name.startswith(SEED_GROUP_PREFIX) and not (
-                name in seeds and has_group(self.optimizer, name, seeds[name])
-            ):
+            is_of_seed = name.startswith(SEED_GROUP_PREFIX)
+            if is_of_seed and not (name in seeds and has_group(self.optimizer, name, seeds[name])):
                 remove_group(self.optimizer, name)
         for name, seed in seeds.items():
             if not has_group(self.optimizer, name, seed):
                 add_group(self.optimizer, name, seed, **self.seed_options)
 
-    def clear(self) -> None:
-        """Remove every seed and reset the optimizer's momenta and step counts."""
-        for name in self.slots:
-            self.remove_seed(name)
-        reset_optimizer_state(self.optimizer)
-
-    def remove_seed(self, slot: str) -> None:
-        """Remove the seed in `slot`, even a fossilized one, without gates or embargo; the slot is open at once."""
-        seed_slot = self._slot(slot)
-        if seed_slot.occupied:
-            self._drop_seed(slot, seed_slot.seed)
-            if not self.carry_over:
-                reset_optimizer_state(self.optimizer)
-        seed_slot.empty()
+    # Operations.
 
     def germinate(
         self,
@@ -174,15 +142,15 @@ class GrowingNetwork:
         """
         if stage not in ("GERMINATED", "BLENDING"):
             raise ValueError(f"a seed cannot begin in {stage!r}; choose GERMINATED or BLENDING")
-        seed_slot = self._slot(slot)
-        ramp = Ramp(0.0, self.lifecycle.alpha_target, ticks, curve)
+        seed_slot, birth = self._slot(slot), self.lifecycle.birth
         event = lifecycle_ops.germinate(
-            seed_slot, blueprint, ramp, generator=self.generator, style=style, birth=self.lifecycle.birth
+            seed_slot, blueprint, Ramp(ticks, curve), generator=self.generator, style=style, birth=birth
         )
-        with ExitStack() as undo:
-            undo.callback(seed_slot.empty)
+        try:
             self.sync_seed_groups()
-            undo.pop_all()
+        except BaseException:  # an option that the optimizer does not accept
+            seed_slot.empty()
+            raise
         self.measurements[slot] = SeedMeasurements()
         if stage == "BLENDING":
             for next_stage in (Stage.TRAINING, Stage.BLENDING):
@@ -190,60 +158,41 @@ class GrowingNetwork:
             event = replace(event, after=Stage.BLENDING)
         return self._after_change(event)
 
-    def advance(self, slot: str) -> SeedEvent:
-        """Move a seed from TRAINING to BLENDING, or from BLENDING to PROBATIONARY, if that is not automatic."""
-        self._check_allowed("advanced", slot, self.reasons_against_advancing(slot))
-        return self._after_change(lifecycle_ops.advance(self.slots[slot]))
-
-    def set_alpha(self, slot: str, target: float, *, ticks: int = 5, curve: Curve = "linear") -> SeedEvent:
-        """Ramp a blended seed's alpha to `target`, in (0, 1], over `ticks` host epochs."""
-        if not 0.0 < target <= 1.0:
-            raise ValueError(
-                f"slot {slot!r}: alpha's target must lie in (0, 1], got {target}; use cull() to remove the seed"
-            )
-        return lifecycle_ops.retarget_alpha(self._slot(slot), target, ticks, curve=curve)
-
     def fossilize(self, slot: str) -> SeedEvent:
         """Make a probationary seed a permanent part of the network."""
         self._check_allowed("fossilized", slot, self.reasons_against_fossilizing(slot))
-        return self._after_change(
-            replace(lifecycle_ops.fossilize(self.slots[slot]), contribution=self._contribution(slot))
-        )
+        event = lifecycle_ops.move(self.slots[slot], Stage.FOSSILIZED, "fossilize")
+        return self._after_change(replace(event, contribution=self.measurements[slot].contribution))
 
-    def cull(self, slot: str, *, ticks: int = 0, curve: Curve = "linear") -> SeedEvent:
-        """Remove a live seed at once, or after its alpha has fallen to 0 over `ticks` host epochs.
-
-        A seed whose alpha is 0 already, or would be in the coming epoch, is removed at once. A seed that fades already
-        keeps its ramp.
-        """
-        seed_slot = self._slot(slot)
+    def cull(self, slot: str) -> SeedEvent:
+        """Remove a live seed; the slot then stays closed for the embargo."""
         self._check_allowed("culled", slot, self.reasons_against_culling(slot))
-        check_ramp(Ramp(0.0, 0.0, ticks, curve))
-        if ticks > 1 and seed_slot.fading:
-            return lifecycle_ops.unchanged_stage(seed_slot, "fading already")
-        if ticks > 1 and seed_slot.ramping and seed_slot.alpha_before > 0.0:
-            return lifecycle_ops.retarget_alpha(seed_slot, 0.0, ticks, curve=curve)
-        return self._cull_now(slot, "cull")
-
-    def _cull_now(self, slot: str, cause: str) -> SeedEvent:
-        seed_slot, contribution = self.slots[slot], self._contribution(slot)
-        seed = seed_slot.seed
-        event = lifecycle_ops.cull(seed_slot, cause)
-        self._drop_seed(slot, seed)
-        return self._after_change(replace(event, contribution=contribution))
-
-    def _contribution(self, slot: str) -> float | None:
-        """Return the last contribution of the seed; None while it fades, because its alpha is then below its target."""
-        return None if self.slots[slot].fading else self.measurements[slot].contribution
-
-    def status_event(self, slot: str) -> SeedEvent:
-        """Return the present state of the seed as an event that changes nothing."""
-        event = lifecycle_ops.unchanged_stage(self._slot(slot), cause="")
-        return replace(event, contribution=self._contribution(slot))
+        return self._cull(slot, "cull")
 
     def cull_live_seeds(self, cause: str) -> list[SeedEvent]:
         """Remove every live seed (not fossilized) at once, without asking the gates."""
-        return [self._cull_now(name, cause) for name, slot in self.slots.items() if slot.live]
+        return [self._cull(name, cause) for name, slot in self.slots.items() if slot.live]
+
+    def _cull(self, slot: str, cause: str) -> SeedEvent:
+        seed, contribution = self.slots[slot].seed, self.measurements[slot].contribution
+        event = lifecycle_ops.cull(self.slots[slot], cause)
+        self._drop_seed(slot, seed)
+        return self._after_change(replace(event, contribution=contribution))
+
+    def remove_seed(self, slot: str) -> None:
+        """Remove the seed in `slot`, even a fossilized one, without gates or embargo; the slot is open at once."""
+        seed_slot = self._slot(slot)
+        if seed_slot.occupied:
+            self._drop_seed(slot, seed_slot.seed)
+            if not self.carry_over:
+                reset_optimizer_state(self.optimizer)
+        seed_slot.empty()
+
+    def clear(self) -> None:
+        """Remove every seed and reset the optimizer's momenta and step counts."""
+        for name in self.slots:
+            self.remove_seed(name)
+        reset_optimizer_state(self.optimizer)
 
     def end_epoch(
         self,
@@ -251,7 +200,7 @@ class GrowingNetwork:
         gradients: Mapping[str, GradientStats] | None = None,
         *,
         potentials: Mapping[str, float] | None = None,
-        pause_auto_advance: bool = False,
+        hold: bool = False,
     ) -> list[SeedEvent]:
         """End a host epoch: store its measurements, move alpha and apply the automatic changes of stage.
 
@@ -262,31 +211,32 @@ class GrowingNetwork:
                 backward pass, so call this before `zero_grad`.
             potentials: Potentials by slot of seeds that are not blended yet, in accuracy points (of 100); see the
                 function `potentials`. None: not measured.
-            pause_auto_advance: Suppress automatic advances of seeds in this call.
+            hold: Advance no seed in this call.
         """
-        lifecycle = (
-            replace(self.lifecycle, auto_blend=False, auto_probation=False) if pause_auto_advance else self.lifecycle
-        )
-        for named in (contributions, potentials):
-            check_slot_names(list(named or ()), self.slots)
+        contributions, potentials = contributions or {}, potentials or {}
         gradients = self.measure_gradients() if gradients is None else gradients
-        check_slot_names(list(gradients), self.slots)
+        for named in (contributions, potentials, gradients):
+            check_slot_names(list(named), self.slots)
         events = []
         for name, slot in self.slots.items():
             measured = self.measurements[name]
             if slot.occupied:
                 measured.gradient = gradients.get(name)
-            if slot.blended and contributions is not None and name in contributions:
+            if slot.blended and name in contributions:
                 measured.previous_contribution, measured.contribution = measured.contribution, contributions[name]
-            if slot.isolated and potentials is not None and name in potentials:
+            if slot.isolated and name in potentials:
                 measured.potential = potentials[name]
             slot.end_epoch()
-            seed, contribution = slot.seed, self._contribution(name)
-            slot_events = lifecycle_ops.auto_transition(slot, self.evidence(name), lifecycle, horizon=self.horizon)
-            if any(event.after is Stage.CULLED for event in slot_events):
+            seed, contribution = slot.seed, measured.contribution
+            changes = lifecycle_ops.auto_transition(
+                slot, self.evidence(name), self.lifecycle, horizon=self.horizon, hold=hold
+            )
+            if any(event.after is Stage.CULLED for event in changes):
                 self._drop_seed(name, seed)
-            events += [self._after_change(replace(event, contribution=contribution)) for event in slot_events]
+            events += [self._after_change(replace(event, contribution=contribution)) for event in changes]
         return events
+
+    # Reasons of the gates.
 
     def evidence(self, slot: str) -> Evidence:
         """Return the measurements by which the gates judge the seed in `slot`."""
@@ -295,29 +245,24 @@ class GrowingNetwork:
             age=seed_slot.age,
             ticks_in_stage=seed_slot.ticks_in_stage,
             in_optimizer=has_group(self.optimizer, seed_group_name(slot), seed_slot.seed),
-            alpha_progress=seed_slot.alpha_progress,
-            alpha_at_target=seed_slot.alpha_before == seed_slot.ramp.target and not seed_slot.fading,
+            alpha=seed_slot.alpha_before,
             gradient=measured.gradient,
             potential=measured.potential,
             contribution=measured.contribution,
         )
 
-    def reasons_against_advancing(self, slot: str) -> list[str]:
-        """Return the reasons why `advance` is not possible now; empty if it is."""
-        seed_slot = self._slot(slot)
-        if seed_slot.fading:
-            return ["it is being culled"]
-        if seed_slot.stage is Stage.TRAINING:
-            return gates.reasons_against_blending(self.evidence(slot), self.lifecycle)
-        if seed_slot.stage is Stage.BLENDING:
-            return gates.reasons_against_probation(self.evidence(slot), self.lifecycle)
-        return [f"nothing to advance in {seed_slot.stage.name}"]
+    def reasons_against_blending(self, slot: str) -> list[str]:
+        """Return the reasons why the seed is not blended yet; empty if it is at the end of this epoch."""
+        stage = self._slot(slot).stage
+        if stage is not Stage.TRAINING:
+            return [f"{stage.name} is not TRAINING"]
+        return gates.reasons_against_blending(self.evidence(slot), self.lifecycle)
 
     def reasons_against_fossilizing(self, slot: str) -> list[str]:
         """Return the reasons why `fossilize` is not possible now; empty if it is."""
-        seed_slot = self._slot(slot)
-        if seed_slot.stage is not Stage.PROBATIONARY:
-            return [f"{seed_slot.stage.name} is not PROBATIONARY"]
+        stage = self._slot(slot).stage
+        if stage is not Stage.PROBATIONARY:
+            return [f"{stage.name} is not PROBATIONARY"]
         return gates.reasons_against_fossilizing(self.evidence(slot), self.lifecycle)
 
     def reasons_against_culling(self, slot: str) -> list[str]:
@@ -328,15 +273,16 @@ class GrowingNetwork:
         return gates.reasons_against_culling(self.evidence(slot), self.lifecycle)
 
     def refusal_reasons(self) -> list[RefusalReasons]:
-        """Return for each of the K slots why its seed cannot be advanced, fossilized or culled."""
-        return [
-            RefusalReasons(
-                self.reasons_against_advancing(name),
-                self.reasons_against_fossilizing(name),
-                self.reasons_against_culling(name),
-            )
-            for name in self.slots
-        ]
+        """Return for each of the K slots why its seed cannot be blended, fossilized or culled."""
+        asked = (self.reasons_against_blending, self.reasons_against_fossilizing, self.reasons_against_culling)
+        return [RefusalReasons(*(ask(name) for ask in asked)) for name in self.slots]
+
+    def status_event(self, slot: str) -> SeedEvent:
+        """Return the present state of the seed as an event that changes nothing."""
+        event = lifecycle_ops.unchanged_stage(self._slot(slot), cause="")
+        return replace(event, contribution=self.measurements[slot].contribution)
+
+    # Measurements.
 
     def gradient_stats_tensor(self) -> Tensor:  # [1 + K, 4] on the device: GradientStats of the host, then of each slot
         """Return statistics of the present gradients without waiting for the device; NO_GRADIENT for an empty slot."""
@@ -355,6 +301,8 @@ class GrowingNetwork:
             for (name, slot), row in zip(self.slots.items(), rows, strict=True)
             if any(parameter.grad is not None for parameter in slot.seed.parameters())
         }
+
+    # State.
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state of growth, including the network, in types that `weights_only=True` loads."""
@@ -403,3 +351,19 @@ class GrowingNetwork:
         if not self.carry_over and event.after in RESET_STAGES:
             reset_optimizer_state(self.optimizer)
         return event
+
+
+class _GroupSorter:
+    """Hook that sorts an optimizer's parameter groups as a state that is about to be loaded has them, by name.
+
+    The optimizer holds it, so that it must not hold the network in turn: memory would be released late.
+    """
+
+    def __init__(self, growing: GrowingNetwork) -> None:
+        self.growing = weakref.ref(growing)
+
+    def __call__(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        growing = self.growing()
+        if growing is not None and growing.optimizer is optimizer:
+            growing.sync_seed_groups()  # the network may have been loaded before its optimizer
+            order_groups(optimizer, [group.get("name", "") for group in state["param_groups"]])

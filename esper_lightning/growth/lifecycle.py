@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from esper_lightning.blueprints import Birth, suggest_name
-from esper_lightning.growth.alpha import Curve, Ramp, check_ramp
-from esper_lightning.growth.blend import BlendStyle
+from esper_lightning.growth.blend import BlendStyle, Ramp, check_ramp
 from esper_lightning.growth.gates import (
     Evidence,
     LifecycleConfig,
@@ -29,9 +28,7 @@ from esper_lightning.growth.stages import Stage, check_transition
 
 @dataclass(frozen=True)
 class SeedEvent:
-    """One change of a seed: of its stage, or of the target of its alpha; or a report that it is stuck.
-
-    In the last two cases `before` and `after` are equal.
+    """One change of a seed's stage, or a report that it is stuck: then `before` and `after` are equal.
 
     Events of the same change are equal, whatever their times and measurements.
     """
@@ -48,7 +45,7 @@ class SeedEvent:
     age: int = field(default=0, compare=False)
     """Host epochs since germination."""
     contribution: float | None = field(default=None, compare=False)
-    """Last measured contribution, in accuracy points (of 100). None: never measured, or alpha is fading to 0."""
+    """Last measured contribution, in accuracy points (of 100). None: never measured."""
 
     def __str__(self) -> str:
         """Return a line like `layer1: conv_light DORMANT → GERMINATED (germinate)`."""
@@ -78,7 +75,7 @@ def check_slot_names(wanted: Sequence[str], available: Iterable[str]) -> None:
 def germinate(
     slot: SeedSlot,
     blueprint: str,
-    ramp: Ramp,
+    ramp: Ramp = Ramp(),
     *,
     generator: torch.Generator,
     style: BlendStyle = "add",
@@ -96,33 +93,22 @@ def germinate(
     slot.seed = new_seed(slot, blueprint, style, generator=generator, birth=birth)
     slot.blueprint, slot.style, slot.age = blueprint, style, 0
     slot.start_ramp(ramp)
-    return _move(slot, Stage.GERMINATED, "germinate")
-
-
-def fossilize(slot: SeedSlot) -> SeedEvent:
-    """Make the seed a permanent part of the host."""
-    return _move(slot, Stage.FOSSILIZED, "fossilize")
+    return move(slot, Stage.GERMINATED, "germinate")
 
 
 def cull(slot: SeedSlot, cause: str = "cull") -> SeedEvent:
-    """Remove the seed with its parameters at once; the slot then stays closed for the embargo."""
-    event = _move(slot, Stage.CULLED, cause)
+    """Remove the seed with its parameters; the slot then stays closed for the embargo."""
+    event = move(slot, Stage.CULLED, cause)
     slot.empty()
     slot.stage = Stage.CULLED
     return event
 
 
-def retarget_alpha(slot: SeedSlot, target: float, ticks: int, *, curve: Curve) -> SeedEvent:
-    """Move alpha to another target over `ticks` host epochs. At target 0 the seed will be culled (a slow cull).
-
-    Raises ValueError unless the seed is in BLENDING or PROBATIONARY.
-    """
-    if not slot.ramping:
-        raise ValueError(f"slot {slot.name!r}: alpha does not move in {slot.stage.name}; only BLENDING to PROBATIONARY")
-    # Starts at the alpha of the last host epoch: two calls between two epochs move alpha once.
-    slot.start_ramp(check_ramp(Ramp(slot.alpha_before, target, ticks, curve)))
-    slot.ticks_in_stage = 0  # with another alpha the time in the stage starts at 0
-    return unchanged_stage(slot, f"alpha to {target:g} in {ticks} ticks")
+def move(slot: SeedSlot, stage: Stage, cause: str) -> SeedEvent:
+    """Move the slot to `stage` and return the event, with stage and ticks from before the move."""
+    event = replace(unchanged_stage(slot, cause), after=stage)
+    slot.move_to(stage)
+    return event
 
 
 def unchanged_stage(slot: SeedSlot, cause: str) -> SeedEvent:
@@ -138,53 +124,32 @@ def unchanged_stage(slot: SeedSlot, cause: str) -> SeedEvent:
     )
 
 
-def advance(slot: SeedSlot, cause: str = "advance") -> SeedEvent:
-    """Move the seed from TRAINING to BLENDING or from BLENDING to PROBATIONARY. Raises ValueError in other stages."""
-    next_stages = {Stage.TRAINING: Stage.BLENDING, Stage.BLENDING: Stage.PROBATIONARY}
-    if slot.stage not in next_stages:
-        raise ValueError(f"slot {slot.name!r}: nothing to advance in {slot.stage.name}; only TRAINING and BLENDING")
-    if slot.fading:
-        raise ValueError(f"slot {slot.name!r}: the seed is being culled and cannot advance; set_alpha ends the cull")
-    return _move(slot, next_stages[slot.stage], cause)
-
-
-def auto_transition(slot: SeedSlot, evidence: Evidence, config: LifecycleConfig, *, horizon: int) -> list[SeedEvent]:
+def auto_transition(
+    slot: SeedSlot, evidence: Evidence, config: LifecycleConfig, *, horizon: int, hold: bool = False
+) -> list[SeedEvent]:
     """Apply the automatic changes of stage at the end of a host epoch; `horizon` is the episode length in host epochs.
 
     Call it after `slot.end_epoch()`. A seed may pass several stages at once if the config sets no wait between them.
+    With `hold` no seed is advanced to BLENDING or PROBATIONARY.
     """
     events: list[SeedEvent] = []
     if slot.stage is Stage.GERMINATED and not reasons_against_training(evidence):
-        events.append(_move(slot, Stage.TRAINING, "placed"))
+        events.append(move(slot, Stage.TRAINING, "placed"))
         evidence = evidence._replace(ticks_in_stage=0)
-    if slot.stage is Stage.TRAINING and config.auto_blend and not reasons_against_blending(evidence, config):
-        events.append(advance(slot, "ready to blend"))
+    if slot.stage is Stage.TRAINING and not hold and not reasons_against_blending(evidence, config):
+        events.append(move(slot, Stage.BLENDING, "ready to blend"))
     elif slot.stage is Stage.TRAINING and (reasons := reasons_it_is_stuck(evidence, config)):
         events.append(unchanged_stage(slot, f"stuck: {'; '.join(reasons)}"))
-    elif slot.fading:
-        if slot.alpha_now == 0.0:
-            events.append(cull(slot, "faded out"))
-    elif slot.stage is Stage.BLENDING and config.auto_probation and not reasons_against_probation(evidence, config):
-        events.append(advance(slot, "alpha reached its target"))
-    elif (
-        slot.stage is Stage.PROBATIONARY
-        and evidence.alpha_at_target
-        and (reasons := reasons_to_cull(evidence, config, horizon))
-    ):
+    elif slot.stage is Stage.BLENDING and not hold and not reasons_against_probation(evidence):
+        events.append(move(slot, Stage.PROBATIONARY, "alpha reached its target"))
+    elif slot.stage is Stage.PROBATIONARY and (reasons := reasons_to_cull(evidence, config, horizon)):
         events.append(cull(slot, "; ".join(reasons)))
     elif slot.stage is Stage.CULLED:
-        events.append(_move(slot, Stage.EMBARGOED, "removed"))
+        events.append(move(slot, Stage.EMBARGOED, "removed"))
     if slot.stage is Stage.EMBARGOED and slot.ticks_in_stage >= config.embargo_ticks:
-        events.append(_move(slot, Stage.DORMANT, "embargo over"))
+        events.append(move(slot, Stage.DORMANT, "embargo over"))
         slot.empty()
     return events
-
-
-def _move(slot: SeedSlot, stage: Stage, cause: str) -> SeedEvent:
-    """Move the slot to `stage` and return the event, with stage and ticks from before the move."""
-    event = replace(unchanged_stage(slot, cause), after=stage)
-    slot.move_to(stage)
-    return event
 
 
 def count_parameters(module: nn.Module) -> int:

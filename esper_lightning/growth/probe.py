@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import Birth, blueprint_names, check_blueprint_name
-from esper_lightning.growth.alpha import DEFAULT_RAMP
 from esper_lightning.growth.blend import straight_through
 from esper_lightning.growth.lifecycle import count_parameters, germinate, slots_of
 from esper_lightning.growth.slot import SeedSlot
@@ -34,70 +33,54 @@ def probe_seeds(
     """
     slots = slots_of(network)
     generator = torch.Generator(next(network.parameters()).device).manual_seed(PROBE_RNG_SEED)
+    reached: set[str] = set()
+    errors: dict[str, str] = {}
     reasons: dict[tuple[str, str], list[str]] = {}
-    network.train()
-    _perturb_zero_parameters(network, generator)
-    for blueprint in blueprints:
-        check_blueprint_name(blueprint)  # raises ValueError for an unknown name
-        override = _ProbeOverride()
-        for slot in slots.values():
-            slot.empty()
-            slot.override = override
-            if blueprint in blueprint_names(slot.layout):
-                override.try_germinate(slot, blueprint, generator, birth=birth)
-        loss_of(network).backward()
-        for slot in slots.values():
-            reasons[slot.name, blueprint] = _reasons_against(slot, override)
-    return reasons
 
-
-@torch.no_grad()
-def _perturb_zero_parameters(network: nn.Module, generator: torch.Generator) -> None:
-    """Replace parameters that are all zero by small noise.
-
-    Such a parameter (for example the head of torchvision's VisionTransformer) passes no gradient back before its first
-    update, which would make every earlier slot look unable to learn.
-    """
-    for parameter in network.parameters():
-        if parameter.requires_grad and not parameter.any():
-            parameter.normal_(std=ZERO_WEIGHT_NOISE_STD, generator=generator)
-
-
-class _ProbeOverride:
-    """Override of the slots' forward pass that runs each seed, and records an error instead of raising it."""
-
-    def __init__(self) -> None:
-        self.reached_slots: set[str] = set()
-        self.errors: dict[str, str] = {}
-
-    def try_germinate(self, slot: SeedSlot, blueprint: str, generator: torch.Generator, *, birth: Birth) -> None:
-        """Germinate a seed, or record the error if that is impossible."""
-        try:
-            germinate(slot, blueprint, DEFAULT_RAMP, generator=generator, birth=birth)
-        except ValueError as error:  # the blueprint does not support this birth or width
-            self.errors[slot.name] = str(error)
-
-    def __call__(self, slot: SeedSlot, x: Tensor) -> Tensor:
-        self.reached_slots.add(slot.name)
+    def run_seed(slot: SeedSlot, x: Tensor) -> Tensor:
+        """Run the seed in a slot in place of the slot's forward pass; record an error instead of raising it."""
+        reached.add(slot.name)
         if not slot.occupied:
             return x
         try:
-            output_shape = slot.seed(x.detach()).shape
+            shape = slot.seed(x.detach()).shape
         except (RuntimeError, ValueError) as error:  # torch does not accept the feature's shape
-            self.errors[slot.name] = f"cannot run on features of shape {tuple(x.shape)}: {error}"
+            errors[slot.name] = f"cannot run on features of shape {tuple(x.shape)}: {error}"
             return x
-        if output_shape != x.shape:
-            self.errors[slot.name] = f"changes the feature's shape from {tuple(x.shape)} to {tuple(output_shape)}"
+        if shape != x.shape:
+            errors[slot.name] = f"changes the feature's shape from {tuple(x.shape)} to {tuple(shape)}"
             return x
         return straight_through(x, slot.trial_output(x))
 
+    network.train()
+    # A parameter that is all zero (the head of torchvision's VisionTransformer) passes no gradient back before its
+    # first update, which would make every earlier slot look unable to learn.
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.requires_grad and not parameter.any():
+                parameter.normal_(std=ZERO_WEIGHT_NOISE_STD, generator=generator)
+    for blueprint in blueprints:
+        check_blueprint_name(blueprint)  # raises ValueError for an unknown name
+        reached.clear()
+        errors.clear()
+        for slot in slots.values():
+            slot.empty()
+            slot.override = run_seed
+            if blueprint in blueprint_names(slot.layout):
+                try:
+                    germinate(slot, blueprint, generator=generator, birth=birth)
+                except ValueError as error:  # the blueprint does not support this birth or width
+                    errors[slot.name] = str(error)
+        loss_of(network).backward()
+        for name, slot in slots.items():
+            reasons[name, blueprint] = [errors[name]] if name in errors else _reasons_against(slot, name in reached)
+    return reasons
 
-def _reasons_against(slot: SeedSlot, override: _ProbeOverride) -> list[str]:
-    if slot.name in override.errors:
-        return [override.errors[slot.name]]
+
+def _reasons_against(slot: SeedSlot, is_reached: bool) -> list[str]:
     if not slot.occupied:
-        return [f"does not grow on {slot.layout} features on {slot.alpha.device.type}"]
-    if slot.name not in override.reached_slots:
+        return [f"does not grow on {slot.layout} features"]
+    if not is_reached:
         return ["the host's forward pass does not reach the slot"]
     if count_parameters(slot.seed) == 0:
         return ["has no parameters"]

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import Birth, build_on, build_seed
-from esper_lightning.growth.alpha import DEFAULT_RAMP, Ramp
 from esper_lightning.growth.blend import (
     BlendStyle,
     GatedSeed,
     Isolation,
+    Ramp,
     SampleGate,
     mix,
     proximal,
@@ -53,7 +53,7 @@ class SeedSlot(nn.Module):
         seed: The growing module; an identity if the slot is empty.
         blueprint: Name of the seed's blueprint, or None.
         style: Function that blends the seed's output into the host's feature.
-        ramp: Path of alpha. It starts with BLENDING, and again whenever alpha gets another target.
+        ramp: Path of alpha from 0 to 1, which starts with BLENDING.
         ramp_ticks: Host epochs since the start of the ramp.
         isolation: How a seed learns before it is blended; `GrowingNetwork` sets it from its lifecycle.
         folded: Layer applied before the slot that contains an earlier, folded seed; None if there is none.
@@ -93,7 +93,7 @@ class SeedSlot(nn.Module):
         self.seed: nn.Module = nn.Identity()
         self.blueprint: str | None = None
         self.style: BlendStyle = "add"
-        self.ramp: Ramp = DEFAULT_RAMP
+        self.ramp = Ramp()
         self.ramp_ticks = self.age = self.ticks_in_stage = 0
         self.alpha.zero_()
 
@@ -122,16 +122,9 @@ class SeedSlot(nn.Module):
         return self.blended and self.live
 
     @property
-    def fading(self) -> bool:
-        """True if a slow cull is in progress: alpha falls, and at 0 the seed is removed."""
-        return self.ramping and self.ramp.target == 0.0
-
-    @property
     def alpha_now(self) -> float:
         """Alpha in the coming host epoch: the value of the `alpha` buffer, without reading it from the device."""
-        if self.ramping:
-            return self.ramp.value(self.ramp_ticks + 1)
-        return self.ramp.target if self.blended else self.ramp.start
+        return self.ramp.value(self.ramp_ticks + 1) if self.ramping else float(self.blended)
 
     @property
     def alpha_before(self) -> float:
@@ -143,12 +136,6 @@ class SeedSlot(nn.Module):
         """Change of alpha from the last host epoch to the coming one."""
         return self.alpha_now - self.alpha_before
 
-    @property
-    def alpha_progress(self) -> float:
-        """Ratio of alpha in the last host epoch and its target, the smaller over the larger; 0 for a fading seed."""
-        alpha, target = self.alpha_before, self.ramp.target
-        return min(alpha, target) / max(alpha, target) if alpha > 0.0 else 0.0
-
     def move_to(self, stage: Stage) -> None:
         """Change the stage. Raises ValueError if the transition table forbids it."""
         check_transition(self.name, self.stage, stage)
@@ -157,7 +144,7 @@ class SeedSlot(nn.Module):
         self.alpha.fill_(self.alpha_now)
 
     def start_ramp(self, ramp: Ramp) -> None:
-        """Start another ramp of alpha with the coming host epoch."""
+        """Let alpha rise along a ramp from the coming host epoch on, or from the beginning of BLENDING."""
         self.ramp, self.ramp_ticks = ramp, 0
         self.alpha.fill_(self.alpha_now)
 
@@ -182,8 +169,9 @@ class SeedSlot(nn.Module):
             return (proximal if self.isolation == "proximal" else straight_through)(x, self.trial_output(x))
         if not self.blended:
             return x
-        at_full_alpha = not self.live and self.ramp.target == 1.0
-        return self._mix(x, x.detach() if self.detach_input and self.live else x, None if at_full_alpha else self.alpha)
+        if not self.live:  # a fossilized seed is at full alpha
+            return self._mix(x, x, None)
+        return self._mix(x, x.detach() if self.detach_input else x, self.alpha)
 
     def trial_output(self, x: Tensor) -> Tensor:
         """Return what the slot would return with the seed blended at full alpha; no gradient reaches `x`."""

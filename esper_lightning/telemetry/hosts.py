@@ -30,7 +30,7 @@ HOST = np.dtype(
 SLOT = np.dtype(
     [
         *(("stage", "u1"), ("blueprint", "i2"), ("age", "i4")),  # blueprint -1: the slot is empty
-        *(("live", "?"), ("blended", "?"), ("fading", "?"), ("alpha", "f4")),  # alpha in the next tick
+        *(("live", "?"), ("blended", "?"), ("alpha", "f4")),  # alpha in the next tick
         *((name, "f8") for name in ("norm", "health", "contribution", "potential")),  # NaN: not measured
         ("gain", "f8"),  # accuracy points that a host with this blended seed has gained since it was germinated
     ]
@@ -108,7 +108,7 @@ def _host_row(env: "HostEnv", rolled_back: bool) -> tuple[Any, ...]:
     return (
         *(env.ended, env.stopped, rolled_back),
         *((np.nan, np.nan) if gradient is None else (gradient.norm, gradient.health)),
-        env.skipped_steps if env.scaler.is_enabled() else np.nan,
+        env.skipped_steps if env.loss_scale is not None else np.nan,
         *((np.nan, np.nan) if state is None else (state.consecutive_anomalies > 0, state.rollbacks)),
     )
 
@@ -119,7 +119,7 @@ def _slot_rows(env: "HostEnv", blueprints: dict[str | None, int]) -> list[tuple[
         gradient, blended = record.gradient, slot.blended
         rows.append(
             (
-                *(int(slot.stage), blueprints[slot.blueprint], slot.age, slot.live, blended, slot.fading),
+                *(int(slot.stage), blueprints[slot.blueprint], slot.age, slot.live, blended),
                 slot.alpha_now if blended else 0.0,
                 *((np.nan, np.nan) if gradient is None else (gradient.norm, gradient.health)),
                 np.nan if record.contribution is None else record.contribution,
@@ -150,8 +150,8 @@ def _closed_gates(env: "HostEnv", refusals: Sequence[Any]) -> "Iterator[tuple[Se
     for slot, refused in zip(env.slots, refusals, strict=True):
         reasons = []
         if slot.stage is Stage.TRAINING and slot.ticks_in_stage >= env.lifecycle.training_ticks:
-            reasons = refused.advancing
-        elif slot.stage is Stage.PROBATIONARY and not slot.fading and slot.alpha_before == slot.ramp.target:
+            reasons = refused.blending
+        elif slot.stage is Stage.PROBATIONARY and slot.alpha_before == 1.0:
             reasons = refused.fossilizing
         if reasons and not env.ended:
             yield slot, reasons

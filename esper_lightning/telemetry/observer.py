@@ -113,7 +113,7 @@ class Observer:
         for change, ticks_before, parameters in tick.changes:
             self._count(change, ticks_before, parameters)
         slots = tick.slots
-        known = slots["blended"] & ~slots["fading"] & ~np.isnan(slots["contribution"])
+        known = slots["blended"] & ~np.isnan(slots["contribution"])
         self.last_contributions = np.where(known, slots["contribution"], self.last_contributions)
         self._watch_gradients(tick)
         for name, paid in tick.terms.items():

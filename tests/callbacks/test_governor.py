@@ -181,8 +181,3 @@ def test_environments_that_are_no_hosts_are_refused() -> None:
         ValueError, match="the callback Governor watches hosts, and NoneType has none; leave the callback"
     ):
         trainer_of(None, Governor())
-
-
-def test_a_negative_number_of_lines_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"overnor\.lines must not be negative, got -1"):
-        Governor(lines=-1)

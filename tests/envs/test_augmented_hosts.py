@@ -51,48 +51,6 @@ def test_a_host_learns_the_same_alone_and_among_others(make_pool: MakePool, exec
     assert not same(alone, plain), "it learned from other images"
 
 
-def test_hosts_of_other_seeds_see_other_images(make_pool: MakePool) -> None:
-    pool = make_pool(2, training=TRAINING)
-    pool.reset([1, 2])
-
-    one, other = (env.draw_batches(100) for env in pool.envs)
-    pool.reset([2, 1])
-
-    assert not any(torch.equal(a, b) for a, b in zip(one.augment_params, other.augment_params, strict=True))
-    again = pool.envs[1].draw_batches(100)
-    assert torch.equal(again.indices, one.indices)
-    assert all(torch.equal(a, b) for a, b in zip(again.augment_params, one.augment_params, strict=True))
-
-
-def test_every_tick_varies_the_images_anew(make_pool: MakePool) -> None:
-    env = make_pool(1, training=TRAINING).envs[0]
-
-    first, second = env.draw_batches(100), env.draw_batches(100)
-
-    assert [tuple(part.shape) for part in first.augment_params] == [(3, 16, 2), (3, 16), (3, 16, 2)]
-    assert not any(torch.equal(a, b) for a, b in zip(first.augment_params, second.augment_params, strict=True))
-
-
-def test_without_augmentation_the_order_of_the_data_is_all_that_is_drawn(make_pool: MakePool) -> None:
-    env = make_pool(1, training=replace(TRAINING, augment=AugmentConfig())).envs[0]
-    expected = torch.Generator()
-    expected.set_state(env.generator.get_state())
-
-    batches = env.draw_batches(100)
-
-    assert torch.equal(batches.indices, torch.randperm(100, generator=expected)[:48].view(3, 16))
-    assert torch.equal(env.generator.get_state(), expected.get_state())
-
-
-def test_parts_of_a_batch_show_the_images_of_the_whole(make_pool: MakePool) -> None:
-    pools = [make_pool(1, training=replace(TRAINING, micro_batches=parts)) for parts in (1, 4)]
-
-    whole, parts = (inputs_of_epoch(pool, pool.data.train) for pool in pools)
-
-    assert (len(whole), len(parts)) == (3, 12)
-    assert torch.equal(torch.cat(parts), torch.cat(whole))
-
-
 def test_what_the_host_sees_is_what_was_drawn_for_it(make_pool: MakePool) -> None:
     pool = make_pool(1, training=HostTraining(batch_size=8, batches=4, augment=AugmentConfig(flip=True)))
     state = pool.envs[0].generator.get_state()
@@ -117,17 +75,6 @@ def test_hosts_are_judged_on_images_as_they_are(make_pool: MakePool) -> None:
     assert all(torch.equal(images, pool.data.validation.inputs) for images in inputs)
 
 
-def test_a_continued_host_goes_on_with_the_images_it_would_have_seen(make_pool: MakePool) -> None:
-    pool, other = make_pool(1, training=TRAINING), make_pool(1, training=TRAINING)
-    weights_after_three_ticks(pool, [4])
-    other.load_state_dict(pool.state_dict())
-    for one in (pool, other):
-        one.step(act(WAIT))
-
-    ours, theirs = (list(one.envs[0].network.state_dict().values()) for one in (pool, other))
-    assert same(ours, theirs)
-
-
 def test_a_pool_whose_inputs_are_no_images_is_refused() -> None:
     task = Digits()
     images = task.load()
@@ -139,9 +86,3 @@ def test_a_pool_whose_inputs_are_no_images_is_refused() -> None:
     message = r"^training\.augment needs images of shape \(C, H, W\), the task gives \(64,\); leave it off$"
     with pytest.raises(ValueError, match=message):
         HostPool(task, data, mlp, config=replace(SMALL, training=TRAINING), n_envs=1, device=CPU)
-
-
-@pytest.mark.parametrize("name", ["pad", "cutout"])
-def test_a_pool_that_would_wipe_its_images_out_is_refused(make_pool: MakePool, name: str) -> None:
-    with pytest.raises(ValueError, match=rf"^training\.augment\.{name} must be less than the image's 8 pixels, got 9;"):
-        make_pool(1, training=replace(TRAINING, augment=AugmentConfig(**{name: 9})))

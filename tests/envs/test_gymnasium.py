@@ -31,7 +31,7 @@ class Counter(gymnasium.Env):
 
     def _seen(self) -> tuple[np.ndarray, dict[str, Any]]:
         first = np.arange(4) == self.count % 4
-        info = {"possible": np.concatenate([first, [True, True]]), "secret": np.array([float(self.begin), self.count])}
+        info = {"possible": np.concatenate([first, [True, True]])}
         return np.array([[self.count], [self.begin]], dtype=np.float32), info
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
@@ -47,7 +47,7 @@ class Counter(gymnasium.Env):
 
 
 def counters(n_envs: int = 2, horizon: int = 5, time_limit: int | None = None, **adapter: Any) -> GymVector:
-    adapter = {"mask": "possible", "privileged": "secret"} | adapter
+    adapter = {"mask": "possible"} | adapter
     return gym_vector(Counter, n_envs, horizon, time_limit=time_limit, **adapter)
 
 
@@ -89,19 +89,8 @@ def test_a_time_limit_shows_the_last_state_although_the_next_episode_has_begun()
     assert first.final is None and not first.truncated.any()
     assert second.truncated.all() and not second.terminated.any() and pool.episode_starts.all()
     assert second.final.observation.features.tolist() == [[2.0, begun[0].item()], [2.0, begun[1].item()]]
-    torch.testing.assert_close(second.final.privileged[:, 0], begun)
-    assert second.final.privileged[:, 1].tolist() == [2.0, 2.0]
-    assert pool.observation.features[:, 0].tolist() == pool.privileged[:, 1].tolist() == [0.0, 0.0]
+    assert pool.observation.features[:, 0].tolist() == [0.0, 0.0]
     assert not torch.equal(pool.observation.features[:, 1], begun)
-
-
-def test_an_end_on_the_last_allowed_step_is_an_end() -> None:
-    pool = counters(settings={"end": 2}, time_limit=2)
-    pool.reset([1, 2])
-
-    _, step = play(pool, 2)
-
-    assert step.terminated.all() and not step.truncated.any()
 
 
 def test_masks_follow_the_environment() -> None:
@@ -116,11 +105,10 @@ def test_masks_follow_the_environment() -> None:
     assert not pool.masks.forced.any(), "there is still the second head"
 
 
-@pytest.mark.parametrize("given", [None, {"head1": "head0"}])
-def test_a_policy_acts_there_and_its_ratio_is_one(given: dict[str, str] | None) -> None:
-    pool = counters(n_envs=3, horizon=7, settings={"end": 4}, time_limit=3, mask=None, parents=given)
+def test_a_policy_acts_there_and_its_ratio_is_one() -> None:
+    pool = counters(n_envs=3, horizon=7, settings={"end": 4}, time_limit=3, mask=None)
     torch.manual_seed(0)
-    policy = Policy(policy_shape(pool), PolicyConfig(width=8, asymmetric=True))
+    policy = Policy(policy_shape(pool), PolicyConfig(width=8))
     norms = RunningMeanStd((2,)), RunningMeanStd((), clip=float("inf"))
     loop = RolloutCollector(
         pool,
@@ -129,7 +117,6 @@ def test_a_policy_acts_there_and_its_ratio_is_one(given: dict[str, str] | None) 
         value_norm=norms[1],
         config=PPOConfig(),
         run_rng_seed=0,
-        privileged_norm=RunningMeanStd((2,)),
     )
     for _ in range(3):
         loop.reset()

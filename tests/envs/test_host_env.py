@@ -1,5 +1,4 @@
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from esper_lightning.envs.measurements import EpochResult, Score, TrainingStats,
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.stages import Stage
-from tests.conftest import FREE
-from tests.decisions import WAIT, Row, act, cull, fossilize, germinate
+from tests.decisions import WAIT, act, cull, fossilize, germinate
 
 CALM = GradientStats(norm=1.0, rms=0.1, vanished=0.0, exploded=0.0)
 
@@ -34,7 +32,7 @@ def trajectory(pool: HostPool, seed: int, wanderer: int) -> list[Tensor]:
     seen = [pool.reset([seed]).features.clone()]
     for _ in range(pool.config.horizon):
         step = pool.step(controller.act(pool))
-        seen += [step.observation.features.clone(), step.observation.blueprints.clone(), step.reward]
+        seen += [step.observation.features.clone(), step.reward]
     return seen + [weights.clone() for weights in pool.envs[0].network.state_dict().values()]
 
 
@@ -61,20 +59,6 @@ def test_an_episode_in_a_used_environment_is_that_of_a_new_one(
     assert same(first, again)
     assert same(first, trajectory(make_pool(1, training=training), seed=5, wanderer=3))
     assert not same(first[:1], other[:1]), "another seed is another host"
-
-
-def test_a_reset_leaves_an_empty_host_and_one_group(make_pool: Callable[..., HostPool]) -> None:
-    pool = make_pool(1)
-    env = pool.envs[0]
-    env.apply(germinate(0, 1))
-    pool.executor.train_epoch([env], pool.data.train)
-
-    env.reset(9)
-
-    assert [slot.stage for slot in env.slots] == [Stage.DORMANT] * 3
-    assert [group["name"] for group in env.optimizer.param_groups] == ["host"]
-    assert all(not value.any() for value in momenta(env, "host"))
-    assert (env.tick, env.history.accuracy, env.host_gradient) == (0, [], None)
 
 
 def test_a_tick_goes_over_the_data_without_repetition(make_pool: Callable[..., HostPool]) -> None:
@@ -108,26 +92,6 @@ def test_the_batches_of_a_tick_depend_on_the_environments_seed(make_pool: Callab
     assert not torch.equal(one.draw_batches(50).indices, other.draw_batches(50).indices)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-def test_a_seed_keeps_its_momentum_when_it_begins_to_blend(make_pool: Callable[..., HostPool], optimizer: str) -> None:
-    pool = make_pool(
-        1,
-        training=HostTraining(optimizer=optimizer, batches=2),
-        lifecycle=LifecycleConfig(training_ticks=0, min_contribution=None),
-    )
-    env = pool.envs[0]
-    env.apply(germinate(1, 2))
-    pool.executor.train_epoch(pool.envs, pool.data.train)
-    before, host = momenta(env, "seed.block2.pool"), momenta(env, "host")
-    assert any(value.any() for value in before)
-
-    events = env.record_epoch(nothing_new(env))
-
-    assert [event.after for event in events] == [Stage.TRAINING, Stage.BLENDING]
-    assert same(momenta(env, "seed.block2.pool"), before)
-    assert same(momenta(env, "host"), host)
-
-
 def test_the_host_and_other_seeds_keep_their_momentum_through_germination_and_cull(
     make_pool: Callable[..., HostPool],
 ) -> None:
@@ -152,44 +116,6 @@ MOVES = {
     "cull": [germinate(0, 1), WAIT, cull(0)],
 }
 """Actions, of which the last one is named."""
-
-
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-@pytest.mark.parametrize("carry_over", [True, False])
-@pytest.mark.parametrize("rows", MOVES.values(), ids=list(MOVES))
-def test_without_carry_over_every_change_of_the_host_costs_all_momentum(
-    make_pool: Callable[..., HostPool], rows: list[Row], carry_over: bool, optimizer: str
-) -> None:
-    training = HostTraining(optimizer=optimizer, batches=2, carry_over=carry_over)
-    pool = make_pool(1, **FREE, training=training)
-    env, (*before, last) = pool.envs[0], rows
-    for row in [WAIT, *before]:
-        pool.step(act(row))
-    had = momenta(env, "host")
-    assert any(value.any() for value in had)
-
-    env.apply(last)
-
-    if carry_over:
-        assert same(momenta(env, "host"), had)
-    else:
-        everything = [value for state in env.optimizer.state.values() for value in state.values()]
-        assert not any(value.any() for value in everything), "step counts too"
-
-
-def test_without_carry_over_a_host_learns_otherwise_from_its_first_seed_on(
-    make_pool: Callable[..., HostPool],
-) -> None:
-    def life(carry_over: bool, rows: list[Row]) -> list[Tensor]:
-        pool = make_pool(1, training=HostTraining(batches=2, carry_over=carry_over))
-        pool.reset([3])
-        return [pool.step(act(row)).observation.features.clone() for row in rows]
-
-    waiting, growing = [WAIT] * 4, [WAIT, WAIT, germinate(0, 1), WAIT]
-    assert same(life(True, waiting), life(False, waiting)), "where nothing changes nothing is forgotten"
-    with_it, without = life(True, growing), life(False, growing)
-    assert same(with_it[:2], without[:2])
-    assert not torch.equal(with_it[2], without[2])
 
 
 def test_contributions_are_those_of_the_last_two_ticks_in_which_the_seed_was_blended(
@@ -223,25 +149,6 @@ def test_a_seed_that_is_culled_by_time_loses_its_group_and_its_record(make_pool:
     assert env.slots[0].stage is Stage.CULLED
     assert [group["name"] for group in env.optimizer.param_groups] == ["host"]
     assert env.records[0].contribution is None
-
-
-@pytest.mark.parametrize("limit", [1e-3, None])
-def test_the_gradients_of_host_and_seed_are_clipped_each_for_itself(
-    make_pool: Callable[..., HostPool], limit: float | None
-) -> None:
-    training = HostTraining(optimizer="sgd", lr=1.0, momentum=0.0, batches=1, max_grad_norm=limit)
-    pool = make_pool(1, training=training)
-    env = pool.envs[0]
-    env.apply(germinate(2, 1))
-    groups = {group["name"]: group["params"] for group in env.optimizer.param_groups}
-    before = deepcopy(groups)
-
-    pool.executor.train_epoch(pool.envs, pool.data.train)
-
-    for name, parameters in groups.items():
-        moved = [p - q for p, q in zip(parameters, before[name], strict=True)]
-        norm = torch.stack([m.norm() for m in moved]).norm().item()  # lr is 1: the length of the gradient used
-        assert norm == pytest.approx(limit, rel=1e-3) if limit else norm > 1e-2
 
 
 def test_seeds_learn_at_their_own_rate(make_pool: Callable[..., HostPool]) -> None:

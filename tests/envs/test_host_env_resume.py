@@ -108,24 +108,6 @@ def test_an_episode_that_is_saved_at_any_tick_continues_bit_for_bit(
     assert stages == set(Stage) - {Stage.GERMINATED, Stage.CULLED}
 
 
-def test_what_is_loaded_is_what_was_saved(make_pool: Callable[..., HostPool]) -> None:
-    pool, other = used_pool(make_pool), used_pool(make_pool)
-    wanderer = RandomValid(9)
-    pool.step(wanderer.act(pool))
-
-    other.load_state_dict(loaded(saved(pool)))
-
-    for ours, theirs in zip(pool.observation, other.observation, strict=True):
-        assert torch.equal(ours, theirs)
-    for ours, theirs in zip(pool.masks, other.masks, strict=True):
-        assert torch.equal(ours, theirs)
-    for ours, theirs in zip(pool.envs, other.envs, strict=True):
-        assert ours.history == theirs.history
-        assert ours.records == theirs.records
-        assert (ours.rng_seed, ours.tick, ours.last_op) == (theirs.rng_seed, theirs.tick, theirs.last_op)
-        assert (ours.objective, ours.host_gradient) == (theirs.objective, theirs.host_gradient)
-
-
 def test_a_state_can_be_loaded_twice(make_pool: Callable[..., HostPool]) -> None:
     pool = used_pool(make_pool)
     state = loaded(saved(pool))
@@ -145,28 +127,3 @@ def test_a_checkpoint_of_another_number_of_environments_is_refused(make_pool: Ca
 
     with pytest.raises(ValueError, match=r"holds 2 environments, this run has 3; set data\.n_envs to 2"):
         make_pool(3).load_state_dict(state)
-
-
-def changed(state: Any, way: tuple[Any, ...], value: Any) -> Any:
-    """Return the state with one value replaced."""
-    if not way:
-        return value
-    copied = state.copy()
-    copied[way[0]] = changed(state[way[0]], way[1:], value)
-    return copied
-
-
-@pytest.mark.parametrize(
-    ("way", "value", "message"),
-    [
-        (("growing", "generator"), torch.zeros(3, dtype=torch.uint8), "the generator's state is torch.uint8"),
-        (("growing", "generator"), torch.zeros(16, dtype=torch.uint8), "state is of a generator on cuda, not on cpu"),
-    ],
-)
-def test_a_host_that_no_run_can_have_is_refused(
-    make_pool: Callable[..., HostPool], way: tuple[Any, ...], value: Any, message: str
-) -> None:
-    pool = make_pool(1, horizon=6)
-
-    with pytest.raises(ValueError, match=message):
-        pool.load_state_dict({"envs": [changed(pool.envs[0].state_dict(), way, value)]})

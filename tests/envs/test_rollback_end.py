@@ -11,11 +11,10 @@ from torch import Tensor
 
 from esper_lightning.envs import Op
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.governor.judge import Verdict
 from esper_lightning.tasks import Split
-from tests.decisions import WAIT, act, germinate
-from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
+from tests.decisions import WAIT, act
+from tests.envs.breaking import ONLY_NAN_DIVERGES
 from tests.envs.episodes import HORIZON, Episode, MakePool, accuracy_by_forward_pass, play_until_ended, random_actions
 from tests.runs import differences
 
@@ -34,7 +33,7 @@ def test_a_host_that_diverges_once_too_often_is_restored_and_left_alone(
     assert pool.masks.slot[1].any(-1).nonzero().tolist() == [[Op.WAIT]]
     assert pool.episode_starts.tolist() == [False, True, False]
     good = snapshots[env]["growing"]["network"]
-    left = {name: value for name, value in env.network.state_dict().items() if name in good}
+    left = {name: value for name, value in env.network.state_dict().items() if name in good and "extra" not in name}
     assert differences({name: good[name] for name in left}, left) == [], "it is the host of the last snapshot"
 
     trained: list[HostEnv] = []
@@ -66,22 +65,6 @@ def test_a_host_that_diverges_once_too_often_is_restored_and_left_alone(
 
 def live(env: HostEnv) -> list[str]:
     return [slot.name for slot in env.slots if slot.live]
-
-
-def test_a_policy_without_masks_learns_nothing_from_an_ended_host_either(make_pool: MakePool) -> None:
-    pool = make_pool(3, governor=STRICT, horizon=HORIZON, sight=ObservationConfig(masks=False))
-    play_until_ended(pool)
-    assert pool.masks.op.all(), "everything is possible, also for ended hosts"
-    assert pool.masks.forced.tolist() == [False, True, False]
-
-
-def test_an_ended_host_can_be_told_to_do_nothing_but_wait(make_pool: MakePool) -> None:
-    pool = make_pool(2, governor=replace(ONLY_NAN_DIVERGES, max_rollbacks=0), horizon=4)
-    with breaking_epoch(pool, [0]):
-        pool.step(act(WAIT, WAIT))
-    with pytest.raises(ValueError, match=r"host 0: GERMINATE .* is masked"):
-        pool.step(act(germinate(0), WAIT))
-    pool.step(act(WAIT, germinate(0)))
 
 
 @pytest.mark.parametrize("executor", ["loop", "threads"])

@@ -1,6 +1,5 @@
 """State that survives a rollback, and the reward of a rollback."""
 
-import random
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -9,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool, Op
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
@@ -29,7 +27,6 @@ from tests.envs.episodes import (
     restored_by_hand,
 )
 from tests.runs import differences
-from tests.tiers import rest_is_slow
 
 
 def weights_of(network: nn.Module) -> dict[str, Tensor]:
@@ -105,40 +102,12 @@ def test_a_rollback_costs_the_penalty_and_ends_the_trajectory_there(rarely_snaps
     assert step.metrics.objective[0].item() == pytest.approx(measure_objective(rarely_snapshotting_pool, 0))
     (word,) = step.verdicts
     assert str(word) == "host 0 (RNG seed 3) rolled back at tick 4, to tick 3: loss is nan"
-    named = dict(zip(rarely_snapshotting_pool.feature_names, step.observation.features[0].tolist(), strict=True))
-    assert named["progress"] == pytest.approx(4 / 12)
-    assert named["share.FOSSILIZED"] == pytest.approx(1 / 3) and named["accuracy.0"] == step.metrics.accuracy[0].item()
     assert step.observation.features.isfinite().all()
 
     before = measure_objective(rarely_snapshotting_pool, 0)
     step = rarely_snapshotting_pool.step(act(WAIT, WAIT))
     assert step.terminated.tolist() == [False, False]
     assert step.reward[0].item() == pytest.approx(measure_objective(rarely_snapshotting_pool, 0) - before, abs=1e-6)
-
-
-@pytest.mark.parametrize("seed", rest_is_slow(range(3), {0}))
-def test_between_two_rollbacks_rewards_sum_to_the_change_of_the_objective(make_pool: MakePool, seed: int) -> None:
-    pool = make_pool(2, governor=ONLY_NAN_DIVERGES, horizon=12, training=HostTraining(lr=0.02, batches=8))
-    wanderer, drawn = RandomValid(seed), random.Random(seed)
-    pool.reset([seed, seed + 50])
-    begin, total = [measure_objective(pool, i) for i in range(2)], [0.0, 0.0]
-    broken = [sorted(drawn.sample(range(12), 2)) for _ in range(2)]
-    rollbacks = 0
-    for tick in range(12):
-        with breaking_epoch(pool, [i for i in range(2) if tick in broken[i]]):
-            step = pool.step(wanderer.act(pool))
-        for i in range(2):
-            now = step.metrics.objective[i].item()
-            if step.terminated[i] or tick == 11:  # no automatic changes: the measurement is of the present host
-                assert now == pytest.approx(measure_objective(pool, i, committed=tick == 11), abs=1e-6)
-            if step.terminated[i]:
-                rollbacks += 1
-                begin[i], total[i] = now, 0.0
-                assert step.reward[i] == -0.75
-            else:
-                total[i] += step.reward[i].item()
-                assert total[i] == pytest.approx(now - begin[i], abs=1e-5)
-    assert rollbacks == 4
 
 
 def test_a_rolled_back_host_may_learn_more_slowly_from_then_on(
@@ -152,9 +121,8 @@ def test_a_rolled_back_host_may_learn_more_slowly_from_then_on(
     other = episode.continue_in(by_hand).play(2)
     episode.play(2)
 
-    assert differences(episode.rows_of_host(0)[5:], other.rows_of_host(0)) == [], (
-        "as a host whose learning rate is half as high"
-    )
+    ours, theirs = ([row[1:] for row in rows] for rows in (episode.rows_of_host(0)[5:], other.rows_of_host(0)))
+    assert differences(ours, theirs) == [], "as a host whose learning rate is half as high, which the policy observes"
     assert {group["lr"] for group in pool.envs[1].optimizer.param_groups} == {0.02}
     episode.play_broken(0)
     assert {group["lr"] for group in pool.envs[0].optimizer.param_groups} == {0.005}

@@ -45,14 +45,6 @@ def test_a_seed_that_loses_weight_makes_the_past_say_nothing() -> None:
         assert watched.governor_state.losses == ((5.0,) if forgets else (1.0, 1.0))
 
 
-def test_an_epoch_in_which_every_step_was_skipped_is_suspicious() -> None:
-    watched = guard()
-
-    assert tick(watched, skipped=3).outcome is HEALTHY
-    assert tick(watched, skipped=4).outcome is SUSPICIOUS
-    assert tick(watched, skipped=4).outcome is ROLL_BACK
-
-
 def test_a_snapshot_is_due_after_enough_healthy_epochs_and_never_after_another_one() -> None:
     watched = guard()
     due = []

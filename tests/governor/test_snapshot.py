@@ -93,16 +93,6 @@ def test_a_network_in_training_is_held_in_the_same_memory_again_and_again() -> N
     assert places == [places[0]] * 5
 
 
-def test_a_smaller_state_uses_the_memory_of_a_larger_one() -> None:
-    snapshot = Snapshot()
-    snapshot.take([torch.arange(100.0), torch.ones(3, dtype=torch.bool)])
-    place, size = snapshot.view()[0].data_ptr(), snapshot.nbytes
-    snapshot.take([torch.arange(7)])
-
-    assert snapshot.view()[0].tolist() == list(range(7))
-    assert (snapshot.view()[0].data_ptr(), snapshot.nbytes) == (place, size)
-
-
 def test_the_tensors_of_a_gpu_are_copied_by_one_transfer_for_each_data_type() -> None:
     with ImitatedGpu() as gpu:
         weights = [torch.arange(6.0).view(2, 3).to(GPU) + i for i in range(9)]

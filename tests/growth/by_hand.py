@@ -18,21 +18,8 @@ from tests.growth.grown import LIFE, batch_of, generator_of, host_of, loss_on, s
 
 Make = Callable[[nn.Module], Optimizer]
 
-
 EAGER = LifecycleConfig(
     training_ticks=0, embargo_ticks=0, min_contribution=None, min_gradient_health=0.0, auto_cull=False, min_cull_age=0
-)
-
-
-BY_HAND = LifecycleConfig(
-    training_ticks=0,
-    embargo_ticks=0,
-    min_contribution=None,
-    min_gradient_health=0.0,
-    auto_cull=False,
-    auto_blend=False,
-    auto_probation=False,
-    min_cull_age=0,
 )
 
 
@@ -55,23 +42,25 @@ def learn(network: nn.Module, optimizer: Optimizer, step: int, layout: Layout = 
     return loss.item()
 
 
-def epoch(network: GrowingNetwork, step: int = 0, contribution: dict[str, float] | None = None) -> list[SeedEvent]:
+def epoch(
+    network: GrowingNetwork, step: int = 0, contribution: dict[str, float] | None = None, hold: bool = False
+) -> list[SeedEvent]:
     learn(network.module, network.optimizer, step)
-    return network.end_epoch(contribution)
+    return network.end_epoch(contribution, hold=hold)
 
 
 def grow_to_stage(
     network: GrowingNetwork, slot: str, stage: Stage, blueprint: str = "conv_small", **options: Any
 ) -> None:
-    """Grow a seed to `stage` by the operations of `BY_HAND`."""
+    """Grow a seed to `stage`, one epoch in each stage; seeds in other slots stay as they are."""
     network.germinate(slot, blueprint, **({"ticks": 1} | options))
     for then in LIFE[1 : LIFE.index(stage) + 1]:
         if then in (Stage.BLENDING, Stage.PROBATIONARY):
-            network.advance(slot)
+            network.slots[slot].move_to(then)
         if then is Stage.FOSSILIZED:
             network.fossilize(slot)
         else:
-            epoch(network, contribution={slot: 2.0})
+            epoch(network, contribution={slot: 2.0}, hold=True)
     assert network.slots[slot].stage is stage
 
 
@@ -80,7 +69,7 @@ def describe_events(events: list[SeedEvent]) -> list[str]:
 
 
 def optimizer_state(network: GrowingNetwork, except_slot: str = "") -> dict[str, list[Tensor]]:
-    """Return the optimizer's state of every parameter by name, except those of the seed in slot `besides`."""
+    """Return the optimizer's state of every parameter by name, except those of the seed in one slot."""
     left_out = set() if not except_slot else set(network.slots[except_slot].seed.parameters())
     return {
         name: [value.clone() for value in network.optimizer.state[parameter].values() if value is not None]
@@ -103,14 +92,16 @@ def check_optimizer_matches(network: GrowingNetwork) -> None:
 
 
 def check_refused(network: GrowingNetwork, attempt: Callable[[], Any], message: str) -> None:
+    """Assert that an attempt raises a ValueError that begins with this message, and changes nothing."""
     before, remembered, records = story(network.module), optimizer_state(network), deepcopy(network.measurements)
-    weights = {name: value.clone() for name, value in network.module.state_dict().items()}
+    weights, random_state = deepcopy(network.module.state_dict()), network.generator.get_state()
     held = [id(p) for group in network.optimizer.param_groups for p in group["params"]]
     with pytest.raises(ValueError) as refusal:
         attempt()
-    assert str(refusal.value) == message
+    assert str(refusal.value).startswith(message)
     assert story(network.module) == before
     assert network.measurements == records
+    assert torch.equal(network.generator.get_state(), random_state)
     assert same_optimizer_state(optimizer_state(network), remembered)
     assert [id(p) for group in network.optimizer.param_groups for p in group["params"]] == held
     assert all(torch.equal(weights[name], value) for name, value in network.module.state_dict().items())

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper_lightning.blueprints import build_on
-from esper_lightning.growth.alpha import DEFAULT_RAMP, Ramp
-from esper_lightning.growth.blend import BlendStyle
+from esper_lightning.growth.blend import BlendStyle, Ramp
 from esper_lightning.growth.gates import Evidence
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.lifecycle import germinate, slots_of
@@ -108,7 +107,7 @@ def grow(
     slot: SeedSlot,
     stage: Stage,
     blueprint: str = "conv_light",
-    ramp: Ramp = DEFAULT_RAMP,
+    ramp: Ramp = Ramp(),
     seed: int = 0,
     style: BlendStyle = "add",
 ) -> None:
@@ -134,8 +133,7 @@ def evidence_of(
         age=slot.age,
         ticks_in_stage=slot.ticks_in_stage,
         in_optimizer=in_optimizer,
-        alpha_progress=slot.alpha_progress,
-        alpha_at_target=slot.alpha_before == slot.ramp.target > 0.0,
+        alpha=slot.alpha_before,
         gradient=gradient,
         potential=potential,
         contribution=contribution,

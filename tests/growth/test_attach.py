@@ -11,23 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.growth.attach import attach_at, attach_slots, attached_places, detach_slots
-from esper_lightning.growth.growing_network import GrowingNetwork
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from tests.growth.attached import WIDTH, Residual, grown_network, images, small_network
-from tests.growth.grown import TinyHost, generator_of, grow
-
-
-class Twice(nn.Module):
-    """Network that applies one layer twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = nn.Linear(5, 5)
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:  # [B, 5] -> [B, 3]
-        return self.head(torch.tanh(self.shared(torch.tanh(self.shared(x)))))
+from tests.growth.grown import grow
 
 
 def test_names_may_come_in_any_order_and_slots_come_in_the_datas() -> None:
@@ -98,32 +85,11 @@ def test_attaching_again_adds_slots_and_leaves_what_grew() -> None:
     assert list(network.state_dict()) == list(small_network().state_dict())
 
 
-def test_a_host_with_slots_of_its_own_gets_more() -> None:
-    host = TinyHost("vector")
-    slots = attach_slots(host, ["layers.1"], torch.randn(3, 5))
-    assert list(slots) == ["first", "second", "layers.1"]
-    detach_slots(host)
-    assert list(slots_of(host)) == ["first", "second"]
-
-
 @pytest.mark.parametrize(
     ("place", "trunk"), [("stem", True), ("body", False), ("body.0", False), ("aside", False), ("head", True)]
 )
 def test_the_trunk_is_where_all_data_passes(place: str, trunk: bool) -> None:
     assert attach_slots(Residual(), [place], torch.randn(3, 5))[place].on_single_path is trunk
-
-
-def test_a_module_that_is_called_twice_has_one_slot_at_both_places_and_is_no_trunk() -> None:
-    network, x = Twice(), torch.randn(4, 5, generator=generator_of())
-    slot = attach_slots(network, ["shared"], x)["shared"]
-    assert not slot.on_single_path
-    grow(slot, Stage.FOSSILIZED, "lora")
-    layer, seed = network.shared, slot.seed
-    detach_slots(network)
-    expected = network.head(torch.tanh(seed(layer(torch.tanh(seed(layer(x)))))))
-    attach_slots(network, ["shared"], x)
-    slots_of(network)["shared"].seed, slots_of(network)["shared"].stage = seed, Stage.FOSSILIZED
-    torch.testing.assert_close(network(x), expected)
 
 
 def test_attaching_leaves_modes_statistics_and_gradients_alone() -> None:
@@ -137,14 +103,6 @@ def test_attaching_leaves_modes_statistics_and_gradients_alone() -> None:
     assert all(torch.equal(network.state_dict()[key], value) for key, value in state.items())
     assert all(p.grad is None for p in network.parameters())
     assert not any(slot.training for slot in attach_slots(network.eval(), ["0"], images()).values() if slot.name == "0")
-
-
-def test_each_named_module_gets_one_hook_and_others_none() -> None:
-    network = small_network()
-    attach_slots(network, ["2", "5"], images())
-    assert [len(module._forward_hooks) for module in network[:7]] == [0, 0, 1, 0, 0, 1, 0]
-    detach_slots(network)
-    assert not any(module._forward_hooks for module in network.modules())
 
 
 def test_other_hooks_stay_and_see_what_grew() -> None:
@@ -168,13 +126,6 @@ def test_detaching_leaves_room_to_attach_again() -> None:
     assert torch.equal(network(images()), plain(images()))
     slots = attach_slots(network, ["2"], images())
     assert slots["2"].stage is Stage.DORMANT
-
-
-def test_a_weight_file_from_before_fits_a_network_with_empty_slots() -> None:
-    network = small_network()
-    before = deepcopy(network.state_dict())
-    attach_slots(network, ["2", "5"], images())
-    network.load_state_dict(before, strict=True)
 
 
 def through_a_file(network: nn.Module) -> nn.Module:
@@ -207,26 +158,6 @@ def test_a_copy_grows_in_its_own_slots(copied: Callable[[nn.Module], nn.Module])
     assert [place["slot"] for place in attached_places(network)] == ["2", "5"]
 
 
-def test_a_sequential_network_goes_on_with_a_slot_behind_its_last_layer() -> None:
-    network = small_network().eval()
-    plain = network(images())
-    slot = attach_slots(network, ["6"], images())["6"]
-    assert torch.equal(network(images()), plain)
-    grow(slot, Stage.FOSSILIZED, "lora")
-    torch.testing.assert_close(network(images()), slot.seed(plain))
-
-
-def test_a_compiled_network_says_the_same_while_seeds_come_and_go() -> None:
-    network = grown_network()
-    compiled = torch.compile(network, backend="eager")
-    torch.testing.assert_close(compiled(images()), network(images()), rtol=0.0, atol=0.0)
-    slots_of(network)["2"].empty()
-    torch.testing.assert_close(compiled(images()), network(images()), rtol=0.0, atol=0.0)
-    grow(slots_of(network)["2"], Stage.FOSSILIZED, "conv_heavy")
-    torch.testing.assert_close(compiled(images()), network(images()), rtol=0.0, atol=0.0)
-    detach_slots(network)
-
-
 def test_where_slots_are_is_enough_to_attach_them_again() -> None:
     network, bare = grown_network(), small_network().eval()
     attach_at(bare, attached_places(network))
@@ -238,26 +169,6 @@ def test_where_slots_are_is_enough_to_attach_them_again() -> None:
     attach_slots(beside, ["stem", "body.0"], torch.randn(3, 5))  # a shortcut bypasses the second
     attach_at(again, attached_places(beside))
     assert {name: slot.on_single_path for name, slot in slots_of(again).items()} == {"stem": True, "body.0": False}
-
-
-def test_seeds_learn_at_attached_slots_while_the_host_learns_as_if_alone() -> None:
-    plain, network = small_network(), small_network()
-    attach_slots(network, ["2", "5"], images())
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    growing = GrowingNetwork(network, optimizer, horizon=5, generator=generator_of())
-    growing.germinate("2", "conv_light")
-    growing.germinate("5", "lora")
-    seeds = {name: [p.clone() for p in slot.seed.parameters()] for name, slot in growing.slots.items()}
-    alone = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for each, optimize in ((plain, alone), (network, optimizer)):
-        optimize.zero_grad()
-        each(images()).square().sum().backward()
-        optimize.step()
-    state = network.state_dict()
-    assert all(torch.equal(state[key], value) for key, value in plain.state_dict().items())
-    for name, before in seeds.items():
-        after = list(growing.slots[name].seed.parameters())
-        assert any(not torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
 @pytest.mark.parametrize("name", ["keys", "values", "places", "handles"])

@@ -19,7 +19,7 @@ from esper_lightning.growth.blend import Isolation
 from esper_lightning.growth.counterfactual import forward_variants
 from esper_lightning.growth.stages import Stage
 from tests.growth.attached import Residual, images, small_network
-from tests.growth.by_hand import BY_HAND
+from tests.growth.by_hand import EAGER
 from tests.growth.grown import CALM, STYLES, add_noise, batch_of, generator_of, grow, host_of
 
 ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)
@@ -98,8 +98,11 @@ def life(growing: GrowingNetwork, subject: Subject, style: Any) -> Iterator[str]
     network, name = subject.network, subject.slot
     slot = growing.slots[name]
 
-    def end_epoch() -> None:
-        growing.end_epoch({name: 2.0} if slot.blended else None, {name: CALM})
+    def end_epoch(stage: Stage | None = None) -> None:
+        """End an epoch, after which the seed is in the given stage."""
+        growing.end_epoch({name: 2.0} if slot.blended else None, {name: CALM}, hold=True)
+        if stage is not None:
+            slot.move_to(stage)
 
     yield "DORMANT"
     before_growth = deepcopy(network.state_dict())
@@ -109,14 +112,13 @@ def life(growing: GrowingNetwork, subject: Subject, style: Any) -> Iterator[str]
     end_epoch()
     yield "TRAINING"
     in_training = deepcopy(growing.state_dict())
-    growing.advance(name)
+    slot.move_to(Stage.BLENDING)
     for _ in range(3):
         yield f"BLENDING at {slot.alpha_now:.2f}"
         end_epoch()
     snapshot = Snapshot()
     snapshot.take(growing.state_dict())
-    growing.advance(name)
-    end_epoch()
+    end_epoch(Stage.PROBATIONARY)
     yield "PROBATIONARY"
     growing.fossilize(name)
     yield "FOSSILIZED"
@@ -136,12 +138,9 @@ def life(growing: GrowingNetwork, subject: Subject, style: Any) -> Iterator[str]
     add_noise(slot.seed, seed=1)
     end_epoch()
     yield "BLENDING of another seed"
-    growing.set_alpha(name, 0.5, ticks=0)
     end_epoch()
-    growing.advance(name)
-    end_epoch()
+    end_epoch(Stage.PROBATIONARY)
     growing.fossilize(name)
-    yield "FOSSILIZED at 0.5"
     fold(network, subject.inputs)
     yield "folded"
 
@@ -168,7 +167,7 @@ def computed(network: nn.Module, run: nn.Module, subject: Subject) -> dict[str, 
 def differing(subject: Subject, form: str, backend: str, *, style: str, isolation: Any) -> list[str]:
     """Return the states of a life, and what is computed in them, in which the compiled network differs."""
     network = subject.network
-    lifecycle = replace(BY_HAND, isolation=isolation)
+    lifecycle = replace(EAGER, isolation=isolation, training_ticks=99)
     optimizer = SGD(network.parameters(), lr=0.05)
     growing = GrowingNetwork(network, optimizer, horizon=50, lifecycle=lifecycle, generator=generator_of(1))
     run = FORMS[form](network, backend)

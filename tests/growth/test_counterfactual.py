@@ -1,65 +1,192 @@
-"""Many combinations of active seeds in one pass, compared with a separate pass for each."""
+"""Many combinations of active seeds in one pass, compared with a separate pass for each; what the seeds are worth."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from itertools import combinations
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision import models
 
-from esper_lightning.growth.blend import BlendStyle
+from esper_lightning.growth.attach import attach_slots
+from esper_lightning.growth.blend import BlendStyle, Ramp
 from esper_lightning.growth.counterfactual import (
     SeedVariant,
     all_variants,
+    contributions,
     forward_variants,
     fossilized_only,
     leave_one_out,
+    measure_variants,
+    potentials,
+    shapley_values,
 )
 from esper_lightning.growth.lifecycle import slots_of
+from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
-from esper_lightning.tasks import Digits
-from tests.growth.grown import STYLES, grow, slot_named, small_batch, small_cnn
-from tests.growth.seeded_cnn import PLACES, grown_cnn, plain_pass
+from tests.growth.grown import (
+    STYLES,
+    LastState,
+    add_noise,
+    generator_of,
+    grow,
+    loss_of,
+    slot_named,
+    small_batch,
+    small_cnn,
+)
+
+PLACES = ["block1", "block2.pool", "block3.pool"]
+
+BLENDED = [Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED]
+
+ALL = frozenset(PLACES)
 
 
 def images() -> Tensor:
     return small_batch(samples=6)[0].double()
 
 
-def family(places: Sequence[str]) -> list[frozenset[str]]:
-    """Return every combination of slots, from none to all."""
-    return [frozenset(chosen) for k in range(len(places) + 1) for chosen in combinations(places, k)]
+def grown_cnn(seeds: int = 3) -> CNN:
+    """Return a CNN of three slots, the first `seeds` with blended seeds, in float64 and evaluation mode."""
+    network = small_cnn(PLACES)
+    loss_of(network)  # moves BatchNorm's statistics
+    for place, stage in zip(PLACES[:seeds], BLENDED, strict=False):
+        grow(slot_named(network, place), stage, "conv_light", Ramp(2), seed=len(place))
+    return network.double().eval()
 
 
-def check_against_plain_passes(network: nn.Module, variants: list[frozenset[str]], groups: int) -> None:
-    outputs, places = forward_variants(network, variants, images())
+def plain_pass(network: nn.Module, active: SeedVariant, *inputs: Tensor) -> Tensor:
+    """Return the outputs of a copy of the network without the inactive seeds."""
+    network = deepcopy(network)
+    for name, slot in slots_of(network).items():
+        if name not in active:
+            slot.empty()
+    return network(*inputs)
+
+
+def check_against_plain_passes(network: nn.Module, variants: list[SeedVariant], groups: int, *inputs: Tensor) -> None:
+    outputs, group_of = forward_variants(network, variants, *inputs)
     by_group = outputs.unflatten(0, (groups, -1))
-    assert len(by_group[0]) == len(images())
-    assert sorted(set(places)) == list(range(groups))
-    for variant, place in zip(variants, places, strict=True):
-        torch.testing.assert_close(by_group[place], plain_pass(network, variant, images()), rtol=1e-10, atol=1e-12)
+    assert sorted(set(group_of)) == list(range(groups))
+    for variant, group in zip(variants, group_of, strict=True):
+        torch.testing.assert_close(by_group[group], plain_pass(network, variant, *inputs), rtol=1e-9, atol=1e-12)
+    assert all(not torch.allclose(one, other) for one, other in combinations(by_group, 2))
 
 
 @pytest.mark.parametrize("seeds", [0, 1, 2, 3])
-def test_all_variants_equal_one_plain_pass_each(seeds: int) -> None:
-    check_against_plain_passes(grown_cnn(seeds), family(PLACES), groups=2**seeds)
+def test_one_pass_equals_a_plain_pass_for_each_combination(seeds: int) -> None:
+    network = grown_cnn(seeds)
+    check_against_plain_passes(network, all_variants(PLACES), 2**seeds, images())
+    check_against_plain_passes(network, leave_one_out(PLACES), seeds + 1, images())
+    check_against_plain_passes(network, [ALL, frozenset(), ALL], min(2, seeds + 1), images())
 
 
-@pytest.mark.parametrize(("seeds", "groups"), [(1, 2), (2, 3), (3, 4)])
-def test_leaving_out_one_seed_at_a_time_costs_one_group_for_each_blended_seed(seeds: int, groups: int) -> None:
-    check_against_plain_passes(grown_cnn(seeds), leave_one_out(PLACES), groups)
-    check_against_plain_passes(grown_cnn(seeds), leave_one_out(PLACES)[::-1], groups)
+def attached(network: nn.Module, places: list[str], *example: Tensor, channels_last: Sequence[str] = ()) -> nn.Module:
+    """Return the network with blended seeds at `places`, in float64 and evaluation mode."""
+    kinds = {"image": "conv_small", "sequence": "lora", "vector": "mlp_small"}
+    for number, slot in enumerate(attach_slots(network, places, example, channels_last=channels_last).values()):
+        grow(slot, BLENDED[number % 3], kinds[slot.layout], Ramp(2), seed=number)
+    return network.double().eval()
 
 
-def test_combinations_that_are_named_twice_are_run_once() -> None:
-    check_against_plain_passes(grown_cnn(3), [frozenset(PLACES), frozenset(), frozenset(PLACES), frozenset()], groups=2)
+def resnet() -> nn.Module:
+    return models.ResNet(models.resnet.BasicBlock, [2, 1, 1, 2], num_classes=3)
 
 
-def test_each_variant_has_its_own_output() -> None:
-    outputs, _ = forward_variants(grown_cnn(3), family(PLACES), images())
-    groups = outputs.unflatten(0, (8, -1))
-    assert all(not torch.allclose(groups[i], groups[j]) for i, j in combinations(range(8), 2))
+def swin() -> nn.Module:
+    network = models.SwinTransformer([2, 2], 8, [1, 1], [1, 2], [2, 2], num_classes=3)
+    add_noise(network, scale=0.05)
+    return network
+
+
+class Twice(nn.Module):
+    """Network that applies one layer twice, and then another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.behind, self.head = nn.Linear(5, 5), nn.Linear(5, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, 5] -> [B, 3]
+        return self.head(torch.tanh(self.behind(torch.tanh(self.shared(torch.tanh(self.shared(x)))))))
+
+
+class TwoInputs(nn.Module):
+    """Network of an image and a vector, each processed by its own layer and then combined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.see, self.read = nn.Conv2d(2, 4, 3), nn.Linear(5, 4)
+        self.both, self.head = nn.Linear(8, 6), nn.Linear(6, 3)
+
+    def forward(self, image: Tensor, vector: Tensor) -> Tensor:  # [B, 2, H, W], [B, 5] -> [B, 3]
+        seen, read = torch.relu(self.see(image)).mean((2, 3)), torch.tanh(self.read(vector))
+        return self.head(torch.tanh(self.both(torch.cat([seen, read], 1))))
+
+
+class Remembers(nn.Module):
+    """LSTM of two layers whose last state is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = LastState(6, 2), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, T, 5] -> [B, 3]
+        return self.head(self.lstm(x)[1][0])
+
+
+VECTORS, PICTURES = (torch.Size([4, 5]),), (torch.Size([3, 3, 32, 32]),)
+BOTH = (torch.Size([4, 2, 6, 6]), torch.Size([4, 5]))
+
+
+@pytest.mark.parametrize(
+    ("make", "shapes", "places", "single", "channels_last"),
+    [
+        (resnet, PICTURES, ["layer1.0.conv1", "layer2.0.downsample"], [False, False], 0),
+        (resnet, PICTURES, ["layer1", "layer2.0.conv1", "layer3", "fc"], [True, False, True, True], 0),
+        (resnet, PICTURES, ["layer1.0.bn1", "layer1", "layer4.1.conv2"], [False, True, False], 0),
+        (swin, PICTURES, ["features.0", "features.3.0.mlp", "norm", "flatten"], [True, False, True, True], 3),
+        (Twice, VECTORS, ["shared"], [False], 0),
+        (Twice, VECTORS, ["shared", "behind"], [False, True], 0),
+        (TwoInputs, BOTH, ["see"], [False], 0),
+        (TwoInputs, BOTH, ["see", "read", "both"], [False, False, True], 0),
+        (Remembers, (torch.Size([4, 7, 5]),), ["lstm[1][0]"], [True], 0),
+    ],
+)
+def test_branches_shared_layers_and_several_inputs_equal_one_plain_pass_for_each_combination(
+    make: type[nn.Module], shapes: tuple[torch.Size, ...], places: list[str], single: list[bool], channels_last: int
+) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = make()
+    inputs = [torch.randn(shape, generator=generator_of(i)) for i, shape in enumerate(shapes)]
+    attached(network, places, *inputs, channels_last=places[:channels_last])
+    assert [slot.on_single_path for slot in slots_of(network).values()] == single
+    variants = all_variants(list(slots_of(network)))
+    check_against_plain_passes(network, variants, len(variants), *(x.double() for x in inputs))
+
+
+class TwoAnswers(nn.Module):
+    """Network whose second output bypasses everything after the stem."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.late, self.head, self.other = (nn.Linear(5, 5) for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # [B, 5] -> [B, 5], [B, 5]
+        x = self.stem(x)
+        return self.head(torch.tanh(self.late(x))), self.other(x)
+
+
+def test_every_output_has_a_row_for_every_combination() -> None:
+    x = torch.randn(4, 5, generator=generator_of())
+    network = attached(TwoAnswers(), ["late"], x)
+    (first, second), places = forward_variants(network, all_variants(["late"]), x.double())
+    assert places == [1, 0]
+    assert len(first) == len(second) == 8
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -68,66 +195,39 @@ def test_a_seed_that_is_not_blended_takes_part_at_full_alpha_where_it_is_named(s
     network, blended = small_cnn(PLACES), small_cnn(PLACES)
     grow(slot_named(network, PLACES[1]), stage, style=style)
     grow(slot_named(blended, PLACES[1]), Stage.FOSSILIZED, style=style)
-
     outputs, places = forward_variants(network.double().eval(), [frozenset(), frozenset(PLACES[1:])], images())
-
     without, full = (outputs.unflatten(0, (2, -1))[place] for place in places)
     torch.testing.assert_close(without, small_cnn(PLACES).double().eval()(images()))
     torch.testing.assert_close(full, blended.double().eval()(images()))
 
 
-def test_an_observer_is_told_the_factor_of_the_batch() -> None:
-    network, told = grown_cnn(3), []
-    network.convs[0].register_forward_hook(lambda *_: told.append("first layer"))
-    network.head.register_forward_hook(lambda *_: told.append("head"))
-    forward_variants(network, family(PLACES), images(), on_split=told.append)
-    assert told == [1, "first layer", 2, 4, 8, "head"]
-
-    told.clear()
-    forward_variants(network, [frozenset(PLACES)], images(), on_split=told.append)
-    assert told == [1, "first layer", "head"], "where nothing splits the batch it stays as it is"
-
-
-def test_work_before_the_first_difference_is_done_once() -> None:
-    network, rows = grown_cnn(3), []
-    for convolution in network.convs:
-        convolution.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
-    forward_variants(network, family(PLACES), images())
-    assert rows == [6, 2 * 6, 4 * 6]
-
-
-def test_a_seed_at_alpha_0_contributes_exactly_nothing() -> None:
-    network = grown_cnn(3)
-    slot = slot_named(network, "block2.pool")
-    slot.alpha.zero_()
-    everything = frozenset(PLACES)
-    batch, digits = small_batch(samples=64)
-    variants = [everything, everything - {"block2.pool"}, everything - {"block3.pool"}]
-    outputs, places = forward_variants(network, variants, batch.double())
-    assert len(set(places)) == 3
-    correct = Digits().measure(outputs, digits.repeat(3)).correct.view(3, -1)[places]
-    assert correct[0].mean() - correct[1].mean() == 0.0
-    assert torch.equal(correct[0], correct[1])
-    assert not torch.equal(correct[0], correct[2])  # a seed with positive alpha has an effect
+@pytest.mark.parametrize(
+    ("seeds", "variants", "rows"),
+    [
+        (3, all_variants(PLACES), [1, 2, 4, 8]),
+        (3, leave_one_out(PLACES), [1, 2, 3, 4]),  # separate passes: 4 at each
+        (3, [ALL, frozenset(PLACES[:2])], [1, 1, 1, 2]),
+        (3, [ALL], [1, 1, 1, 1]),
+        (1, all_variants(PLACES), [1, 2, 2, 2]),  # empty slots split nothing
+    ],
+)
+def test_variants_share_the_rows_before_they_differ(seeds: int, variants: list[SeedVariant], rows: list[int]) -> None:
+    """S7: distinct variants cost one pass at the first layer; an observer is told where the batch becomes longer."""
+    network, seen, told = grown_cnn(seeds), [], []
+    for layer in (*network.convs, network.head):
+        layer.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0]) // 6))
+    forward_variants(network, variants, images(), on_split=told.append)
+    assert seen == rows
+    assert told == list(dict.fromkeys(rows))
 
 
-def test_a_network_is_as_it_was_after_a_counterfactual_pass() -> None:
-    network = grown_cnn(3)
+def test_a_network_is_as_it_was_after_a_pass_and_after_one_that_failed() -> None:
+    network = grown_cnn()
     before = network(images())
-    forward_variants(network, family(PLACES), images())
-    assert all(slot.override is None for slot in slots_of(network).values())
-    assert torch.equal(network(images()), before)
-
-
-def test_a_network_is_as_it_was_after_a_pass_that_failed() -> None:
-    network = grown_cnn(3)
-    before = network(images())
-    with pytest.raises(RuntimeError, match="channels"):
-        forward_variants(network, family(PLACES), images().expand(-1, 3, -1, -1))
-    assert all(slot.override is None for slot in slots_of(network).values())
+    forward_variants(network, all_variants(PLACES), images())
     handle = network.head.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # after every slot has split the batch
-        forward_variants(network, family(PLACES), images())
+        forward_variants(network, all_variants(PLACES), images())
     handle.remove()
     assert all(slot.override is None for slot in slots_of(network).values())
     assert torch.equal(network(images()), before)
@@ -143,52 +243,128 @@ def test_a_network_without_slots_has_one_group() -> None:
 def test_families_by_hand() -> None:
     a, b, c = (frozenset({name}) for name in "abc")
     assert leave_one_out(["a", "b", "c"]) == [a | b | c, b | c, a | c, a | b]
-    assert leave_one_out(["a"]) == [a, frozenset()]
     assert leave_one_out([]) == [frozenset()]
     assert all_variants(["a", "b", "c"]) == [frozenset(), a, b, c, a | b, a | c, b | c, a | b | c]
-    assert all_variants([]) == [frozenset()]
+    assert fossilized_only(grown_cnn()) == {PLACES[2]}
 
 
-def test_what_is_committed_is_what_is_fossilized() -> None:
+# Scores.
+
+
+def log_likelihood(outputs: Tensor, digits: Tensor) -> Tensor:  # [B, 10], [B] -> [B]
+    return F.log_softmax(outputs, 1).gather(1, digits[:, None])[:, 0]
+
+
+def right(outputs: Tensor, digits: Tensor) -> Tensor:  # [B, 10], [B] -> [B]
+    return (outputs.argmax(1) == digits).double()
+
+
+def unequal_batches() -> list[tuple[Tensor, Tensor]]:
+    batches = [small_batch(size, seed) for seed, size in enumerate((5, 3, 1, 16))]
+    return [(x.double(), digits) for x, digits in batches]
+
+
+def by_hand(network: nn.Module, variant: SeedVariant) -> float:
+    """Compute the mean log-likelihood sample by sample."""
+    sums = [
+        log_likelihood(plain_pass(network, variant, x[None]), digit[None]).item()
+        for batch in unequal_batches()
+        for x, digit in zip(*batch, strict=True)
+    ]
+    return sum(sums) / len(sums)
+
+
+def test_scores_are_means_over_batches_of_any_size_and_give_contributions_and_shapley_values() -> None:
+    network = grown_cnn()
+    worth = {variant: by_hand(network, variant) for variant in all_variants(PLACES)}
+    measured = measure_variants(network, list(worth), unequal_batches(), score=log_likelihood)
+    torch.testing.assert_close(measured.tolist(), list(worth.values()), rtol=1e-9, atol=1e-12)
+    points = contributions(network, unequal_batches(), log_likelihood)
+    assert points == pytest.approx({place: 100.0 * (worth[ALL] - worth[ALL - {place}]) for place in PLACES}, rel=1e-9)
+    assert min(map(abs, points.values())) > 1e-3
+    gain = worth[ALL] - worth[frozenset()]
+    assert sum(shapley_values(worth, PLACES).values()) == pytest.approx(gain, abs=1e-9)
+
+
+def test_only_blended_seeds_contribute_and_the_others_have_a_potential() -> None:
+    network = grown_cnn(1)
+    for place in PLACES[1:]:
+        grow(slot_named(network.float(), place), Stage.TRAINING, seed=len(place))
+    full = deepcopy(network.double().eval())
+    for place in PLACES[1:]:
+        for stage in BLENDED:
+            slot_named(full, place).move_to(stage)
+    assert list(contributions(network, unequal_batches(), right)) == PLACES[:1]
+    measured = potentials(network, unequal_batches(), log_likelihood)
+    without = by_hand(full, frozenset(PLACES[:1]))
+    expected = {place: 100.0 * (by_hand(full, frozenset({PLACES[0], place})) - without) for place in PLACES[1:]}
+    assert measured == pytest.approx(expected, rel=1e-5)
+    assert potentials(grown_cnn(), unequal_batches(), right) == contributions(small_cnn(PLACES), [], right) == {}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_seed_at_alpha_0_contributes_exactly_nothing_in_every_style(style: BlendStyle) -> None:
     network = small_cnn(PLACES)
-    assert fossilized_only(network) == frozenset()
-    for place, stage in zip(PLACES, [Stage.FOSSILIZED, Stage.PROBATIONARY, Stage.FOSSILIZED], strict=True):
-        grow(slot_named(network, place), stage)
-    assert fossilized_only(network) == {"block1", "block3.pool"}
+    for place in PLACES:
+        grow(slot_named(network, place), Stage.BLENDING, "conv_light", seed=len(place), style=style)
+    slot_named(network, "block2.pool").alpha.zero_()
+    batches = [small_batch(16, seed) for seed in range(4)]
+    points = contributions(network, batches, log_likelihood)
+    assert points["block2.pool"] == contributions(network, batches, right)["block2.pool"] == 0.0
+    assert min(abs(points["block1"]), abs(points["block3.pool"])) > 1e-3
 
 
-def rows_of(network: CNN, variants: list[SeedVariant]) -> list[int]:
-    """Return the number of rows that each convolution and the head process."""
-    rows: list[int] = []
-    for layer in (*network.convs, network.head):
-        layer.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
-    forward_variants(network, variants, images())
-    return rows
+def test_measuring_leaves_modes_statistics_and_random_state_alone() -> None:
+    network = grown_cnn().train()
+    network.norms[1].eval()
+    modes = [module.training for module in network.modules()]
+    state, random_state = deepcopy(network.state_dict()), torch.get_rng_state()
+    measured = contributions(network, unequal_batches(), log_likelihood)
+    with pytest.raises(ZeroDivisionError):
+        contributions(network, unequal_batches(), lambda *_: 1 / 0)
+    assert [module.training for module in network.modules()] == modes
+    assert all(torch.equal(network.state_dict()[key], value) for key, value in state.items())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert measured == contributions(network.eval(), unequal_batches(), log_likelihood)
 
 
-def test_each_family_shares_all_work_up_to_its_first_difference() -> None:
-    assert rows_of(grown_cnn(3), all_variants(PLACES)) == [6, 2 * 6, 4 * 6, 8 * 6]
-    assert rows_of(grown_cnn(3), leave_one_out(PLACES)) == [6, 2 * 6, 3 * 6, 4 * 6]
-    assert rows_of(grown_cnn(3), [frozenset(PLACES), frozenset(PLACES[:2])]) == [6, 6, 6, 2 * 6]
-    assert rows_of(grown_cnn(1), all_variants(PLACES)) == [6, 2 * 6, 2 * 6, 2 * 6]  # empty slots split nothing
+def test_batches_that_are_used_up_and_scores_that_are_means_are_refused() -> None:
+    network, batches = grown_cnn(), iter(unequal_batches())
+    contributions(network, batches, right)
+    with pytest.raises(ValueError, match="there are no batches to measure on; an iterator may be used up"):
+        contributions(network, batches, right)
+    with pytest.raises(ValueError, match=r"a score is a number per sample, \[5\], and no mean; got \[\]"):
+        contributions(network, unequal_batches(), lambda outputs, digits: right(outputs, digits).mean())
 
 
-def test_variants_share_the_rows_before_they_differ() -> None:
-    """S7: four distinct variants cost one pass at the first layer and four only at the last."""
-    places = ["block1", "block2.pool", "block3.pool"]
-    network = small_cnn(places).eval()
-    for place in places:
-        grow(slot_named(network, place), Stage.PROBATIONARY)
-    rows: list[int] = []
+class StoresTensor(nn.Module):
+    """Network with two inputs and a mapping as output that stores a tensor between forward passes."""
 
-    def count(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        rows.append(len(inputs[0]))
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.slot = SeedSlot("middle", "vector", 6, on_single_path=False)  # the scale bypasses it
+        self.remembered: Tensor | None = None
 
-    for layer in (*network.convs, network.head):
-        layer.register_forward_pre_hook(count)
-    images = small_batch(samples=10)[0]
-    everything = frozenset(places)
-    with torch.inference_mode():
-        forward_variants(network, [everything, *(everything - {place} for place in places)], images)
+    def forward(self, x: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        if self.remembered is None:
+            self.remembered = torch.ones(6) * self.first.weight.new_ones(())
+        return {"logits": self.last(self.slot(torch.tanh(self.first(x))) * self.remembered) * scale}
 
-    assert rows == [10, 20, 30, 40]  # separate passes: 40 at each
+
+def test_networks_of_several_inputs_and_named_outputs_are_measured_and_can_train_afterwards() -> None:
+    torch.manual_seed(0)
+    network = StoresTensor()
+    grow(network.slot, Stage.BLENDING, "mlp")
+    x, scale, y = torch.randn(7, 4), torch.rand(7, 1), torch.randint(3, (7,))
+
+    def score(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
+        return -F.cross_entropy(outputs["logits"], targets, reduction="none")
+
+    measured = measure_variants(network, leave_one_out(["middle"]), [((x, scale), y)], score=score)
+
+    whole = -F.cross_entropy(network(x, scale)["logits"], y)
+    network.slot.empty()
+    bare = -F.cross_entropy(network(x, scale)["logits"], y)
+    torch.testing.assert_close(measured, torch.stack([whole, bare]).detach())
+    bare.backward()  # the tensor stored during measurement must allow autograd

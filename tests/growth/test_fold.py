@@ -1,32 +1,31 @@
-"""Folding of fossilized seeds: the same outputs from fewer layers; non-linear seeds are unchanged."""
+"""Folding of fossilized seeds: the same outputs from fewer layers; seeds that cannot be folded are unchanged."""
 
+from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torchvision import models
+from torchvision.ops import StochasticDepth
 
-from esper_lightning.blueprints import blueprint_names, get_blueprint
-from esper_lightning.growth.alpha import Ramp
+from esper_lightning.blueprints import Residual, blueprint_names, get_blueprint, initialise, registry
+from esper_lightning.growth.attach import attach_slots
 from esper_lightning.growth.blend import BlendStyle
-from esper_lightning.growth.fold import FoldResult, fold
-from esper_lightning.growth.lifecycle import count_parameters
-from esper_lightning.growth.slot import Layout
+from esper_lightning.growth.export import load, save
+from esper_lightning.growth.fold import FoldResult, affine_map_of, fold
+from esper_lightning.growth.growing_network import GrowingNetwork
+from esper_lightning.growth.lifecycle import count_parameters, germinate, slots_of
+from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.growth.stages import Stage
-from tests.growth.chains import (
-    PRECISION,
-    WIDTH,
-    Chain,
-    chain,
-    example,
-    fold_and_check,
-    fossilize_seed,
-    linear,
-    relative_change,
-    unchanged_by_folding,
-)
-from tests.growth.grown import STYLES, generator_of, grow
+from esper_lightning.hosts import GPT, MLP
+from tests.growth.grown import LIFE, STYLES, add_noise, generator_of, grow, slot_named, small_batch, small_cnn
+
+WIDTH = 6
+
+NO_LAYER = "no linear layer before or behind the slot can take it"
 
 FOLDABLE: list[tuple[Layout, str]] = [
     ("image", "conv_small"),
@@ -36,45 +35,108 @@ FOLDABLE: list[tuple[Layout, str]] = [
     ("vector", "lora"),
 ]
 
+precisions = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)], ids=str)
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("dtype", PRECISION, ids=str)
-@pytest.mark.parametrize("target", [0.5, 1.0])
+
+class Chain(nn.Module):
+    """Chain of layer, function, slot, function and layer."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        before: nn.Module,
+        behind: nn.Module,
+        into: nn.Module | None = None,
+        out_of: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.before, self.into = before, into or nn.Identity()
+        self.slot = SeedSlot("place", layout, WIDTH)
+        self.out_of, self.behind = out_of or nn.Identity(), behind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.behind(self.out_of(self.slot(self.into(self.before(x))))))
+
+
+def chain(layout: Layout, into: nn.Module | None = None, out_of: nn.Module | None = None) -> Chain:
+    """Return a chain of layers with biases; convolutions are 3×3, the second one without padding."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if layout == "image":
+            return Chain(layout, nn.Conv2d(3, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, 4, 3), into, out_of)
+        return Chain(layout, nn.Linear(5, WIDTH), nn.Linear(WIDTH, 4), into, out_of)
+
+
+def example(layout: Layout, dtype: torch.dtype = torch.float32) -> Tensor:
+    shape = {"image": (3, 8, 8), "sequence": (7, 5), "vector": (5,)}[layout]
+    return torch.randn(4, *shape, generator=generator_of(5)).to(dtype)
+
+
+def fossilize_seed(slot: SeedSlot, blueprint: str, style: BlendStyle = "add", bias: bool = True) -> None:
+    """Put a fossilized seed in `slot`; without `bias`, its biases are zero."""
+    grow(slot, Stage.FOSSILIZED, blueprint, style=style)
+    if not bias:
+        for name, parameter in slot.seed.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+
+def fold_and_check(network: nn.Module, x: Any, tolerance: float = 1e-5) -> list[FoldResult]:
+    """Fold `network`, and check that outputs and modes are unchanged."""
+    modes = {name: module.training for name, module in network.named_modules() if "seed" not in name}
+    was_training = network.training
+    reference = network.eval()(x).detach()
+    foldings = fold(network.train(was_training), x)
+    assert {name: network.get_submodule(name).training for name in modes} == modes
+    change = (network.eval()(x) - reference).abs().max() / reference.abs().max()
+    assert change.item() < tolerance
+    network.train(was_training)
+    for folding in foldings:
+        slot = slots_of(network)[folding.slot]
+        assert (folding.target_layer is None) == (slot.stage is Stage.FOSSILIZED) == bool(folding.reason)
+    return foldings
+
+
+def unchanged_by_folding(network: nn.Module, x: Any) -> list[FoldResult]:
+    """Fold `network`, and check that nothing was folded and it is unchanged bit for bit."""
+    before, state = network.eval()(x).detach(), deepcopy(network.state_dict())
+    foldings = fold(network, x)
+    assert list(network.state_dict()) == list(state)
+    assert all(torch.equal(network.state_dict()[key], value) for key, value in state.items())
+    assert torch.equal(network(x), before)
+    assert all(folding.target_layer is None and folding.reason for folding in foldings)
+    return foldings
+
+
+@precisions
 @pytest.mark.parametrize(("layout", "blueprint"), FOLDABLE)
 def test_outputs_stay_and_the_seeds_parameters_go(
-    layout: Layout, blueprint: str, target: float, dtype: torch.dtype
+    layout: Layout, blueprint: str, dtype: torch.dtype, tolerance: float
 ) -> None:
-    network, x = chain(layout).to(dtype), example(layout).to(dtype)
+    network, x = chain(layout).to(dtype), example(layout, dtype)
     alone = count_parameters(network)
-    fossilize_seed(network.slot, blueprint, Ramp(0.0, target, 1, "linear"))
-    assert relative_change(network(x), chain(layout).to(dtype)(x)) > 0.01  # the seed has an effect
-
-    foldings = fold_and_check(network, x, PRECISION[dtype])
-
-    into = "place" if blueprint == "conv_light" else "before"
-    assert foldings == [FoldResult("place", into, "")]
-    # A 3×3 seed is replaced by one 3×3 convolution; any other seed adds no layer.
-    assert count_parameters(network) - alone == (
-        get_blueprint(blueprint, layout).parameters(WIDTH) if into == "place" else 0
-    )
-    assert {parameter.dtype for parameter in network.parameters()} == {dtype}
-    other = torch.randn(3, *x.shape[1:], generator=generator_of(9)).to(dtype)
-    assert torch.isfinite(network(other)).all()
-
-
-@pytest.mark.parametrize(("layout", "blueprint"), FOLDABLE)
-def test_a_fold_holds_for_other_inputs_than_the_example(layout: Layout, blueprint: str) -> None:
-    network, x = chain(layout).double(), example(layout).double()
     fossilize_seed(network.slot, blueprint)
     grown = deepcopy(network)
-    fold(network, x)
-    other = 3.0 * torch.randn(5, *x.shape[1:], generator=generator_of(9), dtype=torch.float64)
-    torch.testing.assert_close(network(other), grown(other), rtol=1e-10, atol=1e-12)
+    assert not torch.allclose(network(x), chain(layout).to(dtype)(x), rtol=0.01)  # the seed has an effect
+
+    into = "place" if blueprint == "conv_light" else "before"
+    assert fold_and_check(network, x, tolerance) == [FoldResult("place", into, "")]
+
+    # A 3×3 seed is replaced by one 3×3 convolution; any other seed adds no layer.
+    added = get_blueprint(blueprint, layout).parameters(WIDTH) if into == "place" else 0
+    assert count_parameters(network) == alone + added
+    assert {parameter.dtype for parameter in network.parameters()} == {dtype}
+    other = 3.0 * torch.randn(5, *x.shape[1:], generator=generator_of(9)).to(dtype)
+    torch.testing.assert_close(network(other), grown(other), rtol=tolerance, atol=10 * tolerance)
 
 
 def shielded(layer: nn.Module) -> nn.Module:
     """Return the layer with a non-linear function between it and the slot."""
     return nn.Sequential(layer, nn.Tanh())
+
+
+def linear(bias: bool = True) -> nn.Linear:
+    return nn.Linear(5, WIDTH, bias)
 
 
 def conv(kernel: int = 3, **options: Any) -> nn.Conv2d:
@@ -88,24 +150,18 @@ def next_conv(kernel: int, **options: Any) -> nn.Conv2d:
 @pytest.mark.parametrize(
     ("layout", "before", "behind", "bias", "into"),
     [
-        ("vector", linear(), nn.Tanh(), True, "before"),
         ("vector", linear(bias=False), nn.Tanh(), True, "before"),  # lora has no bias
-        ("vector", shielded(linear()), nn.Linear(WIDTH, 4), True, "behind"),
         ("vector", shielded(linear()), nn.Linear(WIDTH, 4, bias=False), True, "behind"),
         ("vector", shielded(linear()), nn.Tanh(), True, None),
         ("sequence", linear(), nn.Tanh(), True, "before"),
         ("sequence", shielded(linear()), nn.Linear(WIDTH, 4), True, "behind"),
-        ("sequence", shielded(linear()), nn.Tanh(), True, None),
-        ("image", conv(padding=1), nn.Tanh(), True, "before"),
         ("image", conv(5, stride=2, padding=2, padding_mode="circular"), nn.Tanh(), True, "before"),
         ("image", conv(bias=False), nn.Tanh(), True, "place"),
         ("image", conv(bias=False), nn.Tanh(), False, "before"),
         ("image", conv(groups=3), nn.Tanh(), True, "place"),
-        ("image", shielded(conv()), next_conv(1), True, "behind"),
         ("image", shielded(conv()), next_conv(1, stride=2), True, "behind"),
         ("image", shielded(conv()), next_conv(1, bias=False), True, "place"),
         ("image", shielded(conv()), next_conv(1, bias=False), False, "behind"),
-        ("image", shielded(conv()), next_conv(3), True, "behind"),
         ("image", shielded(conv()), next_conv(3, padding="valid"), True, "behind"),
         ("image", shielded(conv()), next_conv(3, padding=1), True, "place"),  # the padding has no bias
         ("image", shielded(conv()), next_conv(3, padding=1), False, "behind"),
@@ -118,58 +174,314 @@ def next_conv(kernel: int, **options: Any) -> nn.Conv2d:
 def test_where_a_map_of_channels_goes(
     layout: Layout, before: nn.Module, behind: nn.Module, bias: bool, into: str | None
 ) -> None:
-    network, x = deepcopy(Chain(layout, before, behind)).double(), example(layout).double()
-    alone = count_parameters(network)
+    network, x = deepcopy(Chain(layout, before, behind)).double(), example(layout, torch.float64)
     fossilize_seed(network.slot, "conv_small" if layout == "image" else "lora", bias=bias)
-    seed = count_parameters(network.slot.seed)
-    (folding,) = fold_and_check(network, x, 1e-10)
-    assert folding.target_layer == into
-    assert count_parameters(network) - alone == (0 if into in ("before", "behind") else seed)
-    if into is None:
-        assert folding.reason == "no linear layer before or behind the slot can take it"
+    assert fold_and_check(network, x, 1e-10) == [FoldResult("place", into, "" if into else NO_LAYER)]
 
 
-def test_not_even_a_small_bias_is_lost_to_a_layer_without() -> None:
-    network, x = Chain("image", conv(bias=False), next_conv(1, bias=False)).double(), example("image").double()
-    fossilize_seed(network.slot, "conv_small")
-    network.slot.seed.body[-1].bias.data.mul_(1e-4)
-    assert fold_and_check(network, x, 1e-10) == [FoldResult("place", "place", "")]
-    assert network.before.bias is None
-    assert network.behind.bias is None
-
-
-@pytest.mark.parametrize("style", STYLES[1:])
-@pytest.mark.parametrize(("layout", "blueprint"), FOLDABLE)
-def test_a_seed_that_scales_or_chooses_is_left_alone(layout: Layout, blueprint: str, style: BlendStyle) -> None:
+@pytest.mark.parametrize(
+    ("layout", "blueprint", "style"),
+    [
+        *((layout, blueprint, style) for layout, blueprint in FOLDABLE for style in STYLES[1:]),
+        *(
+            (layout, name, "add")
+            for layout in ("image", "sequence", "vector")
+            for name in blueprint_names(layout)
+            if (layout, name) not in FOLDABLE
+        ),
+    ],
+)
+def test_a_seed_that_is_not_linear_scales_or_chooses_is_left_alone(
+    layout: Layout, blueprint: str, style: BlendStyle
+) -> None:
     network = chain(layout)
     fossilize_seed(network.slot, blueprint, style=style)
     (folding,) = unchanged_by_folding(network, example(layout))
     assert folding.reason == f"{blueprint} ({style}) is not an affine map of its input"
 
 
-@pytest.mark.parametrize(
-    ("layout", "blueprint"),
-    [
-        (layout, name)
-        for layout in ("image", "sequence", "vector")
-        for name in blueprint_names(layout)
-        if (layout, name) not in FOLDABLE
-    ],
-)
-def test_a_seed_that_is_not_linear_is_left_alone(layout: Layout, blueprint: str) -> None:
-    network = chain(layout)
-    fossilize_seed(network.slot, blueprint)
-    (folding,) = unchanged_by_folding(network, example(layout))
-    assert folding.reason == f"{blueprint} (add) is not an affine map of its input"
-
-
-@pytest.mark.parametrize("stage", [Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY])
-def test_a_live_seed_is_left_alone(stage: Stage) -> None:
+@pytest.mark.parametrize("stage", LIFE[:-1])
+def test_live_seeds_and_empty_slots_are_left_alone(stage: Stage) -> None:
     network = chain("image")
+    assert unchanged_by_folding(network, example("image")) == []
     grow(network.slot, stage, "conv_small")
     assert unchanged_by_folding(network, example("image")) == []
 
 
-def test_a_network_in_which_nothing_grew_has_nothing_to_fold() -> None:
-    assert unchanged_by_folding(chain("image"), example("image")) == []
-    assert unchanged_by_folding(nn.Sequential(nn.Linear(5, 3)), example("vector")) == []
+# Neighbours.
+
+
+class Sometimes(nn.Module):
+    """Module that is active only in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2.0 * x if self.training else x
+
+
+@pytest.mark.parametrize(
+    ("passes_on", "hides"),
+    [
+        (nn.Dropout(0.5), True),
+        (nn.Sequential(nn.Identity(), nn.AlphaDropout(0.5)), True),
+        (StochasticDepth(0.5, "row"), True),
+        (Sometimes(), True),
+        (nn.ReLU(inplace=True), True),
+        (nn.Sequential(nn.Flatten(), nn.Sequential(nn.Identity())), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_layers_are_no_neighbours_across_what_passes_a_tensor_on_in_evaluation_alone(
+    passes_on: nn.Module, hides: bool
+) -> None:
+    def into(before: nn.Module, behind: nn.Module) -> str | None:
+        network = chain("vector", into=before, out_of=behind)
+        fossilize_seed(network.slot, "lora")
+        (folding,) = fold_and_check(network, example("vector"))
+        return folding.target_layer
+
+    assert into(passes_on, nn.Identity()) == ("behind" if hides else "before")
+    assert into(nn.Tanh(), passes_on) == (None if hides else "behind")
+
+
+class UsedElsewhere(nn.Module):
+    """Network in which the output of the layer before the slot is used a second time; fixed weights."""
+
+    def __init__(self, both: bool = False) -> None:
+        super().__init__()
+        self.before, self.slot = nn.Linear(5, WIDTH), SeedSlot("place", "vector", WIDTH)
+        self.behind, self.other = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
+        self.both = both
+        initialise(self, generator_of())
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, 5] -> [B, 3]
+        made = self.before(x)
+        grown = self.slot(made)
+        answer = self.behind(grown) + torch.tanh(self.other(made))
+        return answer + grown[:, :3].exp() if self.both else answer
+
+
+class Again(nn.Module):
+    """Network in which the data meets a slot twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.slot = nn.Linear(5, WIDTH), SeedSlot("place", "vector", WIDTH)
+        self.behind = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, 5] -> [B, 3]
+        return self.behind(self.slot(torch.tanh(self.slot(self.before(x)))))
+
+
+class Tied(nn.Module):
+    """Language model whose embedding shares its weights with the layer behind the slot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.slot = nn.Embedding(11, WIDTH), SeedSlot("place", "sequence", WIDTH)
+        self.head = nn.Linear(WIDTH, 11)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, T, 5] -> [B, T, 11]
+        return self.head(self.slot(self.tokens(x.abs().sum(-1).long() % 11)))
+
+
+@pytest.mark.parametrize(
+    ("make", "layout", "scale", "into"),
+    [
+        (UsedElsewhere, "vector", 1.0, "behind"),
+        (lambda: UsedElsewhere(both=True), "vector", 1.0, None),
+        (lambda: UsedElsewhere(both=True), "vector", 0.01, None),  # a small change shows, too
+        (Again, "vector", 1.0, None),
+        (Tied, "sequence", 1.0, None),
+        *((lambda: chain("vector"), "vector", scale, "before") for scale in (1e-2, 1e-4, 0.0)),
+    ],
+)
+@precisions
+def test_a_neighbour_that_others_need_too_is_passed_over(
+    make: Callable[[], Any], layout: Layout, scale: float, into: str | None, dtype: torch.dtype, tolerance: float
+) -> None:
+    network, x = make().to(dtype), example(layout, dtype)
+    fossilize_seed(network.slot, "lora")
+    for parameter in network.slot.seed.parameters():
+        parameter.data.mul_(scale)
+    if into is None:
+        assert unchanged_by_folding(network, x) == [FoldResult("place", None, NO_LAYER)]
+    else:
+        assert fold_and_check(network, x, tolerance) == [FoldResult("place", into, "")]
+
+
+def test_what_happens_in_place_between_a_layer_and_the_slot_is_noticed() -> None:
+    class Shortcut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.slot = nn.Conv2d(3, 3, 1), SeedSlot("place", "image", 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = self.before(x)
+            made += x
+            return torch.tanh(self.slot(made))
+
+    network = Shortcut()
+    fossilize_seed(network.slot, "conv_small")
+    assert fold_and_check(network, example("image")) == [FoldResult("place", "place", "")]
+
+
+def test_infinite_outputs_hide_no_change_of_the_others_and_indices_cannot_be_compared() -> None:
+    class Answers(nn.Module):
+        def __init__(self, answer: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.inner, self.answer = UsedElsewhere(both=True), answer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.answer(self.inner(x))
+
+    mask = torch.tensor([False, False, True])
+    for answer in (lambda y: y.masked_fill(mask, float("-inf")), lambda y: y.argmax(1)):
+        network, x = Answers(answer), example("vector")
+        fossilize_seed(network.inner.slot, "lora")
+        before = network(x)
+        with suppress(ValueError):
+            fold(network, x)
+        torch.testing.assert_close(network(x), before, rtol=1e-5, atol=1e-5)
+        assert network.inner.slot.stage is Stage.FOSSILIZED
+
+
+@pytest.mark.parametrize("example_input", [(torch.ones(2, 5), 2.0), {"x": torch.ones(2, 5), "scale": 2.0}], ids=type)
+def test_an_example_may_be_several_arguments_and_layers_may_be_called_by_keyword(example_input: Any) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.chain = chain("vector")
+
+        def forward(self, x: Tensor, scale: float) -> dict[str, Tensor]:
+            part = self.chain
+            return {"scores": part.behind(input=part.slot(part.before(input=scale * x)))}
+
+    network = Scaled()
+    fossilize_seed(network.chain.slot, "lora")
+    assert fold(network, example_input) == [FoldResult("place", "chain.before", "")]
+
+
+# Networks.
+
+
+def test_seeds_that_follow_each_other_go_into_the_same_layer_and_a_folded_slot_takes_the_next_seed_in() -> None:
+    network = nn.Sequential(
+        nn.Linear(5, WIDTH), *(SeedSlot(name, "vector", WIDTH) for name in "abc"), nn.Tanh(), nn.Linear(WIDTH, 2)
+    ).double()
+    for slot in slots_of(network).values():
+        if slot.name != "b":  # an empty slot does not prevent the fold
+            fossilize_seed(slot, "lora")
+    x = example("vector", torch.float64)
+    assert fold_and_check(network, x, 1e-10) == [FoldResult("a", "0", ""), FoldResult("c", "0", "")]
+    images = nn.Sequential(
+        nn.Tanh(), SeedSlot("a", "image", 3), SeedSlot("b", "image", 3), nn.Tanh(), nn.Conv2d(3, 2, 1)
+    )
+    for slot in slots_of(images).values():
+        fossilize_seed(slot, "conv_small")
+    assert fold_and_check(images, example("image")) == [FoldResult("a", "a", ""), FoldResult("b", "1.folded", "")]
+
+
+def test_a_folded_slot_learns_grows_and_is_folded_again() -> None:
+    network, x = chain("image", nn.Tanh(), nn.Tanh()).double(), example("image", torch.float64)
+    slot = network.slot
+    for blueprint in ("conv_light", "conv_small"):
+        fossilize_seed(slot, blueprint)
+        assert fold_and_check(network, x, 1e-10) == [FoldResult("place", "place", "")]
+    assert slot.folded.kernel_size == (3, 3)
+    network.train()(x).square().sum().backward()
+    assert all(parameter.grad.any() for parameter in network.parameters())
+    fossilize_seed(slot, "conv_light")  # two 3×3 convolutions have a larger receptive field than one
+    assert unchanged_by_folding(network, x) == [FoldResult("place", None, NO_LAYER)]
+
+
+def test_a_growing_network_goes_on_in_a_folded_slot() -> None:
+    network, x = chain("vector"), example("vector")
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.1)
+    growing = GrowingNetwork(network, optimizer, horizon=9)
+    growing.germinate("place", "lora")
+    for stage in LIFE[1:]:
+        network.slot.move_to(stage)
+    network(x).square().sum().backward()
+    optimizer.step()
+    assert [folding.target_layer for folding in fold(network, x)] == ["before"]
+    growing.germinate("place", "lora")
+    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    assert sorted(held) == sorted(id(parameter) for parameter in network.parameters())
+    assert {id(parameter) for parameter in optimizer.state} <= set(held)
+
+
+def test_seeds_in_a_users_network_are_folded_saved_and_loaded(tmp_path: Any) -> None:
+    def resnet() -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return models.ResNet(models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=3)
+
+    network, x = resnet(), torch.randn(2, 3, 32, 32, generator=generator_of())
+    places = ["layer1.0.conv1", "layer1.0.conv2", "layer2", "avgpool", "fc"]
+    slots = attach_slots(network, places, x)
+    for place, blueprint in zip(places, ["conv_small", "conv_small", "conv_small", "conv_heavy", "lora"], strict=True):
+        fossilize_seed(slots[place], blueprint, bias=place != "layer1.0.conv2")
+    into = {folding.slot: folding.target_layer for folding in fold_and_check(network, x)}
+    assert into == dict(zip(places, places, strict=True)) | {"avgpool": None}
+    kernels = {name: slot.folded and slot.folded.kernel_size for name, slot in slots.items()}
+    # Into a new layer in the slot, because the convolution of that name has no bias.
+    assert kernels == dict.fromkeys(places) | {"layer1.0.conv1": (1, 1), "layer2": (1, 1)}
+    grow(slots["layer2"], Stage.BLENDING, "conv_heavy")  # a new seed in a folded slot
+    save(network, tmp_path / "grown")
+    load(copy := resnet(), tmp_path / "grown")
+    assert torch.equal(copy.eval()(x), network.eval()(x))
+
+
+def test_our_hosts_take_seeds_in_where_their_layers_touch_them() -> None:
+    places = ["block1", "block1.pool", "block2", "block3.pool"]
+    network, x = small_cnn(places), small_batch()[0]
+    network(x)  # moves BatchNorm's statistics
+    for place, blueprint in zip(places, ["conv_light", "conv_small", "conv_small", "attention"], strict=True):
+        fossilize_seed(slot_named(network, place), blueprint, bias=place != "block1.pool")
+    into = {folding.slot: folding.target_layer for folding in fold_and_check(network, x)}
+    assert into == {"block1": "block1", "block1.pool": "convs.1", "block2": "block2", "block3.pool": None}
+    network = MLP((5,), 3, width=WIDTH, layers=2)
+    for slot in slots_of(network).values():
+        fossilize_seed(slot, "lora")
+    foldings = fold_and_check(network, example("vector"))
+    assert foldings == [FoldResult("layer1", "layers.1", ""), FoldResult("layer2", "head", "")]
+    network = GPT((6,), 11, width=8, blocks=2, heads=2, context=8, slots=["layer1"])
+    fossilize_seed(slot_named(network, "layer1"), "lora")
+    unchanged_by_folding(network, torch.arange(12).view(2, 6) % 11)
+
+
+@pytest.mark.parametrize(
+    ("build", "kernel"),
+    [
+        (lambda c: Residual(nn.Conv2d(c, 4, 1), nn.Conv2d(4, c, 1)), 1),
+        (lambda c: Residual(nn.Conv2d(c, 4, 1, bias=False), nn.Conv2d(4, c, 3, padding=1)), 3),
+        (lambda c: Residual(nn.Conv2d(c, 4, 3, padding=1), nn.Conv2d(4, c, 1)), 3),
+        (lambda c: Residual(nn.Conv2d(c, 4, 1), nn.Conv2d(4, c, 3, padding=1)), None),  # padding drops the bias
+        (lambda c: Residual(nn.Conv2d(c, c, 3, padding=1), nn.Conv2d(c, c, 3, padding=1)), None),
+        (lambda c: Residual(nn.Conv2d(c, c, 3, padding=2, dilation=2)), None),
+        (lambda c: Residual(nn.Conv2d(c, c, 3, padding=1, padding_mode="circular")), None),
+        (lambda c: Residual(nn.Conv2d(c, c, 1, groups=2)), None),
+        (lambda c: Residual(nn.Dropout(0.5), nn.Conv2d(c, c, 1)), None),
+        (lambda c: nn.Conv2d(c, c, 1), None),
+    ],
+)
+def test_a_blueprint_of_ones_own_folds_where_it_is_one_small_convolution(
+    monkeypatch: pytest.MonkeyPatch, build: Callable[[int], nn.Module], kernel: int | None
+) -> None:
+    monkeypatch.setattr(registry, "_BLUEPRINTS", dict(registry._BLUEPRINTS))
+    registry.register("own", {"image"}, parameters=lambda c: 0, flops=lambda c, n: 0)(build)
+    network, x = chain("image", nn.Tanh(), nn.Tanh()).double(), example("image", torch.float64)
+    germinate(network.slot, "own", generator=generator_of(), birth="random")
+    add_noise(network.slot.seed)
+    for stage in LIFE[1:]:
+        network.slot.move_to(stage)
+    affine = affine_map_of(network.slot)
+    if kernel is None:
+        assert affine is None
+        unchanged_by_folding(network, x)
+        return
+    feature = torch.randn(2, WIDTH, 5, 5, generator=generator_of(), dtype=torch.float64)
+    whole = nn.functional.conv2d(feature, *affine, padding=kernel // 2)
+    torch.testing.assert_close(whole, network.slot(feature), rtol=1e-10, atol=1e-12)
+    assert fold_and_check(network, x, 1e-10) == [FoldResult("place", "place", "")]

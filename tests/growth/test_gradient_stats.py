@@ -1,14 +1,26 @@
 """Gradient statistics compared with double precision and hand-computed counts."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from esper_lightning.growth.gradient_stats import NO_GRADIENT, GradientStats, gradient_stats
+from esper_lightning.growth.gradient_stats import (
+    EXPLODED_HEALTH_COST,
+    EXPLODED_NORM,
+    NO_GRADIENT,
+    VANISHED_HEALTH_COST,
+    VANISHED_NORM,
+    GradientStats,
+    gradient_stats,
+)
+from tests.growth.by_hand import growing
 from tests.growth.grown import generator_of, loss_of, small_cnn
+
+SHARES = [i / 200 for i in range(201)]
 
 
 def parameter(gradient: list[float] | None, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -19,6 +31,10 @@ def parameter(gradient: list[float] | None, dtype: torch.dtype = torch.float32) 
 
 def stats(*gradients: list[float] | None) -> GradientStats:
     return GradientStats(*gradient_stats([parameter(gradient) for gradient in gradients]).tolist())
+
+
+def health(vanished: float, exploded: float) -> float:
+    return GradientStats(norm=1.0, rms=1.0, vanished=vanished, exploded=exploded).health
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1e-3, 1.0, 1e4])
@@ -33,22 +49,36 @@ def test_the_norm_agrees_with_double_precision(scale: float) -> None:
     assert rms == pytest.approx(math.sqrt((flat**2).mean()), rel=1e-5)
 
 
-def test_the_norm_is_the_one_that_clipping_sees() -> None:
+def test_the_norm_is_the_one_that_clipping_sees_and_carries_no_graph() -> None:
     network = small_cnn()
     loss_of(network).backward()
+    measured = gradient_stats(network.parameters())
+    assert not measured.requires_grad
     seen = nn.utils.clip_grad_norm_(network.parameters(), 1e9).item()
-    assert GradientStats(*gradient_stats(network.parameters()).tolist()).norm == pytest.approx(seen, rel=1e-5)
-
-
-def test_healthy_gradients_have_health_1() -> None:
-    calm = stats([3.0, 0.0], [0.0, 4.0])
-    assert calm == GradientStats(norm=5.0, rms=2.5, vanished=0.0, exploded=0.0)  # rms² = 25/4
-    assert calm.health == 1.0
+    assert measured[0].item() == pytest.approx(seen, rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("gradients", "health"),
+    ("gradients", "expected"),
     [
+        ([], (0.0, 0.0, 0.0, 0.0)),
+        ([None], (0.0, 0.0, 1.0, 0.0)),
+        ([[3.0, 0.0], [0.0, 4.0]], (5.0, 2.5, 0.0, 0.0)),
+        ([None, [3.0], [4.0]], (5.0, 2.5, 1 / 3, 0.0)),  # two elements without and one each with a gradient
+    ],
+)
+def test_norm_and_rms_are_global_each_named_and_defined_for_nothing(
+    gradients: list[list[float] | None], expected: tuple[float, ...]
+) -> None:
+    """F13: norm and RMS are taken over all elements, under separate names; they are defined without gradients."""
+    assert stats(*gradients) == pytest.approx(expected)
+    assert gradient_stats([], torch.device("meta")).device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("gradients", "expected"),
+    [
+        ([[3.0, 0.0], [0.0, 4.0]], 1.0),
         ([[1e-8], [1.0], [1.0], [1.0]], 0.875),  # 1 - 0.5/4
         ([[0.0, 0.0], [0.0]], 0.5),
         ([[5.1], [1.0]], 0.6),  # 1 - 0.8/2
@@ -56,21 +86,14 @@ def test_healthy_gradients_have_health_1() -> None:
         ([[4.0, 4.0], [1.0]], 0.6),  # each element is below 5, but the tensor's norm is not
         ([[4.9], [2e-7]], 1.0),
         ([[1e-9], None, [7.0], [1.0]], 0.55),  # 1 - 0.5·2/4 - 0.8/4
-        ([None, [1.0]], 0.75),
         ([None, None, None], 0.5),
+        ([[1.0], [math.nan]], 0.6),
+        ([[1.0], [math.inf]], 0.6),
     ],
 )
-def test_health_counts_tensors_that_vanished_or_exploded(gradients: list[list[float] | None], health: float) -> None:
-    assert stats(*gradients).health == pytest.approx(health)
-
-
-def test_tensors_without_a_gradient_add_nothing_to_the_norm() -> None:
-    assert stats(None, [3.0], None, [4.0]).norm == 5.0
-    assert stats(None) == GradientStats(norm=0.0, rms=0.0, vanished=1.0, exploded=0.0)
-
-
-def test_numbers_without_a_gradient_count_in_the_mean() -> None:
-    assert stats(None, [3.0], [4.0]).rms == 2.5  # two elements without and one each with a gradient: rms² = 25/4
+def test_health_counts_tensors_that_vanished_or_exploded(gradients: list[list[float] | None], expected: float) -> None:
+    assert stats(*gradients).health == pytest.approx(expected)
+    assert health(1.0, 1.0) == 0.0
 
 
 def test_frozen_parameters_count_nowhere() -> None:
@@ -82,42 +105,9 @@ def test_frozen_parameters_count_nowhere() -> None:
     assert GradientStats(*gradient_stats([frozen, old]).tolist()) == NO_GRADIENT
 
 
-def test_a_group_without_parameters_answers_where_it_is_asked_to() -> None:
-    assert gradient_stats([], torch.device("meta")).device.type == "meta"
-
-
-def test_a_group_without_parameters_is_quiet_and_healthy() -> None:
-    assert stats() == NO_GRADIENT == GradientStats(norm=0.0, rms=0.0, vanished=0.0, exploded=0.0)
-    assert stats().health == 1.0
-    assert gradient_stats(iter(())).shape == (4,)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_shows_in_the_norm(bad: float) -> None:
-    assert not math.isfinite(stats([1.0], [bad, 1.0]).norm)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_counts_as_exploded(bad: float) -> None:
-    assert stats([1.0], [bad]).exploded == 0.5
-    assert stats([1.0], [bad]).health == pytest.approx(0.6)
-
-
-def test_health_is_never_below_zero() -> None:
-    assert GradientStats(norm=1.0, rms=1.0, vanished=1.0, exploded=1.0).health == 0.0
-
-
 @pytest.mark.parametrize(
     ("seed", "host", "ratio"),
-    [
-        (3.0, 4.0, 0.75),
-        (0.0, 4.0, None),
-        (3.0, 0.0, None),
-        (math.inf, 4.0, None),
-        (3.0, math.inf, None),
-        (math.nan, 4.0, None),
-        (3.0, math.nan, None),
-    ],
+    [(3.0, 4.0, 0.75), (0.0, 4.0, None), (3.0, 0.0, None), (math.inf, 4.0, None), (3.0, math.nan, None)],
 )
 def test_a_ratio_needs_two_gradients_that_say_something(seed: float, host: float, ratio: float | None) -> None:
     assert NO_GRADIENT._replace(norm=seed).ratio(NO_GRADIENT._replace(norm=host)) == ratio
@@ -125,12 +115,35 @@ def test_a_ratio_needs_two_gradients_that_say_something(seed: float, host: float
 
 def test_double_precision_stays_double() -> None:
     tiny = gradient_stats([parameter([3e-200], torch.float64), parameter([4e-200], torch.float64)])
-    assert tiny.dtype == torch.float64
+    assert (tiny.dtype, tiny[2].item()) == (torch.float64, 1.0)
     assert tiny[0].item() == pytest.approx(5e-200)
-    assert tiny[2].item() == 1.0
 
 
-def test_statistics_carry_no_graph() -> None:
-    network = small_cnn()
-    loss_of(network).backward(create_graph=False)
-    assert not gradient_stats(network.parameters()).requires_grad
+@pytest.mark.parametrize("others", [0.0, 0.25, 0.9])
+def test_health_is_a_continuous_function_of_the_tensors_that_learn(others: float) -> None:
+    """F14: health falls by the named costs per share of tensors that vanished or exploded, and never jumps."""
+    for along in (lambda share: health(share, others), lambda share: health(others, share)):
+        path = [along(share) for share in SHARES]
+        largest = max(VANISHED_HEALTH_COST, EXPLODED_HEALTH_COST) / (len(SHARES) - 1)
+        assert all(0.0 <= before - after <= largest + 1e-9 for before, after in pairwise(path))
+        assert path[0] > path[-1]
+
+
+@pytest.mark.parametrize(
+    ("threshold", "cost"), [(VANISHED_NORM, VANISHED_HEALTH_COST), (EXPLODED_NORM, EXPLODED_HEALTH_COST)]
+)
+def test_one_tensor_among_many_moves_health_by_no_more_than_its_share(threshold: float, cost: float) -> None:
+    """F14: a tensor whose gradient crosses a named threshold changes health by its share of the cost."""
+    below, above = (stats([0.0, threshold * (1 + step)], *[[0.5]] * 19).health for step in (-1e-3, 1e-3))
+    assert abs(above - below) == pytest.approx(cost / 20)
+
+
+def test_gradients_can_be_collected_twice() -> None:
+    """F20: collecting gradient statistics changes nothing; a second collection returns the same values."""
+    network = growing()
+    network.germinate("block1", "conv_light")
+    loss_of(network.module).backward()
+    first, second = network.gradient_stats_tensor(), network.gradient_stats_tensor()
+    assert (first[:2, 0] > 0).all(), "host and seed have gradients"
+    assert torch.equal(first, second)
+    assert network.measure_gradients() == network.measure_gradients() != {}

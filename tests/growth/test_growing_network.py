@@ -1,20 +1,48 @@
-"""Manual growth keeps the optimizer consistent with the network and its seeds."""
+"""Growth by operations: lives of seeds, their birth, what is measured of them, and what is refused."""
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
-from torch import Tensor
-from torch.optim import Adam
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam
 
+from esper_lightning.blueprints import build_seed
 from esper_lightning.growth.counterfactual import contributions
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.growing_network import GrowingNetwork
-from esper_lightning.growth.lifecycle import SeedEvent, count_parameters
+from esper_lightning.growth.gradient_stats import EXPLODED_NORM, NO_GRADIENT, VANISHED_NORM, GradientStats
+from esper_lightning.growth.growing_network import GrowingNetwork, SeedMeasurements
+from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.param_groups import group_names
+from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
-from tests.growth.by_hand import BY_HAND, check_optimizer_matches, describe_events, epoch, growing, learn
-from tests.growth.grown import batch_of, host_of
+from tests.growth.by_hand import (
+    check_optimizer_matches,
+    check_refused,
+    describe_events,
+    epoch,
+    grow_to_stage,
+    growing,
+    learn,
+)
+from tests.growth.grown import (
+    CALM,
+    CPU,
+    LIFE,
+    add_noise,
+    batch_of,
+    generator_of,
+    host_of,
+    loss_on,
+    small_cnn,
+)
+
+# Lives.
 
 
-def test_a_seed_grown_by_hand_goes_through_its_whole_life_and_makes_the_network_better() -> None:
+def test_a_seed_goes_through_its_whole_life_and_makes_the_network_better() -> None:
     host = host_of("image")
     optimizer = Adam(host.parameters(), lr=0.01)
     lifecycle = LifecycleConfig(training_ticks=3, min_contribution=None)
@@ -24,9 +52,7 @@ def test_a_seed_grown_by_hand_goes_through_its_whole_life_and_makes_the_network_
     def right(outputs: Tensor, classes: Tensor) -> Tensor:
         return (outputs.argmax(1) == classes).double()
 
-    assert describe_events([network.germinate("block2.pool", "conv_light", ticks=3, style="gate", curve="cosine")]) == [
-        "block2.pool: GERMINATED"
-    ]
+    network.germinate("block2.pool", "conv_light", ticks=3, style="gate", curve="sigmoid12")
     lived, losses = [], []
     for _ in range(8):
         losses.append(learn(host, optimizer, step=7))
@@ -45,13 +71,12 @@ def test_a_seed_grown_by_hand_goes_through_its_whole_life_and_makes_the_network_
     ]
     assert network.reasons_against_fossilizing("block2.pool") == []
     kept = network.fossilize("block2.pool")
-    assert (kept.blueprint, kept.before, kept.after) == ("conv_light", Stage.PROBATIONARY, Stage.FOSSILIZED)
+    assert (kept.blueprint, kept.after, kept.contribution) == ("conv_light", Stage.FOSSILIZED, 1.0)
     for _ in range(8):
         losses.append(learn(host, optimizer, step=7))
         assert network.end_epoch() == []
     assert losses[-1] < 0.9 * losses[0]
     assert count_parameters(host) == before + (9 * 8 * 8 + 8) + (8 + 1) * 8 + 8 + 1  # 8 channels; the gate
-    assert group_names(optimizer) == ["", "seed.block2.pool"]
     check_optimizer_matches(network)
 
 
@@ -59,61 +84,210 @@ def test_a_seed_that_does_not_help_is_culled_and_its_slot_opens_again() -> None:
     network = growing(LifecycleConfig(training_ticks=1, embargo_ticks=2, min_gradient_health=0.0))
     network.germinate("block1", "norm", ticks=1)
     lived = [describe_events(epoch(network, step, {"block1": -1.0})) for step in range(8)]
-    assert lived == [
-        ["block1: TRAINING"],
-        ["block1: BLENDING"],
-        ["block1: PROBATIONARY"],
-        ["block1: CULLED"],
-        ["block1: EMBARGOED"],
-        [],
-        ["block1: DORMANT"],
-        [],
-    ]
+    stages = ["TRAINING", "BLENDING", "PROBATIONARY", "CULLED", "EMBARGOED", None, "DORMANT", None]
+    assert lived == [[f"block1: {stage}"] if stage else [] for stage in stages]
     assert group_names(network.optimizer) == [""]
     check_optimizer_matches(network)
     network.germinate("block1", "conv_small")
 
 
-def test_seeds_in_several_slots_live_their_own_lives() -> None:
-    network = growing(LifecycleConfig(training_ticks=1, min_gradient_health=0.0, auto_cull=False))
-    network.germinate("block2.pool", "norm", ticks=1)
-    epoch(network)
-    network.germinate("block1", "attention", ticks=1)
-    lived = [describe_events(epoch(network)) for _ in range(3)]
-    assert lived == [
-        ["block1: TRAINING", "block2.pool: BLENDING"],
-        ["block1: BLENDING", "block2.pool: PROBATIONARY"],
-        ["block1: PROBATIONARY"],
-    ]
+def test_a_seed_may_be_blended_from_the_start_without_any_gate() -> None:
+    network = growing(LifecycleConfig(training_ticks=9, min_potential=50.0))
+    event = network.germinate("block1", "conv_light", ticks=2, stage="BLENDING")
+    assert (event.before, event.after) == (Stage.DORMANT, Stage.BLENDING)
+    assert network.slots["block1"].alpha.item() == 0.5
+    assert [describe_events(epoch(network)) for _ in range(2)] == [[], ["block1: PROBATIONARY"]]
 
 
-def test_where_it_is_switched_off_a_seed_advances_when_it_is_told_to() -> None:
-    network = growing(BY_HAND)
-    network.germinate("block1", "norm", ticks=2)
-    assert [describe_events(epoch(network)) for _ in range(4)] == [["block1: TRAINING"], [], [], []]
-    assert network.reasons_against_advancing("block1") == []
-    assert network.advance("block1") == SeedEvent(
-        "block1", "norm", before=Stage.TRAINING, after=Stage.BLENDING, cause="advance"
-    )
-    assert network.reasons_against_advancing("block1") == ["alpha at 0.00 of its target, below 0.95"]
-    assert [describe_events(epoch(network)) for _ in range(4)] == [[]] * 4
-    assert network.advance("block1") == SeedEvent(
-        "block1", "norm", before=Stage.BLENDING, after=Stage.PROBATIONARY, cause="advance"
-    )
+# Births.
+
+
+def seed_weights(network: GrowingNetwork, slot: str = "block1") -> list[Tensor]:
+    network.germinate(slot, "conv_heavy", style="gate")
+    return [p.detach().clone() for p in network.slots[slot].seed.parameters()]
+
+
+def test_by_default_seeds_follow_torchs_seed_and_leave_its_generator_alone() -> None:
+    weights = []
+    for seed in (3, 3, -1):
+        torch.manual_seed(seed)
+        torch.rand(abs(seed))  # the number of earlier draws has no effect
+        before = torch.get_rng_state()
+        weights.append(seed_weights(growing(generator=None)))
+        assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(0)
+    assert all(torch.equal(a, b) for a, b in zip(weights[0], weights[1], strict=True))
+    assert not torch.equal(weights[0][0], weights[2][0])
+
+
+def test_by_default_a_seed_does_not_repeat_the_hosts_first_weights() -> None:
+    torch.manual_seed(0)
+    host = nn.Sequential(nn.Linear(12, 24), nn.Linear(24, 12), SeedSlot("end", "vector", 12))
+    network = GrowingNetwork(host, SGD(host.parameters(), lr=0.1), horizon=3)
+    network.germinate("end", "mlp_small")  # its first layer is a Linear(12, 24) too
+    assert not torch.equal(network.slots["end"].seed.body[0].weight, host[0].weight)
+
+
+@pytest.mark.parametrize("birth", ["identity", "random"])
+def test_seeds_come_from_the_generator_that_was_given_and_are_born_as_the_lifecycle_says(birth: Any) -> None:
+    network = growing(LifecycleConfig(birth=birth), generator=generator_of(11))
+    network.germinate("block1", "conv_heavy")
+    seed = network.slots["block1"].seed
+    expected = build_seed("conv_heavy", "image", 4, device=CPU, generator=generator_of(11), birth=birth)
+    assert all(torch.equal(a, b) for a, b in zip(seed.parameters(), expected.parameters(), strict=True))
+    x = torch.randn(2, 4, 8, 8, generator=generator_of(2))
+    assert torch.equal(seed(x), x) is (birth == "identity")
+
+
+# Measurements.
+
+
+def test_a_tensor_as_statistics_agrees_with_numpy_in_double_precision() -> None:
+    network = growing()
+    network.germinate("block1", "conv_heavy", style="gate")
+    add_noise(network.slots["block1"].seed)
+    loss_on(network.module, batch_of("image")).backward()
+    named = list(network.module.named_parameters())
+    expected = []
+    for of in (lambda name: ".seed." not in name, lambda name: ".block1.seed." in name):
+        gradients = [p.grad.numpy().astype(np.float64) for name, p in named if of(name)]
+        norms = np.array([np.sqrt((gradient**2).sum()) for gradient in gradients])
+        total = np.sqrt((norms**2).sum())
+        rms = total / np.sqrt(sum(gradient.size for gradient in gradients))
+        expected.append([total, rms, (norms < VANISHED_NORM).mean(), (norms > EXPLODED_NORM).mean()])
+    measured = network.gradient_stats_tensor()
+    np.testing.assert_allclose(measured.numpy(), [*expected, list(NO_GRADIENT)], rtol=1e-5)
+    assert network.measure_gradients() == {"block1": GradientStats(*measured[1].tolist())}
+
+
+def test_gradients_are_measured_at_each_tick_unless_they_are_given() -> None:
+    network = growing(LifecycleConfig(training_ticks=9))
+    network.germinate("block1", "norm")
+    assert network.measure_gradients() == {}
+    loss_on(network.module, batch_of("image")).backward()
+    network.germinate("block2.pool", "norm")  # after the backward pass
+    network.end_epoch()
+    assert network.measurements["block1"].gradient == network.measure_gradients()["block1"]
+    assert network.reasons_against_blending("block2.pool") == ["gradient not measured", "0 of 9 ticks in TRAINING"]
+    network.end_epoch(gradients={"block1": CALM, "block2.pool": NO_GRADIENT})
+    assert [network.evidence(name).gradient for name in network.slots] == [CALM, NO_GRADIENT]
+    network.optimizer.zero_grad()
+    network.end_epoch()
+    assert network.evidence("block1").gradient is None  # a gradient of the previous epoch is not valid for this one
+
+
+def test_contributions_are_kept_of_blended_seeds_and_the_one_before_as_well() -> None:
+    network = growing()
+    network.germinate("block1", "norm", ticks=1)
+    epoch(network, contribution={"block1": 9.0})
+    assert network.measurements["block1"].contribution is None  # a seed in TRAINING contributes nothing
+    for value in (1.0, 2.0, None):
+        epoch(network, contribution=None if value is None else {"block1": value})
+    record = network.measurements["block1"]
+    assert (record.contribution, record.previous_contribution) == (2.0, 1.0)
+    assert network.cull("block1").contribution == 2.0
+    network.end_epoch()
+    network.germinate("block1", "norm")
+    assert network.measurements["block1"] == SeedMeasurements(), "a new seed is judged by nothing of the one before"
+    assert (network.evidence("block1").age, network.evidence("block1").in_optimizer) == (0, True)
+
+
+def test_the_potential_is_that_of_the_last_epoch_before_blending_and_survives_a_restart() -> None:
+    network = growing(LifecycleConfig(training_ticks=1, min_potential=0.0, min_gradient_health=0.0))
+    network.germinate("block1", "norm")
+    stages = []
+    for potential in (-1.0, -2.0, 3.0, 7.0):
+        network.end_epoch(gradients={"block1": CALM}, potentials={"block1": potential})
+        stages.append(network.slots["block1"].stage)
+    assert stages == [Stage.TRAINING, Stage.TRAINING, Stage.BLENDING, Stage.BLENDING]
+    assert network.measurements["block1"].potential == 3.0
+    again = growing()
+    again.load_state_dict(network.state_dict())
+    assert again.measurements == network.measurements
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize("stage", [Stage.DORMANT, *LIFE], ids=lambda stage: stage.name)
+def test_every_refusal_names_the_slot_and_the_reasons_and_changes_nothing(stage: Stage) -> None:
+    network = growing()
+    if stage is not Stage.DORMANT:
+        grow_to_stage(network, "block1", stage)
+        message = f"slot 'block1': {stage.name} cannot become GERMINATED; allowed: "
+        check_refused(network, lambda: network.germinate("block1", "norm"), message)
+    if stage is not Stage.PROBATIONARY:
+        message = f"slot 'block1' cannot be fossilized: {stage.name} is not PROBATIONARY"
+        check_refused(network, lambda: network.fossilize("block1"), message)
+    if stage in (Stage.DORMANT, Stage.FOSSILIZED):
+        message = f"slot 'block1' cannot be culled: no live seed in {stage.name}"
+        check_refused(network, lambda: network.cull("block1"), message)
+    if stage is not Stage.TRAINING:
+        assert network.refusal_reasons()[0].blending == [f"{stage.name} is not TRAINING"]
+
+
+def test_gates_refuse_with_all_their_reasons() -> None:
+    network = growing(LifecycleConfig(training_ticks=3, min_cull_age=5, min_gradient_health=1.0, auto_cull=False))
+    network.germinate("block1", "norm", ticks=4)
+    network.end_epoch(gradients={"block1": CALM._replace(vanished=0.5)})
+    unhealthy = "gradient health 0.75 below 1"
+    assert network.reasons_against_blending("block1") == [unhealthy, "0 of 3 ticks in TRAINING"]
+    message = "slot 'block1' cannot be culled: 1 ticks old, younger than 5"
+    check_refused(network, lambda: network.cull("block1"), message)
+    for stage in (Stage.BLENDING, Stage.PROBATIONARY):
+        network.slots["block1"].move_to(stage)
+    message = f"slot 'block1' cannot be fossilized: {unhealthy}; alpha is still moving; contribution not measured"
+    check_refused(network, lambda: network.fossilize("block1"), message)
 
 
 @pytest.mark.parametrize(
-    ("switch", "stuck"),
-    [("auto_blend", Stage.TRAINING), ("auto_probation", Stage.BLENDING)],
-    ids=lambda value: str(value),
+    ("attempt", "message"),
+    [
+        (lambda network: network.germinate("blok1", "norm"), "unknown slot 'blok1'; did you mean 'block1'?"),
+        (lambda network: network.fossilize("blok1"), "unknown slot 'blok1'; did you mean 'block1'?"),
+        (lambda network: network.cull("blok1"), "unknown slot 'blok1'; did you mean 'block1'?"),
+        (lambda network: network.remove_seed("blok1"), "unknown slot 'blok1'; did you mean 'block1'?"),
+        (lambda network: network.end_epoch({"blok1": 1.0}), "unknown slot 'blok1'; did you mean 'block1'?"),
+        (lambda network: network.end_epoch(None, {"blok1": CALM}), "unknown slot 'blok1'; did you mean 'block1'?"),
+        (lambda network: network.end_epoch(potentials={"blok1": 1.0}), "unknown slot 'blok1'; did you mean"),
+        (lambda network: network.germinate("block2.pool", "conv_lite"), "unknown blueprint 'conv_lite'; did you mean "),
+        (lambda network: network.germinate("block2.pool", "mlp"), "blueprint 'mlp' does not grow on image features; "),
+        (lambda network: network.germinate("block2.pool", "norm", style="multipy"), "unknown style 'multipy'; did you"),
+        (lambda network: network.germinate("block2.pool", "norm", curve="sigmoid"), "unknown curve 'sigmoid'; did you"),
+        (lambda network: network.germinate("block2.pool", "norm", ticks=-1), "a ramp takes a whole number of ticks"),
+        (lambda network: network.germinate("block2.pool", "norm", ticks=2.5), "a ramp takes a whole number of ticks"),
+        (
+            lambda network: network.germinate("block2.pool", "norm", stage="FOSSILIZED"),
+            "a seed cannot begin in 'FOSSILIZED'; choose GERMINATED or BLENDING",
+        ),
+    ],
 )
-def test_each_switch_stops_its_own_advance_alone(switch: str, stuck: Stage) -> None:
-    network = growing(LifecycleConfig(training_ticks=0, min_gradient_health=0.0, auto_cull=False, **{switch: False}))
-    network.germinate("block1", "norm", ticks=1)
-    for _ in range(5):
-        epoch(network)
-    assert network.slots["block1"].stage is stuck
-    network.advance("block1")
-    for _ in range(2):
-        epoch(network)
-    assert network.slots["block1"].stage is Stage.PROBATIONARY
+def test_what_does_not_exist_is_refused_with_what_was_meant_and_changes_nothing(
+    attempt: Callable[[GrowingNetwork], Any], message: str
+) -> None:
+    network = growing()
+    grow_to_stage(network, "block1", Stage.BLENDING)
+    check_refused(network, lambda: attempt(network), message)
+
+
+def test_a_seed_that_the_optimizer_does_not_take_leaves_its_slot_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = growing()
+
+    def full(group: dict[str, Any]) -> None:
+        raise ValueError("no more groups")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(network.optimizer, "add_param_group", full)
+        with pytest.raises(ValueError, match="no more groups"):
+            network.germinate("block1", "norm")
+    assert not list(network.slots["block1"].parameters())
+    network.germinate("block1", "norm")
+
+
+def test_options_that_the_optimizer_does_not_have_and_networks_without_slots_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^seed_options: the optimizer has no 'wieght_decay'; did you mean 'weight_d"):
+        growing(seed_options={"lr": 0.1, "wieght_decay": 0.5})
+    assert growing(make=lambda host: Adam(host.parameters()), seed_options={"betas": (0.9, 0.9)})
+    host = small_cnn([])
+    with pytest.raises(ValueError, match=r"the network has no slots; give it some with attach_slots"):
+        GrowingNetwork(host, SGD(host.parameters(), lr=0.1), horizon=5)

@@ -1,6 +1,5 @@
 """Selection and replacement of a tensor in tuples, lists and mappings, and slots attached to it."""
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from esper_lightning.growth.attach import attach_slots
-from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.nested import KeyPath, first_tensor_path, get_at, replace_at
 from esper_lightning.growth.slot import Layout
 from esper_lightning.growth.stages import Stage
@@ -35,36 +33,6 @@ class ModelOutput(OrderedDict):
 
 
 FLOAT, OTHER, WHOLE = torch.ones(2, 3), torch.zeros(2), torch.arange(3)
-
-
-@pytest.mark.parametrize(
-    ("output", "path"),
-    [
-        (FLOAT, ()),
-        (WHOLE, None),
-        (None, None),
-        ("text", None),
-        ((), None),
-        ({}, None),
-        ((FLOAT, OTHER), (0,)),
-        ((None, WHOLE, [WHOLE, OTHER]), (2, 1)),
-        ({"mask": WHOLE, "features": FLOAT}, ("features",)),
-        ({"states": (WHOLE, {"h": OTHER}), "features": FLOAT}, ("states", 1, "h")),
-        (Encoded(FLOAT, WHOLE), (0,)),
-        (ModelOutput(ids=WHOLE, last=FLOAT), ("last",)),
-        ([[], [[]], [[FLOAT]]], (2, 0, 0)),
-    ],
-)
-def test_the_first_tensor_is_found_depth_first(output: Any, path: KeyPath | None) -> None:
-    assert first_tensor_path(output) == path
-    if path is not None:
-        assert get_at(output, path) is (OTHER if path in [(2, 1), ("states", 1, "h")] else FLOAT)
-
-
-@pytest.mark.parametrize("path", [(3,), ("features",), (0, 0, 0), (0, "x")], ids=str)
-def test_a_path_that_leads_nowhere_is_a_lookup_or_type_error(path: KeyPath) -> None:
-    with pytest.raises((LookupError, TypeError)):
-        get_at((None, FLOAT, {"a": OTHER}), path)
 
 
 nests = st.recursive(
@@ -119,13 +87,6 @@ def test_putting_a_part_changes_that_part_and_nothing_else(output: Any, data: st
     assert all(leaf is before[way] for way, leaf in leaves_by_path(output).items())  # the first is unchanged
     if path:
         assert type(changed) is type(output)
-
-
-def test_containers_that_are_not_on_the_way_are_shared() -> None:
-    output = {"features": FLOAT, "states": [OTHER, WHOLE]}
-    changed = replace_at(output, ("features",), OTHER)
-    assert changed["states"] is output["states"]
-    assert changed is not output
 
 
 class TakesApart(nn.Module):
@@ -192,17 +153,6 @@ def test_a_seed_grows_behind_a_part_of_an_output(
     assert all(leaves_by_path(seen)[way] is leaves_by_path(made)[way] for way in others)
 
 
-@every_container
-def test_what_a_module_keeps_of_its_output_is_not_changed(
-    pack: Callable[[Tensor, Tensor], Any], read: Callable[[Any], Tensor], name: str
-) -> None:
-    network, x = TakesApart(pack, read), torch.randn(4, 5, generator=generator_of())
-    slot = attach_slots(network, [name], x)[name]
-    grow(slot, Stage.FOSSILIZED, "lora")
-    network(x)
-    assert torch.equal(read(network.encoder.made), read(pack(torch.tanh(network.encoder.layer(x)), torch.arange(4))))
-
-
 class Recurrent(nn.Module):
     """LSTM of whose output one tensor is used."""
 
@@ -256,22 +206,6 @@ def test_a_seed_grows_on_an_output_or_a_state_of_an_lstm(
     untouched = [out for out in ((0,), (1, 0), (1, 1)) if get_at(made, out) is not place(made)]
     assert len(untouched) == 2
     assert all(torch.equal(get_at(network.seen, way), get_at(made, way)) for way in untouched)
-
-
-def test_a_copy_of_a_network_grows_in_its_own_slot_behind_a_part() -> None:
-    network, x = Recurrent(last_state(), lambda out: out[1][0]), torch.randn(4, 7, 5, generator=generator_of())
-    attach_slots(network, ["lstm[1][0]"], x)
-    twin = copy.deepcopy(network)
-    plain = network(x)
-    grow(slots_of(twin)["lstm[1][0]"], Stage.FOSSILIZED, "lora")
-    assert torch.equal(network(x), plain)
-    assert not torch.allclose(twin(x), plain)
-
-
-@pytest.mark.parametrize(("path", "from_front"), [((-1,), (1,)), ((-1, 0), (1, 0)), ((-1, -1), (1, 1))], ids=str)
-def test_a_tuple_may_be_counted_from_its_end(path: KeyPath, from_front: KeyPath) -> None:
-    output, part = ("a", ("b", "c")), "new"
-    assert replace_at(output, path, part) == replace_at(output, from_front, part)
 
 
 def test_named_results_of_torch_keep_their_names() -> None:

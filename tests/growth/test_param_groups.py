@@ -1,7 +1,6 @@
 """Parameter groups are added and removed without side effects; a reset equals a new optimizer."""
 
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from esper_lightning.growth.param_groups import (
     HOST_GROUP,
     add_group,
-    find_group,
-    group_names,
     remove_group,
     reset_optimizer_state,
 )
@@ -65,37 +62,6 @@ def same(first: tuple[Optimizer, nn.Module], second: tuple[Optimizer, nn.Module]
 
 
 @every_optimizer
-def test_coming_and_going_seeds_leave_the_hosts_momentum_alone(make: Make) -> None:
-    host, alone, first, second = linear(0), linear(0), linear(1), linear(2)
-    growing, lone = make(host), make(alone)
-
-    learn(growing, [host], range(3))
-    add_group(growing, "block1", first)
-    learn(growing, [host, first], range(3, 6))
-    add_group(growing, "block2", second)
-    learn(growing, [host, first, second], range(6, 8))
-    remove_group(growing, "block1")
-    learn(growing, [host, second], range(8, 11))
-    learn(lone, [alone], range(11))
-
-    assert group_names(growing) == [HOST_GROUP, "block2"]
-    assert same((growing, host), (lone, alone))
-
-
-@every_optimizer
-def test_removing_one_seed_leaves_the_momentum_of_another_alone(make: Make) -> None:
-    host, first, second, alone = linear(0), linear(1), linear(2), linear(2)
-    growing, lone = make(host), make(alone)
-    add_group(growing, "block1", first)
-    add_group(growing, "block2", second)
-    learn(growing, [host, first, second], range(4))
-    remove_group(growing, "block1")
-    learn(growing, [host, second], range(4, 8))
-    learn(lone, [alone], range(8))
-    assert same((growing, second), (lone, alone))
-
-
-@every_optimizer
 def test_nothing_is_left_of_a_removed_seed(make: Make) -> None:
     host, seed = linear(0), linear(1)
     optimizer = make(host)
@@ -108,31 +74,6 @@ def test_nothing_is_left_of_a_removed_seed(make: Make) -> None:
     before = seed.weight.clone()
     learn(optimizer, [host, seed], range(2, 4))
     assert torch.equal(seed.weight, before)
-
-
-@every_optimizer
-def test_a_seed_that_comes_back_under_an_old_name_starts_without_momentum(make: Make) -> None:
-    host, returning, newcomer = linear(0), linear(1), linear(1)
-    optimizer, fresh = make(host), make(newcomer)
-    add_group(optimizer, "block1", linear(5))
-    learn(optimizer, [host], range(3))
-    remove_group(optimizer, "block1")
-    add_group(optimizer, "block1", returning)
-    learn(optimizer, [host, returning], range(3, 6))
-    learn(fresh, [newcomer], range(3, 6))
-    assert same((optimizer, returning), (fresh, newcomer))
-
-
-def test_a_seed_may_have_its_own_learning_rate() -> None:
-    host, seed = linear(0), linear(1)
-    optimizer = SGD(host_group(host), lr=0.1)
-    add_group(optimizer, "block1", seed, lr=0.0, weight_decay=0.5)
-    before = seed.weight.clone()
-    learn(optimizer, [host, seed], range(1))
-    assert torch.equal(seed.weight, before)
-    assert not torch.equal(host.weight, linear(0).weight)
-    assert find_group(optimizer, "block1")["weight_decay"] == 0.5
-    assert find_group(optimizer, HOST_GROUP)["weight_decay"] == 0
 
 
 class Pair(nn.Module):
@@ -158,16 +99,6 @@ def test_a_module_of_another_group_moves_to_its_own_with_what_is_remembered_of_i
     groups = {group["name"]: group["params"] for group in optimizer.param_groups}
     assert [*map(id, groups[HOST_GROUP])] == [*map(id, moved.host.parameters())]
     assert [*map(id, groups["block1"])] == [*map(id, moved.seed.parameters())]
-
-
-def test_a_module_that_moves_learns_by_the_options_of_its_new_group() -> None:
-    pair = Pair()
-    optimizer = SGD(host_group(pair), lr=0.1)
-    add_group(optimizer, "block1", pair.seed, lr=0.0)
-    before = pair.seed.weight.clone()
-    learn(optimizer, [pair], range(1))
-    assert torch.equal(pair.seed.weight, before)
-    assert not torch.equal(pair.host.weight, linear(0).weight)
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -199,39 +130,3 @@ def test_forgetting_is_a_fresh_start_bit_for_bit(make: Make) -> None:
         learn(optimizer, [used], range(step, step + 1))
         learn(fresh, [new], range(step, step + 1))
         assert same((optimizer, used), (fresh, new)), step
-
-
-@every_optimizer
-def test_forgetting_helps_after_a_divergence(make: Make) -> None:
-    used, new = linear(0), linear(0)
-    optimizer, fresh = make(used), make(new)
-    for parameter in used.parameters():
-        parameter.grad = torch.full_like(parameter, float("nan"))
-    optimizer.step()
-    used.load_state_dict(linear(0).state_dict())
-    reset_optimizer_state(optimizer)
-    learn(optimizer, [used], range(3))
-    learn(fresh, [new], range(3))
-    assert same((optimizer, used), (fresh, new))
-
-
-@every_optimizer
-def test_groups_rebuilt_in_order_take_up_a_saved_state(make: Make) -> None:
-    modules = [linear(0), linear(1), linear(2)]
-    optimizer = make(modules[0])
-    add_group(optimizer, "block2", modules[2], lr=0.01)
-    add_group(optimizer, "block1", modules[1])
-    learn(optimizer, modules, range(3))
-
-    copies = [linear(10), linear(11), linear(12)]
-    for copy, module in zip(copies, modules, strict=True):
-        copy.load_state_dict(module.state_dict())
-    resumed = make(copies[0])
-    for name in group_names(optimizer)[1:]:
-        add_group(resumed, name, {"block1": copies[1], "block2": copies[2]}[name])
-    resumed.load_state_dict(deepcopy(optimizer.state_dict()))  # loading shares tensors
-
-    learn(optimizer, modules, range(3, 6))
-    learn(resumed, copies, range(3, 6))
-    for copy, module in zip(copies, modules, strict=True):
-        assert same((resumed, copy), (optimizer, module))

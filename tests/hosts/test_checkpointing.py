@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from esper_lightning.blueprints import build_on
 from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool
-from esper_lightning.growth.alpha import Ramp
+from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN, GPT
@@ -91,7 +91,7 @@ def test_training_is_the_same_bit_for_bit_in_every_stage_of_a_seed(make: Make, b
     for network in networks:
         for slot in slots_of(network).values():
             if stage is not Stage.DORMANT:
-                grow(slot, stage, blueprint, Ramp(start=0.0, target=1.0, ticks=3, curve="linear"))
+                grow(slot, stage, blueprint, Ramp(3))
     check_same_training(*networks)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper_lightning.blueprints import build_on, initialise
-from esper_lightning.growth.alpha import Ramp
+from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.counterfactual import forward_variants
 from esper_lightning.growth.lifecycle import count_parameters, slots_of
 from esper_lightning.growth.slot import SeedSlot
@@ -153,9 +153,9 @@ def test_leaving_out_one_seed_at_a_time_equals_plain_passes(kind: str) -> None:
     network = make(slots=names)
     add_noise(network)
     slots = list(slots_of(network).values())
-    grow(slots[0], Stage.PROBATIONARY, seeds[0], Ramp(0.0, 0.5, 1, "linear"))
+    grow(slots[0], Stage.PROBATIONARY, seeds[0], Ramp(2))
     grow(slots[1], Stage.FOSSILIZED, seeds[1])
-    grow(slots[2], Stage.BLENDING, seeds[2], Ramp(0.0, 1.0, 4, "linear"))
+    grow(slots[2], Stage.BLENDING, seeds[2], Ramp(4))
     check_leave_one_out(network, x)
 
 

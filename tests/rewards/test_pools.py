@@ -56,15 +56,6 @@ def test_terms_sum_to_the_reward_and_stay_within_their_bounds(mode: str, pool_of
                 assert step.terms[name].abs().max() <= bound, name
 
 
-def test_the_change_of_the_objective_sums_to_that_of_the_episode(pool_of: Callable[..., HostPool]) -> None:
-    pool, wanderer = pool_of("objective", 4, training=LEARNS), RandomValid(2)
-    pool.reset([5, 6, 7, 8])
-    start = torch.tensor([env.objective for env in pool.envs])
-    rewards = torch.stack([pool.step(wanderer.act(pool)).reward for _ in range(pool.config.horizon)])
-    end = torch.tensor([env.objective for env in pool.envs])
-    torch.testing.assert_close(rewards.sum(0), end - start, rtol=0.0, atol=1e-6)
-
-
 @pytest.mark.slow
 def test_the_reward_of_a_fossilized_seed_is_given_at_once_and_sums_to_the_same(
     pool_of: Callable[..., HostPool],

@@ -15,7 +15,6 @@ from esper_lightning.controllers.random import RandomValid, WaitOnly
 from esper_lightning.envs import ActionConfig, HostPool
 from esper_lightning.envs.flops import measure_flops
 from esper_lightning.evaluation.play import play_episode
-from esper_lightning.growth.alpha import DEFAULT_RAMP
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN, GPT, MLP
@@ -46,7 +45,7 @@ def test_what_a_grown_host_computes_is_known_without_running_it(layout: str, sty
     for blueprint in blueprint_names(layout):
         network = build().eval()
         for slot in slots_of(network).values():
-            germinate(slot, blueprint, DEFAULT_RAMP, generator=torch.Generator().manual_seed(0), style=style)
+            germinate(slot, blueprint, generator=torch.Generator().manual_seed(0), style=style)
             for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED):
                 slot.move_to(stage)
         grown = compute.host + sum(compute.seed_flops(slot) for slot in slots_of(network).values())
@@ -96,13 +95,6 @@ def test_the_objective_charges_what_is_kept_for_its_compute(make_pool: Callable[
     seen = dict(zip(pool.feature_names, pool.observation.features[0].tolist(), strict=True))
     assert seen["price.compute"] == pytest.approx(0.2)
     assert seen["compute.committed"] > 0.0
-
-
-def test_compute_is_neither_counted_nor_shown_where_it_is_free(make_pool: Callable[..., HostPool]) -> None:
-    free, priced = make_pool(1), make_pool(1, objective=ObjectiveConfig(compute_price=0.1))
-    more = [name for name in priced.feature_names if name not in free.feature_names]
-    assert more == ["price.compute", "compute.committed"]
-    assert "compute_price" not in " ".join(free.feature_names)
 
 
 @given(st.integers(0, 2**63))

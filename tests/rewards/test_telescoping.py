@@ -83,10 +83,3 @@ def test_the_rent_falls_due_in_the_tick_that_keeps_the_seed(pool: HostPool) -> N
     assert images == pytest.approx(round(images), abs=1e-3)
     others = rewards[:-1, [0, 2]] * pool.data.validation.samples
     torch.testing.assert_close(others, others.round(), rtol=0.0, atol=1e-3)
-
-
-def test_a_repeated_episode_gets_the_same_rewards(pool: HostPool) -> None:
-    first, _, _ = run_episode(pool)
-    second, _, _ = run_episode(pool)
-    assert torch.equal(first, second)
-    assert first.any()

@@ -206,14 +206,6 @@ class EnvFactory:
         return torch.tensor(select_offer(growable.tolist(), context, env.rng_seed))
 
     @property
-    def is_uniform(self) -> bool:
-        """True if the same blueprints can grow in the same slots of all hosts in all episodes."""
-        first, *others = self.growable.values()
-        return all(torch.equal(first, other) for other in others) and not any(
-            context.limits_offer for context in self.context_distribution.contexts
-        )
-
-    @property
     def num_privileged(self) -> int:
         """Number of privileged features P; 0: nothing is hidden."""
         encoded = len(self.context_distribution.encode(Context()))

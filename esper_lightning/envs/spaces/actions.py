@@ -13,8 +13,7 @@ from torch import Tensor
 
 from esper_lightning.blueprints import find_blueprint, suggest_name
 from esper_lightning.envs.device_transfer import copy_to_device
-from esper_lightning.growth.alpha import Curve
-from esper_lightning.growth.blend import BlendStyle
+from esper_lightning.growth.blend import BlendStyle, Curve
 
 
 class Op(IntEnum):
@@ -86,7 +85,7 @@ class ActionConfig:
     features; your own are offered only where they are named."""
 
     styles: list[str] = field(default_factory=lambda: ["linear_add"])
-    """Blend styles: a curve of the alpha ramp (linear, cosine, sigmoid6, sigmoid12, sigmoid24), an underscore, and
+    """Blend styles: a curve of the alpha ramp (linear, sigmoid12), an underscore, and
     how the seed's output combines with the host's feature (add, multiply, gate)."""
 
     tempos: dict[str, int] = field(default_factory=lambda: {"FAST": 3, "STANDARD": 5, "SLOW": 8})

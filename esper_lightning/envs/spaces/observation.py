@@ -122,7 +122,7 @@ def slot_features(env: Subject, k: int) -> dict[str, float]:
     values = {stage.name: float(slot.stage is stage) for stage in Stage}
     values["alpha"] = slot.alpha_now
     values["alpha.velocity"] = slot.alpha_velocity
-    values["alpha.target"] = slot.ramp.target if slot.occupied else 0.0
+    values["alpha.target"] = float(slot.occupied)
     values["age"] = slot.age / env.horizon
     values["ticks_in_stage"] = min(1.0, slot.ticks_in_stage / env.horizon)
     values["contribution.known"] = float(contribution is not None)

@@ -18,11 +18,11 @@ from esper_lightning.envs.seeding import TRAINING, episode_rng_seeds
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from esper_lightning.ppo.collector import RolloutCollector
-from esper_lightning.ppo.losses import PPOConfig, ppo_terms
+from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.rewards import ObjectiveConfig
 from esper_lightning.tamiyo.policy import Policy
-from esper_lightning.tasks import Digits, Split, Task, TaskData, Variant
+from esper_lightning.tasks import Digits, Task, TaskData, Variant
 from tests.conftest import SMALL
 from tests.decisions import WAIT, act, fossilize, germinate
 from tests.tiers import rest_is_slow
@@ -256,7 +256,7 @@ def test_a_shorter_episode_is_that_of_a_pool_with_its_horizon_and_then_idle(
 def test_nothing_is_learned_from_the_ticks_behind_a_shorter_episode(
     uneven: HostPool, make_policy: Callable[..., Policy]
 ) -> None:
-    norm, values = RunningMeanStd((len(uneven.feature_names),)), RunningMeanStd((), clip=float("inf"))
+    norm, values = RunningMeanStd((uneven.observation.features.shape[-1],)), RunningMeanStd((), clip=float("inf"))
     drawn = uneven.env_factory.context_distribution.draw
     run = next(
         run for run in range(99) if len({drawn(seed) for seed in episode_rng_seeds(run, TRAINING, 0, n_envs=2)}) == 2
@@ -271,7 +271,7 @@ def test_nothing_is_learned_from_the_ticks_behind_a_shorter_episode(
 
     steps = sum(env.horizon for env in uneven.envs)
     assert steps == SHORT + LONG, "the run's RNG seed draws both"
-    assert norm.count == values.count == ppo_terms(collector.policy, rollout, PPOConfig()).active == steps
+    assert norm.count == steps * len(uneven.space.slot) and values.count == steps
     short = next(i for i, env in enumerate(uneven.envs) if env.horizon == SHORT)
     assert rollout.masks.forced[SHORT:, short].all() and not rollout.masks.forced[:SHORT, short].all()
 
@@ -285,7 +285,7 @@ def test_rent_is_relative_to_each_host(make_pool: MakePool) -> None:
     pool = make_pool(6, host=cnn, family=family(**{"host.widths": [[4, 8, 16], [8, 8, 8]], "objective.price": [0.1]}))
     pool.reset(range(6))
     pool.step(act(*[germinate(0, 2)] * 6))
-    for _ in range(3):
+    for _ in range(4):  # some seeds wait for their gradient
         pool.step(act(*[WAIT] * 6))
     metrics = pool.step(act(*[fossilize(0)] * 6)).metrics
     hosts = torch.tensor([env.host_parameters for env in pool.envs], dtype=torch.float64)
@@ -311,7 +311,7 @@ def test_the_governor_knows_how_many_classes_each_host_tells_apart(make_pool: Ma
         ("host.kernel", 3, "needs a list of values, got 3"),
         ("host", [1], "unknown variable; there are host.<argument>"),
         ("data.nois", [0.1], "unknown variable; did you mean 'data.noise'"),
-        ("data.noise", [-1.0], "data.noise must be finite and not negative"),
+        ("data.noise", [-1.0], "data.noise must not be negative"),
         ("data.samples", [40.5], "data.samples must be a whole number of at least 1, got 40.5"),
         ("training.momentum", [0.5], "unknown variable"),
         ("training.lr", [0.0], "training.lr must be positive, got 0.0"),
@@ -332,10 +332,9 @@ def test_a_variable_without_meaning_is_refused(name: str, values: Any, said: str
 def test_contexts_must_fit_host_task_and_one_another(make_pool: MakePool) -> None:
     for facts, said in (
         ({"host.kernal": [3]}, "the host cannot be made with {'kernal': 3}"),
-        ({"host.kernel": [2]}, "kernel must be odd"),
+        ({"host.kernel": [2]}, "an odd kernel"),
         ({"data.classes": [11]}, "data.classes is 11, the task has 10"),
         ({"data.samples": [10_000]}, "data.samples is 10000, the task has 1597"),
-        ({"host.slots": [["block3"], ["block2"]]}, "other slots or seeds can grow"),
     ):
         with pytest.raises(ValueError, match=r".") as error:
             make_pool(1, host=cnn, family=family(**facts))
@@ -351,38 +350,6 @@ def test_a_held_out_context_may_not_be_one_of_training() -> None:
         ContextDistribution(FamilyConfig(train=[{"host.kernel": [3]}]), held_out=True)
 
 
-def test_held_out_hosts_must_offer_what_those_of_training_do(make_pool: MakePool) -> None:
-    for facts, said in (({"host.slots": [["block3"]]}, "other slots or seeds"), ({"host.kernel": [2]}, "must be odd")):
-        config = FamilyConfig(train=[{"host.kernel": [1]}], held_out=[facts])
-        with pytest.raises(ValueError, match=said):
-            make_pool(1, host=cnn, family=config)
-
-
-def test_a_pool_says_of_which_hosts_and_which_family_it_is(make_pool: MakePool) -> None:
-    def kind(base: int, held_out: Any = (), **facts: list[Any]) -> str:
-        config = FamilyConfig(train=[facts] if facts else [], held_out=list(held_out))
-        return make_pool(1, host=partial(cnn, base=base), family=config).host_kind
-
-    price = {"objective.price": [0.1, 0.2]}
-    kinds = [kind(4), kind(8), kind(4, **price), kind(8, **price), kind(4, **{"data.transform": ["inverted"]})]
-    assert len(set(kinds)) == 5
-    assert kind(4, [{"objective.price": [0.3]}], **price) == kind(4, **price), "held-out contexts do not matter"
-
-
 def test_a_variable_that_only_some_contexts_have_counts() -> None:
     whole = ContextDistribution(FamilyConfig(train=[{"host.kernel": [1]}, {"host.base": [8]}, {}]))
     assert [whole.encode(member) for member in whole.contexts] == [[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]
-
-
-def test_without_variables_there_is_one_context(make_pool: MakePool) -> None:
-    pool = make_pool(1)
-    assert pool.env_factory.context_distribution.contexts == [Context()]
-    assert pool.data.train.variants == 1 and isinstance(pool.data.train, Split)
-
-
-@pytest.mark.parametrize(
-    "grid", [{f"host.size{i}": list(range(100)) for i in range(10)}, {"training.lr": [i / 1e4 for i in range(1, 2002)]}]
-)
-def test_more_contexts_than_can_be_listed_are_refused(grid: dict[str, list[Any]]) -> None:
-    with pytest.raises(ValueError, match=r"family\.train has \d+ contexts, more than 2000; leave out values"):
-        FamilyConfig(train=[grid])

@@ -3,9 +3,8 @@ from typing import Any
 import pytest
 import torch
 
-from esper_lightning.envs import HEADS, Action, ActionConfig, ActionSpace, EnvConfig, Op
+from esper_lightning.envs import HEADS, Action, ActionConfig, ActionSpace, Op
 from esper_lightning.envs.spaces.actions import STYLES, relevance_table, to_action, zero_irrelevant_heads
-from esper_lightning.growth.gates import LifecycleConfig
 from tests.decisions import CPU, WAIT, Row, cull, fossilize, germinate
 
 SPACE = ActionSpace(
@@ -34,12 +33,6 @@ SPACE = ActionSpace(
 def test_an_impossible_action_config_is_refused_with_its_reason(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ActionConfig(**settings)
-
-
-@pytest.mark.parametrize("off", ["auto_blend", "auto_probation"])
-def test_seeds_that_do_not_get_on_by_themselves_are_refused(off: str) -> None:
-    with pytest.raises(ValueError, match="so no seed gets on; switch both on"):
-        EnvConfig(lifecycle=LifecycleConfig(**{off: False}))
 
 
 @pytest.mark.parametrize(
