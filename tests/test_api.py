@@ -1,6 +1,5 @@
 """The doors for Python: the same policy as on the command line, the same comparison, and growth of a network."""
 
-import json
 import random
 import re
 import signal
@@ -84,12 +83,6 @@ def test_metrics_of_a_run_are_the_last_points_of_its_plots(run: TrainedRun) -> N
     )
     assert documented and set(documented) <= shared
     assert {tag: points[tag] for tag in shared} == pytest.approx({tag: run.metrics[tag] for tag in shared}, rel=1e-5)
-
-
-def test_a_run_of_python_records_its_software(run: TrainedRun) -> None:
-    record = json.loads((run.folder / "run.json").read_text())
-
-    assert record["versions"]["esper-lightning"] == esper_lightning.__version__ and record["seed"] == 0
 
 
 @pytest.mark.slow

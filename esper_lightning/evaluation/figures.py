@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from esper_lightning.evaluation.comparison import ComparisonResult, Entry
 from esper_lightning.evaluation.play import PoolTrace
@@ -79,8 +79,7 @@ def pareto_figure(result: ComparisonResult) -> Figure:
 def label_log_axis(axis: Axis) -> None:
     """Label a logarithmic axis at few places: matplotlib labels every minor tick of less than a decade."""
     low, high = axis.get_view_interval()
-    if high < 10.0 * low:
-        axis.set_major_locator(MaxNLocator(5))
+    axis.set_major_locator(MaxNLocator(5) if high < 10.0 * low else LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.set_major_formatter(EngFormatter(sep=""))
     axis.set_minor_formatter(NullFormatter())
 

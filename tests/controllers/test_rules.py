@@ -18,7 +18,6 @@ from esper_lightning.controllers.rules import (
     HillClimbing,
     Periodic,
     PeriodicConfig,
-    is_worth_fossilizing,
     min_ticks_to_judge,
     net_gain,
 )
@@ -169,16 +168,6 @@ def test_blueprints_of_the_heuristic_take_turns(patient: HostPool) -> None:
     assert decision(rule, patient) == WAIT, "every slot is taken"
 
 
-@pytest.mark.parametrize(
-    ("threshold", "contribution", "keeps"),
-    [(1.0, None, False), (1.0, 0.5, False), (-1.0, -0.5, True), (None, 0.0, False), (None, 0.1, True)],
-)
-def test_without_a_threshold_whatever_helps_is_worth_keeping(
-    threshold: float | None, contribution: float | None, keeps: bool
-) -> None:
-    assert is_worth_fossilizing(contribution, LifecycleConfig(min_contribution=threshold)) is keeps
-
-
 @pytest.mark.parametrize("changes", [{}, FREE], ids=["by default", "all heads"])
 @pytest.mark.parametrize(
     "rule",
@@ -239,19 +228,6 @@ def test_a_seed_is_kept_if_it_contributes_more_than_its_rent(dear: HostPool, abo
     dear.envs[0].records[0].contribution = rent_of(dear, 0, "conv_light") + above - 1e-6
 
     assert decision(rule, dear) == expected
-
-
-def test_rent_is_that_of_growing_further_not_of_growing_from_scratch(dear: HostPool) -> None:
-    rule = climbing(dear, blueprints=["conv_light"])
-    play_until_probation(rule, dear)
-    dear.envs[0].records[0].contribution = 99.0
-    play(rule, dear, 1)
-    play_until_probation(rule, dear, slot=1)
-
-    # The second seed is expensive on a bare host; after a first growth the same parameters cost less.
-    dear.envs[0].records[1].contribution = 0.97 * rent_of(dear, 1, "conv_light")
-
-    assert decision(rule, dear) == fossilize(1)
 
 
 @pytest.mark.parametrize(

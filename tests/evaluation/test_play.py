@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,12 +21,9 @@ from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.evaluation.networks import fossilized_copy
 from esper_lightning.evaluation.play import (
     FossilizedSeed,
-    Outcome,
-    PoolTrace,
     StaticController,
     Topology,
     affordable_ticks,
-    build_topology,
     epoch_rng_seed,
     paired_difference,
     play_episode,
@@ -56,23 +51,6 @@ gradient."""
 @pytest.fixture(scope="module")
 def pool(make_pool: MakePool) -> HostPool:
     return make_pool(2, training=HostTraining(lr=0.02, batches=6), objective=ObjectiveConfig(price=0.5))
-
-
-def outcome(name: str, objective: np.ndarray) -> Outcome:
-    none = np.zeros_like(objective)
-    trace = PoolTrace(none[None], none[None], none[None, :, None])
-    return Outcome(name, *[none] * 3, objective, *[none] * 4, 0.0, [()] * len(none), trace, [""] * len(none), {})
-
-
-@given(seed=st.integers(0, 1000), gain=st.floats(-1.0, 1.0))
-def test_what_hosts_have_in_common_cancels_in_a_paired_difference(seed: int, gain: float) -> None:
-    random = np.random.default_rng(seed)
-    host, noise = 10.0 * random.normal(size=20), 0.01 * random.normal(size=20)
-
-    mean, low, high = paired_difference(outcome("ours", host + gain + noise), outcome("other", host))
-
-    assert low <= mean <= high < low + 0.05, "as narrow as the noise, although hosts differ by ten"
-    assert mean == pytest.approx(gain, abs=0.02)
 
 
 class OnlyGerminates(WaitOnly):
@@ -305,14 +283,6 @@ def test_static_hosts_are_the_same_hosts_with_fossils_from_the_first_tick_to_the
     assert played.topologies == TOPOLOGIES
     fossil = int(Stage.FOSSILIZED)
     assert (played.trace.stages == [[fossil, 0, fossil], [0, fossil, 0]]).all()
-
-
-def test_nothing_built_in_is_the_host_that_never_grows(make_pool: MakePool) -> None:
-    pool = make_pool(2)
-    build_topology(pool.envs[0], ())
-    static, wait = (play_episode(pool, "one", one, rng_seeds=SEEDS) for one in (StaticController([(), ()]), WaitOnly()))
-
-    assert np.array_equal(static.loss, wait.loss)
 
 
 def test_a_static_host_with_equal_compute_trains_as_long_as_the_budget_allows(make_pool: MakePool) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from esper_lightning.controllers.schedules import Schedule, read_schedule
 from esper_lightning.envs import Op
 from esper_lightning.evaluation.checkpoints import TrainedPolicy
-from esper_lightning.evaluation.comparison import ComparisonResult, Entry, best_hand_written
+from esper_lightning.evaluation.comparison import ComparisonResult, Entry
 from esper_lightning.evaluation.figures import accuracy_figure, pareto_figure, timeline_figure, write_figures
 from esper_lightning.evaluation.networks import NETWORK_FILES
 from esper_lightning.evaluation.play import Outcome, PoolTrace
@@ -243,7 +243,3 @@ def test_files_of_an_earlier_comparison_are_removed_and_those_of_the_user_and_of
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "networks"])
     saved = {path.name: len(list(path.iterdir())) for path in (tmp_path / "networks").iterdir()}
     assert saved == {"1": 1, "mine": 3}, "what was exported beside a network stays"
-
-
-def test_a_comparison_without_a_hand_written_rule_has_no_twin_of_one() -> None:
-    assert best_hand_written({}, ["climbing", "periodic"]) == []
