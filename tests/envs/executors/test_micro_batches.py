@@ -87,16 +87,6 @@ def test_a_batch_in_one_part_is_a_plain_training_loop_bit_for_bit(make_pool: Mak
     assert torch.equal(row[:2], torch.stack([losses, hits]) / 3)
 
 
-def test_the_host_never_sees_more_than_a_part(make_pool: MakePool) -> None:
-    pool = make_pool(1, training=HostTraining(batch_size=12, batches=2, micro_batches=4))
-    rows: list[int] = []
-    pool.envs[0].network.register_forward_pre_hook(lambda network, inputs: rows.append(len(inputs[0])))
-
-    pool.executor.train_epoch(pool.envs, pool.data.train)
-
-    assert rows == [3] * 8
-
-
 def test_parts_must_be_of_equal_size() -> None:
     HostTraining(batch_size=12, micro_batches=4)
     with pytest.raises(ValueError, match=r"training\.micro_batches must divide batch_size, 5 does not divide 12"):
