@@ -1,7 +1,6 @@
 """Hosts and data for comparisons of executors, and a plain PyTorch loop that trains the same hosts."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -12,7 +11,7 @@ from esper_lightning.blueprints import blueprint_names, build_on
 from esper_lightning.envs import EnvConfig, HostFactory, HostPool
 from esper_lightning.envs.config import REQUIRED_DEVICE_TYPE
 from esper_lightning.envs.executors import EXECUTORS
-from esper_lightning.envs.host_training import ConvolutionMethod, HostTraining
+from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.stages import Stage
@@ -57,7 +56,6 @@ class ExecutorChoice(NamedTuple):
 
     executor: str
     onednn: bool
-    convolutions: ConvolutionMethod | None = None  # as in `HostTraining`
 
     def __str__(self) -> str:
         return self.executor if self.onednn else f"{self.executor} without oneDNN"
@@ -126,7 +124,8 @@ class RawLoop:
 
         self.hosts = [build() for _ in range(hosts)]
         self.optimizers = [torch.optim.Adam(host.parameters(), lr=0.001) for host in self.hosts]
-        self.scalers = [self.settings.make_scaler(self.device) for _ in self.hosts]
+        is_scaled = precision == "fp16"
+        self.scalers = [torch.amp.GradScaler(self.device.type, enabled=is_scaled) for _ in self.hosts]
 
     def __call__(self) -> None:
         for host, optimizer, scaler in zip(self.hosts, self.optimizers, self.scalers, strict=True):
@@ -149,8 +148,7 @@ class RawLoop:
 
 
 def choices(case: Case, device: torch.device) -> list[ExecutorChoice]:
-    """Return the executors that run on `device`, fused with its default convolutions; for digits with and without
-    oneDNN."""
+    """Return the executors that run on `device`, for digits with and without oneDNN."""
     kernels = [True, False] if case.onednn is None and device.type == "cpu" else [case.onednn is not False]
     names = [name for name in EXECUTORS if REQUIRED_DEVICE_TYPE.get(name) in (None, device.type)]
     return [ExecutorChoice(name, onednn) for name in names for onednn in kernels]
@@ -166,7 +164,6 @@ def make_pool(
 ) -> HostPool:
     """Return a pool of hosts with seeds for one executor. Raises ValueError if the executor does not support them."""
     settings = training_settings(case._replace(onednn=choice.onednn), precision)
-    settings = replace(settings, convolutions=choice.convolutions)
     lifecycle = LifecycleConfig(auto_cull=False)
     config = EnvConfig(horizon=10**6, executor=choice.executor, training=settings, lifecycle=lifecycle)
     device, governor = data.train.inputs.device, GovernorConfig()

@@ -3,7 +3,6 @@
 import signal
 import threading
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -22,39 +21,34 @@ class Preemption(Checkpoint):
 
     A second signal ends the process at once. Lightning alone would exit with 0 and save nothing in the middle of a
     rollout. With several processes a signal to any of them stops all: they agree at the end of every tick. The class
-    derives from `Checkpoint` so that Lightning calls it last, after the other callbacks have processed this tick. In
-    another thread than the main one, which receives no signals, it does nothing.
+    derives from `Checkpoint` so that Lightning calls it last, after the other callbacks have processed this tick.
 
     Args:
         filename: Name of the checkpoint, without `.ckpt`; it is written to the folder of the first ModelCheckpoint.
     """
 
     def __init__(self, filename: str = "last") -> None:
-        self.filename = filename
-        self._received = 0
-        self._previous: dict[int, Any] = {}
+        self.filename, self._received = filename, 0
+        self._previous: dict[int, Any] = {}  # handlers that were replaced
 
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         # Not earlier: Lightning has installed its own handlers by now, and these must replace them.
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():  # another one receives no signals
             asked = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
             self._previous = {number: signal.signal(number, self._note) for number in asked}
         if trainer.received_sigterm:  # noted by Lightning's handler before this one was installed
             self._received = signal.SIGTERM
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, number: int, frame: Any) -> None:
         self._received = number
         for one in self._previous:
             signal.signal(one, signal.SIG_DFL)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
-        if not trainer.is_last_batch:  # after the last tick, on_train_epoch_end saves
-            self._stop_if_asked(trainer, pl_module)
+        if not trainer.is_last_batch:
+            self.on_train_epoch_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
-        self._stop_if_asked(trainer, pl_module)
-
-    def _stop_if_asked(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         """Save and exit if this process is asked to stop, or another one of the run."""
         number = self._received
         if pl_module.ranks.world > 1:
@@ -62,8 +56,7 @@ class Preemption(Checkpoint):
         if not number:
             return
         folders = [one.dirpath for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-        folder = next(filter(None, folders), trainer.log_dir or trainer.default_root_dir)
-        path = Path(folder) / f"{self.filename}.ckpt"
+        path = Path(next(filter(None, folders), trainer.log_dir or trainer.default_root_dir)) / f"{self.filename}.ckpt"
         trainer.save_checkpoint(path, weights_only=False)
         if trainer.is_global_zero:
             print_status(f"stopped by {signal.Signals(number).name}; go on from ckpt_path {path}")

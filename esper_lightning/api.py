@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper_lightning.callbacks import Governor, Grow, Telemetry, default_callbacks
-from esper_lightning.callbacks.grow.deciders import Decider
+from esper_lightning.callbacks.grow.scoring import Decider
 from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
 from esper_lightning.cli import CHECKPOINTS_FOLDER, run_folder
 from esper_lightning.console import quieter_lightning

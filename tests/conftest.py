@@ -13,9 +13,9 @@ from jsonargparse import _core, _subcommands
 from torch import Tensor, nn
 
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
-from esper_lightning.envs.executors.fused.equivalence import check_stack
+from esper_lightning.envs.executors.fused.proof import check_stack
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.host_training import ConvolutionMethod, HostTraining
+from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.lifecycle import slots_of
@@ -111,15 +111,15 @@ def stacks_of_our_hosts_are_proven_once() -> Iterator[None]:
     """
     proven: set[str] = set()
 
-    def check(env: HostEnv, inputs: Tensor, convolutions: ConvolutionMethod | None = None) -> None:
+    def check(env: HostEnv, inputs: Tensor) -> None:
         network, slots = env.network, slots_of(env.network)
         ours = type(network).__module__.startswith("esper_lightning.hosts")
         settings = [value for value in vars(network).values() if isinstance(value, bool | int | float | str)]
         grown_in = [(name, slot.detach_input, slot.on_single_path) for name, slot in slots.items()]
         dtype, shape = next(network.parameters()).dtype, inputs.shape[1:]
-        case = str((network, settings, grown_in, env.space.blueprint, env.space.style, dtype, shape, convolutions))
+        case = str((network, settings, grown_in, env.space.blueprint, env.space.style, dtype, shape))
         if not ours or case not in proven:
-            check_stack(env, inputs, convolutions)
+            check_stack(env, inputs)
             proven.add(case)
 
     with pytest.MonkeyPatch.context() as patch:

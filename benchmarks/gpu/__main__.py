@@ -92,7 +92,6 @@ def make_steps(out: Path, device: str) -> list[Step]:
         measure("memory", "streams" if device == "gpu" else "loop", limit=90),
         measure("resume", device, str(out / "resume"), limit=240),
         measure("matrix_rate", limit=60),
-        measure("convolutions", limit=90),
         *(measure("speed", case, str(hosts), limit=150) for case, hosts in SPEED_CASES),
     ]
 

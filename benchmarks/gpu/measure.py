@@ -5,15 +5,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import memory as memory_benchmark
@@ -23,9 +21,6 @@ from benchmarks.hosts import BATCH, BATCHES, CASES, ExecutorChoice, RawLoop, mak
 from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.device_transfer import download
-from esper_lightning.envs.executors.fused.layers import StackedConv2d
-from esper_lightning.envs.executors.fused.stacking import StackIndex
-from esper_lightning.envs.host_training import ConvolutionMethod
 from esper_lightning.envs.spaces.actions import Op, to_action
 
 MATRIX_SIDE = {"cpu": 256, "cuda": 8192}
@@ -36,27 +31,6 @@ ROLLOUTS, SETTLED = 50, 5
 
 ROUNDS = 3
 """Rounds of a measurement of speed, of which the fastest counts."""
-
-
-class ConvolutionShape(NamedTuple):
-    """A convolution of many hosts."""
-
-    hosts: int
-    channels: int
-    """Input channels of one host."""
-    outputs: int
-    """Output channels of one host."""
-    side: int
-    """Height and width of the features."""
-    kernel: int
-
-
-CONVOLUTIONS = [
-    ConvolutionShape(hosts, *shape)
-    for hosts in (16, 64)
-    for shape in ((4, 8, 4, 1), (3, 8, 32, 3), (8, 16, 16, 3), (16, 32, 8, 3), (32, 64, 16, 3), (64, 128, 8, 3))
-]
-"""Convolutions of the hosts of the presets: digits, base 8 and base 32."""
 
 
 def executors() -> list[str]:
@@ -187,11 +161,9 @@ def speed(case: str, hosts: str, precisions: tuple[str, ...] = ("fp32", "bf16"))
         plain = min(min(raw_seconds(raw).values()) for _ in range(ROUNDS))
         print_result(f"{precision}: raw loop", f"{images / plain:.0f}", "images/s")
         print_result(f"{precision}: raw loop", f"{images / plain * raw.flops() / 1e12:.4f}", "TFLOP/s")
-        choices = {name: ExecutorChoice(name, True) for name in executors()}
-        choices["fused with products"] = ExecutorChoice("fused", True, "products")
-        for name, choice in choices.items():
+        for name in executors():
             for seeds in ("none", "different"):
-                pool = make_pool(CASES[case], data, n, choice, seeds, precision)
+                pool = make_pool(CASES[case], data, n, ExecutorChoice(name, True), seeds, precision)
                 step(pool)
                 rounds = [step(pool) for _ in range(ROUNDS)]
                 trained, ticked = min(one.train for one in rounds), min(one.tick for one in rounds)
@@ -202,46 +174,12 @@ def speed(case: str, hosts: str, precisions: tuple[str, ...] = ("fp32", "bf16"))
                 del pool
 
 
-def stacked_convolution(shape: ConvolutionShape, method: ConvolutionMethod, dtype: torch.dtype) -> StackedConv2d:
-    """Return a stacked convolution of all hosts with random weights, computed by `method`."""
-    index = StackIndex(method)
-    index.select_all(shape.hosts)
-    convolution = nn.Conv2d(shape.channels, shape.outputs, shape.kernel, padding=shape.kernel // 2, bias=False)
-    layer, weight_shape = StackedConv2d(convolution, index), (shape.hosts, *convolution.weight.shape)
-    layer.bound = {"weight": torch.randn(weight_shape, device=DEVICE, dtype=dtype, requires_grad=True)}
-    return layer
-
-
-def convolutions(shapes: Sequence[ConvolutionShape] | None = None) -> None:
-    """Measure ways to convolve the features of many hosts at once, forward and backward."""
-    plans: dict[str, tuple[ConvolutionMethod, torch.memory_format]] = {
-        "grouped": ("grouped", torch.contiguous_format),
-        "grouped, channels last": ("grouped", torch.channels_last),
-        "products": ("products", torch.contiguous_format),
-    }
-    for shape, dtype in product(CONVOLUTIONS if shapes is None else shapes, (torch.float32, torch.bfloat16)):
-        n = shape.hosts
-        x = torch.randn(BATCH, n * shape.channels, shape.side, shape.side, device=DEVICE, dtype=dtype)
-        for name, (method, memory_format) in plans.items():
-            inputs = x.clone(memory_format=memory_format).requires_grad_()
-            layer = stacked_convolution(shape, method, dtype)
-
-            def work(layer: StackedConv2d = layer, inputs: Tensor = inputs) -> None:
-                layer(inputs).float().square().sum().backward()
-
-            work()
-            fastest = min(seconds(work) for _ in range(ROUNDS))
-            label = f"{n} hosts, {shape.channels} to {shape.outputs} channels, {shape.side}², kernel {shape.kernel}"
-            print_result(f"{label}, {str(dtype).removeprefix('torch.')}: {name}", f"{fastest * 1e3:.3f}", "ms")
-
-
 MEASUREMENTS: dict[str, Callable[..., None]] = {
     "waits": waits,
     "launches": launches,
     "memory": memory,
     "resume": resume,
     "matrix_rate": matrix_rate,
-    "convolutions": convolutions,
     "speed": speed,
 }
 

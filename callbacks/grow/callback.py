@@ -2,33 +2,34 @@
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from esper_lightning.callbacks.grow.deciders import Decider, make_decider, resume_decider
-from esper_lightning.callbacks.grow.fitting import (
-    average_gradients,
-    count_ticks,
-    may_be_last_step,
-    separate_clipping,
-    wrap_without_seeds,
+from esper_lightning.callbacks.grow.checks import check_trainer, count_ticks, find_network, find_optimizer
+from esper_lightning.callbacks.grow.scoring import (
+    Decider,
+    Measured,
+    Scale,
+    VariantMeter,
+    first_rows,
+    make_decider,
+    resume_decider,
 )
-from esper_lightning.callbacks.grow.refusals import check_network, check_trainer, find_network, find_optimizer
-from esper_lightning.callbacks.grow.report import GrowthReport, growth_metrics
-from esper_lightning.callbacks.grow.scale import Measured, Scale
-from esper_lightning.callbacks.grow.scoring import VariantMeter, first_rows
+from esper_lightning.console import print_status
 from esper_lightning.controllers.learned import TrainingRules
-from esper_lightning.envs import ActionConfig, EnvConfig
+from esper_lightning.envs import ActionConfig, EnvConfig, HostEvent
 from esper_lightning.envs.flops import count_flops
 from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.measurements import EpochResult, TrainingStats
@@ -40,9 +41,13 @@ from esper_lightning.growth.attach import attach_at, attached_places
 from esper_lightning.growth.counterfactual import ScoreFunction
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.nested import batch_size, call_network, iter_tensors
-from esper_lightning.growth.param_groups import follow, host_groups
+from esper_lightning.growth.param_groups import follow, host_groups, seed_groups
+from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import ObjectiveConfig
+from esper_lightning.telemetry.events import SCHEMA, Contributed, Event, EventLog, Started
+from esper_lightning.telemetry.hosts import seed_changes
 
 STATE_FORMAT = 4
 """Version of the callback's state in a checkpoint."""
@@ -107,13 +112,6 @@ class Grow(Callback):
         for name, number in (("batches", batches), ("every", every), ("horizon", horizon)):
             if number is not None and number < 1:
                 raise ValueError(f"Grow: {name} must be at least 1, got {number}")
-        for name, given, kind in (("lifecycle", lifecycle, LifecycleConfig), ("actions", actions, ActionConfig)):
-            if given is not None and not isinstance(given, kind):
-                raise ValueError(
-                    f"Grow: {name} must be esper_lightning.{kind.__name__}(…), got {type(given).__name__}; make one"
-                )
-        if mode not in ("max", "min"):
-            raise ValueError(f"Grow: mode must be 'max' or 'min', got {mode!r}")
         if score is not None and mode == "min":
             raise ValueError("Grow: a score grows with quality; leave mode at 'max'")
         self.decider = make_decider(decider)
@@ -135,6 +133,7 @@ class Grow(Callback):
         self._config(1)  # raises ValueError now if settings contradict each other
         self.seed_options = {name: float(value) for name, value in (seed_options or {}).items()}
         self.rng_seed = rng_seed
+        self._log: EventLog | None = None
         self.network: nn.Module = nn.Identity()
         """The network that grows; a stand-in before `setup` finds it."""
         self._forget()
@@ -202,16 +201,16 @@ class Grow(Callback):
 
         vars(pl_module)["on_load_checkpoint"] = attach_first
         if stage == "fit":
-            check_trainer(trainer, pl_module)
-            check_network(network, self.network_name)
+            check_trainer(trainer, pl_module, network, self.network_name)
             vars(pl_module)["clip_gradients"] = separate_clipping(pl_module.clip_gradients, trainer)
             vars(pl_module)["on_validation_model_zero_grad"] = measure_first
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._unwrap(pl_module)
         vars(self).pop("_meter", None)  # releases its batches
-        if (report := vars(self).pop("_report", None)) is not None:
-            report.close()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
 
     def _unwrap(self, module: LightningModule) -> None:
         for name in WRAPPED:
@@ -294,8 +293,14 @@ class Grow(Callback):
         subject = Subject(growing, space, actions=self.actions, objective=self.objective, flops=flops)
         self.pool = SinglePool(subject, trainer.strategy.broadcast(growable), config)
         events = self._continue(trainer, state) if state else self._begin(trainer)
-        self._report = GrowthReport(trainer, self.pool, unit=self.scale.unit, is_resumed=bool(state))
-        self._report.tell(events, {})
+        folder = getattr(trainer.logger, "log_dir", None)
+        if folder is not None and trainer.is_global_zero:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self._log = EventLog(Path(folder) / "events.jsonl")
+            if state:
+                self._log.discard_after(subject.tick)
+            self._log.write([Started(subject.tick, SCHEMA, 1, horizon, space.slot, space.blueprint)])
+        self._tell(trainer, events, {})
 
     def _begin(self, trainer: Trainer) -> list[SeedEvent]:
         """Measure the network before its first epoch, and carry out the first decision."""
@@ -387,7 +392,15 @@ class Grow(Callback):
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_validation_of_fit(trainer):
-            metrics = growth_metrics(self._pool, self._contributions, self._potentials)
+            slots = self._pool.subject.slots
+            metrics = {
+                "growth/parameters": float(count_parameters(self.growing.module)),
+                "growth/seeds": float(sum(slot.occupied for slot in slots)),
+                "growth/fossilized": float(sum(slot.stage is Stage.FOSSILIZED for slot in slots)),
+                **{f"growth/alpha.{slot.name}": float(slot.alpha_now) for slot in slots if slot.blended},
+                **{f"growth/contribution.{name}": points for name, points in self._contributions.items()},
+                **{f"growth/potential.{name}": points for name, points in self._potentials.items()},
+            }
             pl_module.log_dict(metrics, sync_dist=trainer.world_size > 1, batch_size=1)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -434,10 +447,9 @@ class Grow(Callback):
         # The accuracy on training data is unknown; deciders see that of validation.
         events = pool.record(EpochResult(TrainingStats(loss, score.accuracy, 0, host, seeds), validation), bool(broken))
         growing.lifecycle = self.lifecycle
-        self.scale.warn_if_stuck(pool.subject.history)
         if pool.subject.tick < pool.subject.horizon and not broken:
             events += self._decide(trainer)
-        self._report.tell(events, pending.contributions)
+        self._tell(trainer, events, pending.contributions)
         self._gradients, self._train_loss, self._train_batches = None, 0.0, 0
 
     def _decide(self, trainer: Trainer) -> list[SeedEvent]:
@@ -448,13 +460,26 @@ class Grow(Callback):
     # What happens in a training step.
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.world_size > 1:
-            average_gradients(trainer, (slot.seed for slot in self._pool.subject.slots if slot.occupied))
+        """Average the gradients of seeds over all processes: DistributedDataParallel knows the host alone.
+
+        Averages of accumulated gradients are accumulated averages, so this may follow every backward pass.
+        """
+        seeds = [slot.seed for slot in self._pool.subject.slots if slot.occupied and trainer.world_size > 1]
+        for parameter in (parameter for seed in seeds for parameter in seed.parameters() if parameter.requires_grad):
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = trainer.strategy.reduce(gradient, reduce_op="mean")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measure gradients before a validation, unscaled and before clipping: Lightning releases them first."""
+        interval, loop = trainer.val_check_batch, trainer.fit_loop.epoch_loop
+        batches = 1 + (loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx)
+        # A step is expected after every `accumulate_grad_batches` batches, and after the last batch of an epoch. If
+        # validations are due by the clock, one may follow every step.
+        is_due = (trainer.is_last_batch or interval is None) or (
+            not math.isinf(interval) and -batches % interval < trainer.accumulate_grad_batches
+        )
         # Those of the first step are used if the last one overflowed, or if a manual optimization skips it.
-        is_due = may_be_last_step(trainer) or (self._may_skip_steps and self._gradients is None)
+        is_due = is_due or (self._may_skip_steps and self._gradients is None)
         if is_due and optimizer is self.optimizer:
             measured = self.growing.gradient_stats_tensor()
             if self._gradients is not None and self._has_loss_scale:
@@ -516,5 +541,57 @@ class Grow(Callback):
                 for config in trainer.lr_scheduler_configs
             ]
 
+    def _tell(self, trainer: Trainer, changes: Sequence[SeedEvent], contributions: Mapping[str, float]) -> None:
+        """Print the changes of the present tick, and record them and the contributions, in the first process."""
+        tick = self._pool.subject.tick
+        for change in changes if trainer.is_global_zero else ():
+            worth = "" if change.contribution is None else f", worth {change.contribution:+.1f} points"
+            print_status(f"Grow, tick {tick}: {change}{worth}".replace(" points", f" {self.scale.unit}"))
+        if self._log is not None:
+            events: list[Event] = [*seed_changes([HostEvent(0, tick, change) for change in changes], tick, [0])]
+            if contributions:
+                hosts = [0] * len(contributions)
+                events.append(Contributed(tick, hosts, list(contributions), list(contributions.values())))
+            self._log.write(events)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._report.tell_end(str(self.network_name))
+        if trainer.is_global_zero:
+            subject = self._pool.subject
+            sizes = f"{count_parameters(self.growing.module):,} parameters, {subject.host_parameters:,} of them"
+            kept = sum(slot.stage is Stage.FOSSILIZED for slot in subject.slots)
+            seeds = f"seeds: {kept} kept, {sum(slot.live for slot in subject.slots)} open"
+            print_status(f"Grow: {self.network_name} has {sizes} without seeds; {seeds}")
+
+
+def separate_clipping(clip: Callable[..., None], trainer: Trainer) -> Callable[..., None]:
+    """Return a `clip_gradients` that clips the host, then each seed: one common norm would let a seed slow the host."""
+
+    def clip_gradients(optimizer: Any, gradient_clip_val: float | None = None, *args: Any, **kwargs: Any) -> None:
+        raw = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer in manual optimization
+        groups = list(raw.param_groups)
+        is_clipped = gradient_clip_val or trainer.gradient_clip_val  # Lightning calls this after every step
+        parts = [host_groups(raw), *([seed] for seed in seed_groups(raw))] if is_clipped else [groups]
+        try:
+            for part in parts:
+                raw.param_groups[:] = part
+                clip(raw, gradient_clip_val, *args, **kwargs)
+        finally:
+            raw.param_groups[:] = groups
+
+    return clip_gradients
+
+
+def wrap_without_seeds(trainer: Trainer, seeds: Iterable[nn.Module]) -> None:
+    """Let DistributedDataParallel know the parameters of the host alone, as if no seed had existed when it began.
+
+    It waits in each step for the gradients of all parameters that it knows, also for those of a seed that is culled.
+    """
+    strategy = trainer.strategy
+    parameters = [parameter for seed in seeds for parameter in seed.parameters() if parameter.requires_grad]
+    if parameters and isinstance(strategy, DDPStrategy):
+        strategy.model = strategy.lightning_module  # releases the wrapper that knows them, with its hooks
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        strategy.configure_ddp()
+        for parameter in parameters:
+            parameter.requires_grad_(True)

@@ -1,30 +1,166 @@
-"""The metric of a network with combinations of its seeds, by the validation_step of its own LightningModule.
+"""Who decides about growth, and on what: the user's metric, with all seeds and with combinations of them.
 
-The step runs on a copy of the module with its own state, whose `log` is listened to, and with random numbers that are
-restored afterwards. The run's own metrics, logs and random numbers stay as they are.
+Combinations are measured by the validation_step of the user's own LightningModule. The step runs on a copy of the
+module with its own state, whose `log` is listened to, and with random numbers that are restored afterwards. The run's
+own metrics, logs and random numbers stay as they are.
 """
 
 import copy
 import inspect
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from lightning import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from esper_lightning import load_controller
+from esper_lightning.checkpointing.policy_file import CHECKPOINT_SUFFIX, POLICY_SUFFIX, names_policy
+from esper_lightning.controllers.random import WaitOnly
+from esper_lightning.controllers.registry import CONTROLLERS, check_methods, make_controller
+from esper_lightning.controllers.schedules import FixedSchedule, read_schedule
+from esper_lightning.envs.measurements import POINTS_PER_UNIT, Score, Validation
+from esper_lightning.envs.single_pool import SinglePool
+from esper_lightning.envs.spaces.actions import Action
 from esper_lightning.growth.counterfactual import ScoreFunction, SeedVariant, measure_variants
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.nested import ExampleInput, evaluation_mode, iter_tensors, map_tensors
 from esper_lightning.growth.slot import SeedSlot
+
+MIN_ACCURACY = 1e-6
+"""Least share of which a logarithm is taken, and least loss by which a difference is divided."""
+
+MAX_VISIBLE_LOSS = 7.0
+"""Largest loss whose exp(-loss) is about a thousandth or more, so that deciders see it fall."""
+
+
+class Measured(NamedTuple):
+    """Measurements of a validation, kept until the next training batch begins."""
+
+    metric: float
+    loss: float | None
+    contributions: dict[str, float]
+    potentials: dict[str, float]
+
+
+class Scale(NamedTuple):
+    """Meaning of a metric."""
+
+    monitor: str
+    mode: Literal["max", "min"]
+
+    @property
+    def unit(self) -> str:
+        """Unit of contributions."""
+        return "points" if self.mode == "max" else "% of the loss"
+
+    def points(self, better: float, worse: float) -> float:
+        """Return by how much one metric is better than another: in points of 100, or for a loss in percent.
+
+        A metric that is not finite is worse than any other by 100.
+        """
+        if not (math.isfinite(better) and math.isfinite(worse)):
+            return POINTS_PER_UNIT * (math.isfinite(better) - math.isfinite(worse))
+        if self.mode == "max":
+            return POINTS_PER_UNIT * (better - worse)
+        return POINTS_PER_UNIT * (worse - better) / max(abs(worse), MIN_ACCURACY)
+
+    def accuracy(self, metric: float) -> float:
+        """Return the metric as a number from 0 to 1 that grows with quality; 0 for one that is not finite.
+
+        Raises ValueError if a metric of mode `max` is no share.
+        """
+        if not math.isfinite(metric):
+            return 0.0
+        if self.mode == "min":
+            return math.exp(-max(metric, 0.0))
+        if not 0.0 <= metric <= 1.00001:  # sums of shares are rounded
+            raise ValueError(
+                f"Grow: {self.monitor} is {metric:.4g}, but in mode 'max' it must be a share from 0 to 1; scale it, or "
+                f"monitor a loss with mode 'min'"
+            )
+        return min(metric, 1.0)
+
+    def warn_if_blind(self, metric: float) -> None:
+        """Warn if deciders see a loss as an accuracy that hardly moves: of 0 for a large loss, or of 1 below 0."""
+        if self.mode == "min" and math.isfinite(metric) and not 0.0 <= metric <= MAX_VISIBLE_LOSS:
+            rank_zero_warn(
+                f"Grow: {self.monitor} is {metric:.4g}, and deciders see exp(-loss) as the accuracy, "
+                f"{self.accuracy(metric):.2g}; log a loss from 0 to {MAX_VISIBLE_LOSS:g} for Grow, such as a share of "
+                f"the first one"
+            )
+
+    def validation(self, measured: Measured, slots: Sequence[str]) -> Validation:
+        """Return a validation in the form in which deciders see it."""
+        accuracy, loss = self.accuracy(measured.metric), measured.loss
+        if loss is None:
+            loss = measured.metric if self.mode == "min" else -math.log(max(accuracy, MIN_ACCURACY))
+
+        def moved(points: float) -> Score:
+            return Score(loss, accuracy + points / POINTS_PER_UNIT)
+
+        without = [moved(-measured.contributions.get(name, 0.0)) for name in slots]
+        trials = [moved(measured.potentials.get(name, 0.0)) for name in slots]
+        return Validation(all_seeds=moved(0.0), without=without, fossilized=moved(0.0), trials=trials)
+
+
+class Decider(Protocol):
+    """Chooses what grows, once per tick. If it has `state_dict` and `load_state_dict(pool, state)`, runs can resume."""
+
+    def reset(self, pool: SinglePool) -> None:
+        """Begin a training."""
+
+    def act(self, pool: SinglePool) -> Action:
+        """Return an action that is possible according to `pool.masks`."""
+        ...
+
+
+def make_decider(decider: str | Decider) -> Decider:
+    """Return the decider of a name or a file; an object is returned as it is.
+
+    Raises ValueError if the name is unknown, or the file missing or damaged.
+    """
+    if not isinstance(decider, str):
+        check_methods(decider, "Grow: decider")
+        return decider
+    if decider == "wait":
+        return WaitOnly()
+    if decider.endswith(".json"):
+        return FixedSchedule(read_schedule(decider))
+    if names_policy(decider):
+        return load_controller(decider)
+    try:
+        CONTROLLERS.find(decider)
+    except ValueError as error:
+        raise ValueError(
+            f"Grow: {error}; a decider may also be a schedule (.json), a policy ({CHECKPOINT_SUFFIX} or "
+            f"{POLICY_SUFFIX}), tamiyo, or wait"
+        ) from error
+    return make_controller(decider)
+
+
+def resume_decider(decider: Any, name: str, pool: SinglePool, *, saved: dict[str, Any]) -> None:
+    """Let a decider continue from its class, name and state in a checkpoint. Raises ValueError if it cannot."""
+    if saved["class"] != type(decider).__name__:
+        raise ValueError(
+            f"Grow: the checkpoint is of decider: {saved['name']}, the run of decider: {name}; give the same"
+        )
+    if saved["state"] is None:
+        raise ValueError(f"Grow: {name} cannot continue a run; give it state_dict and load_state_dict(pool, state)")
+    try:
+        decider.load_state_dict(pool, saved["state"])
+    except ValueError as error:
+        raise ValueError(f"Grow: {name} cannot continue the run of {saved['name']}: {error}") from error
 
 
 @contextmanager

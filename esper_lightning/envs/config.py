@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from esper_lightning.envs.context.distribution import PRICE_VARIABLE, FamilyConfig
-from esper_lightning.envs.executors import check_executor
+from esper_lightning.envs.executors import AUTO, EXECUTORS
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.spaces.actions import ActionConfig
 from esper_lightning.envs.spaces.observation import ObservationConfig
@@ -18,8 +18,6 @@ from esper_lightning.tasks import TaskData
 REQUIRED_DEVICE_TYPE: dict[str, str] = {"threads": "cpu", "streams": "cuda"}
 """Device type required by each executor that supports only one."""
 
-STACKING_EXECUTORS = frozenset({"fused"})
-"""Executors that compute several hosts by one operation, and so have several methods for convolutions."""
 
 MAX_HOSTS = 10_000
 """Largest number of hosts side by side. Published comparisons have at most 224; a mistaken power of ten is refused."""
@@ -70,7 +68,8 @@ class EnvConfig:
     def __post_init__(self) -> None:
         if self.horizon < 1:
             raise ValueError(f"env.horizon must be at least 1 tick, got {self.horizon}")
-        check_executor(self.executor)
+        if self.executor != AUTO:
+            EXECUTORS.find(self.executor)
         for context in (*self.family.contexts(), *self.family.contexts(held_out=True)):
             if context.horizon is not None and context.horizon > self.horizon:
                 raise ValueError(
@@ -101,11 +100,6 @@ def check_compatible(config: EnvConfig, data: TaskData, n_envs: int, *, device: 
     config.training.augment.check(data.input_shape)
     if config.training.precision == "tf32" and device.type != "cuda":
         raise ValueError(f"training.precision tf32 needs a GPU, hosts are on {device}; use fp32, bf16 or auto")
-    if config.training.convolutions is not None and config.executor not in (*STACKING_EXECUTORS, "auto"):
-        raise ValueError(
-            f"training.convolutions is for executor fused, not {config.executor}; use env.executor fused, or leave it "
-            f"out"
-        )
     required_device = REQUIRED_DEVICE_TYPE.get(config.executor, device.type)
     if device.type != required_device:
         device_name = {"cpu": "the CPU", "cuda": "CUDA"}[required_device]

@@ -11,7 +11,6 @@ from esper_lightning.blueprints import get_blueprint, initialise
 from esper_lightning.envs.context.distribution import HostContext
 from esper_lightning.envs.device_transfer import variants_to_validate
 from esper_lightning.envs.flops import HostFlops
-from esper_lightning.envs.loss_scale import scaler_numbers, scaler_state
 from esper_lightning.envs.measurements import EpochResult, History, Score, Validation
 from esper_lightning.envs.packing import pack, unpack
 from esper_lightning.envs.spaces.actions import STYLES, ActionConfig, ActionSpace, Op
@@ -252,14 +251,13 @@ class HostEnv(Subject):
         self.set_context(context)
         self.optimizer = self.training.make_optimizer(network)
         self.generator = torch.Generator(self.device)
-        self.scaler = self.training.make_scaler(self.device)
+        self.loss_scale = self.training.make_loss_scale(self.device)
         growing = GrowingNetwork(
             network,
             self.optimizer,
             horizon=context.horizon,
             lifecycle=config.lifecycle,
             seed_options=self.training.group_options("seed"),
-            carry_over=self.training.carry_over,
             generator=self.generator,
         )
         super().__init__(growing, space, actions=config.actions, objective=config.objective, flops=flops)
@@ -295,7 +293,7 @@ class HostEnv(Subject):
         self.rng_seed = rng_seed
         self.growing.horizon = self.horizon
         self.generator.manual_seed(rng_seed)
-        self.scaler = self.training.make_scaler(self.device)
+        self.loss_scale = self.training.make_loss_scale(self.device)
         self.growing.clear()  # first: an old seed would consume random numbers of the new episode
         initialise(self.network, self.generator)
         self._clear()
@@ -478,7 +476,7 @@ class HostEnv(Subject):
         training, validation = result
         stats = (training.host_gradient, *training.seed_gradients)
         # With loss scaling, gradients overflow fp16 occasionally, and the optimizer skips those steps.
-        gradients = () if self.scaler.is_enabled() else tuple(stat.norm for stat in stats)
+        gradients = () if self.loss_scale is not None else tuple(stat.norm for stat in stats)
         alphas = [slot.alpha_now if slot.blended else 0.0 for slot in self.slots]
         epoch_stats = EpochStats(validation.all_seeds.loss, training.loss, gradients)
         return self.monitor.judge(epoch_stats, training.skipped_steps, alphas)
@@ -517,8 +515,6 @@ class HostEnv(Subject):
         """Return a copy of the complete state, packed: plain data that `torch.load(weights_only=True)` accepts."""
         state = self._host_state()
         monitor = self.monitor.state_dict() if self.monitor is not None else None  # `pack` copies its views
-        for holder in (state, monitor["snapshot"]) if monitor is not None else (state,):
-            holder["scaler"] = scaler_numbers(holder["scaler"])
         return pack(state | {"ended": self.stopped, "monitor": monitor})
 
     def state_dict(self) -> dict[str, Any]:
@@ -529,7 +525,7 @@ class HostEnv(Subject):
         return self.record_state() | {
             "rng_seed": self.rng_seed,
             "objective": self.objective,
-            "scaler": scaler_state(self.scaler, self.device),
+            "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
             "lr_factor": self.lr_factor,
             "growing": self.growing.state_dict(),
         }
@@ -550,8 +546,8 @@ class HostEnv(Subject):
         self._clear()
         self.rng_seed = state["rng_seed"]
         self.load_record_state(state)
-        if state["scaler"]:
-            self.scaler.load_state_dict(scaler_numbers(state["scaler"]))
+        if self.loss_scale is not None and state["loss_scale"] is not None:
+            self.loss_scale.load_state_dict(state["loss_scale"])
         self.objective, self.lr_factor = state["objective"], state["lr_factor"]
         self.growing.load_state_dict(state["growing"])
         self._set_optimizer_options()

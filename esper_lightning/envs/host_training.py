@@ -2,22 +2,21 @@
 
 import functools
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import nn
 
+from esper_lightning.envs.loss_scale import LossScale
 from esper_lightning.growth.param_groups import HOST_GROUP
 from esper_lightning.tasks import AugmentConfig
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "sgd": torch.optim.SGD,
-}
+OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+MOMENTUM = 0.9
+"""Momentum of sgd."""
 
 PRECISIONS: dict[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -27,17 +26,8 @@ PRECISIONS: dict[str, torch.dtype] = {
 }
 """Data types of matrix products and convolutions by name of the precision."""
 
-LrSchedule = Literal["constant", "cosine"]
-
-LR_SCHEDULES: tuple[str, ...] = get_args(LrSchedule)
-
-ConvolutionMethod = Literal["grouped", "products"]
-
 MAX_BATCHES = 100_000
 """Largest number of minibatches in a host epoch; their indices are drawn before the epoch and kept in memory."""
-
-INITIAL_LOSS_SCALE = 2.0**12
-"""Initial loss scale of fp16. Eight digits hosts skipped 3 of their first 64 steps; with torch's 2^16, 26."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +35,12 @@ class HostTraining:
     """Settings of host training in one epoch (one environment step)."""
 
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
-    """Update rule of the host and its seeds."""
+    """Update rule of the host and its seeds; sgd has a momentum of 0.9."""
 
     lr: float = 0.001
     """Learning rate of the host. Tiny hosts learn faster with a larger one, as in configs/digits.yaml."""
 
-    lr_schedule: LrSchedule = "constant"
+    lr_schedule: Literal["constant", "cosine"] = "constant"
     """Learning rate over an episode. cosine lowers it after every host epoch along half a period of a cosine, from lr
     in the first one to nearly 0 in the last (Loshchilov and Hutter 2017, SGDR, eq. 5, without restarts)."""
 
@@ -59,9 +49,6 @@ class HostTraining:
 
     weight_decay: float = 0.0
     """Weight decay of host and seeds."""
-
-    momentum: float = 0.9
-    """Momentum of sgd; other optimizers ignore it."""
 
     batch_size: int = 32
     """Samples B in a host minibatch."""
@@ -77,10 +64,6 @@ class HostTraining:
     max_grad_norm: float | None = 5.0
     """Norm to which the gradients of the host and of each seed are clipped. None: no clipping."""
 
-    carry_over: bool = True
-    """Keep the optimizer state when the host changes. False resets it at each germination, advance, fossilization and
-    cull, as an ablation."""
-
     precision: Literal["fp32", "tf32", "bf16", "fp16", "auto"] = "fp32"
     """Precision of hosts in training and validation; bf16 and fp16 use torch's autocast. With fp16 each host's loss is
     scaled, and steps whose gradients overflow are skipped. tf32 needs a GPU, whose convolutions and matrix products
@@ -91,18 +74,12 @@ class HostTraining:
     """Use oneDNN for convolutions on the CPU. Without it, torch's own kernels take 1.3 to 1.8 times less processor time
     for hosts of a few channels (measured on digits) and more for wide ones."""
 
-    convolutions: ConvolutionMethod | None = None
-    """How executor fused computes a convolution of several hosts. grouped is one grouped convolution. products is one
-    batched matrix product over unfolded patches, which take the memory of the features times the size of the kernel;
-    layers with groups, and with padding by name, stay grouped convolutions. Which is faster depends on device and
-    hosts. None: grouped, except 1×1 kernels of at most 4 hosts or on a GPU, which are products."""
-
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     """Augmentation of training images."""
 
     def __post_init__(self) -> None:
-        if self.lr_schedule not in LR_SCHEDULES:
-            raise ValueError(f"training.lr_schedule must be {' or '.join(LR_SCHEDULES)}, got {self.lr_schedule!r}")
+        if self.lr_schedule not in ("constant", "cosine"):  # variables of a family are not checked by their type
+            raise ValueError(f"training.lr_schedule must be constant or cosine, got {self.lr_schedule!r}")
         for name in ("lr", "seed_lr_factor", "batch_size", "batches", "micro_batches", "max_grad_norm"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -113,11 +90,8 @@ class HostTraining:
             raise ValueError(
                 f"training.micro_batches must divide batch_size, {self.micro_batches} does not divide {self.batch_size}"
             )
-        if not 0 <= self.weight_decay < math.inf or not 0 <= self.momentum < 1:
-            raise ValueError(
-                f"training: weight_decay must not be negative and momentum must lie in [0, 1), "
-                f"got {self.weight_decay} and {self.momentum}"
-            )
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"training.weight_decay must not be negative, got {self.weight_decay}")
 
     def steps_per_epoch(self, samples: int) -> int:
         """Return the number of minibatches in a host epoch on `samples` training samples."""
@@ -131,21 +105,13 @@ class HostTraining:
         """Return the optimizer options of a parameter group: that of the host, or of a seed for any other name."""
         lr = self.lr if group == HOST_GROUP else self.lr * self.seed_lr_factor
         options = {"lr": float(lr), "weight_decay": float(self.weight_decay)}
-        return options | ({"momentum": float(self.momentum)} if self.optimizer == "sgd" else {})
+        return options | ({"momentum": MOMENTUM} if self.optimizer == "sgd" else {})
 
     def make_optimizer(self, network: nn.Module) -> torch.optim.Optimizer:
         """Create an optimizer with the parameter group of the host only."""
         group = {"params": list(network.parameters()), "name": HOST_GROUP}
-        # Fused: one kernel for all tensors, and on CUDA no synchronization to learn if the scaler skips the step.
+        # Fused: one kernel for all tensors, and on CUDA no synchronization to learn if the loss scale skips the step.
         return OPTIMIZERS[self.optimizer]([group], fused=True, **self.group_options(HOST_GROUP))
-
-    def init_momentum_buffers(self, optimizer: torch.optim.Optimizer) -> None:
-        """Initialise missing momentum buffers of sgd with zeros."""
-        # If the scaler skips the first step, fused sgd leaves its momentum buffer uninitialised.
-        if self.optimizer == "sgd" and self.momentum > 0.0:
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                if "momentum_buffer" not in optimizer.state[parameter]:
-                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     def autocast(self, device: torch.device) -> AbstractContextManager:
         """Return the autocast context of the configured precision."""
@@ -163,9 +129,9 @@ class HostTraining:
             return "fp32"
         return "bf16" if has_bf16(device) else "fp16"
 
-    def make_scaler(self, device: torch.device) -> torch.amp.GradScaler:
-        """Create the loss scaler of one host, which is disabled unless the precision is fp16."""
-        return torch.amp.GradScaler(device.type, INITIAL_LOSS_SCALE, enabled=self.precision_on(device) == "fp16")
+    def make_loss_scale(self, device: torch.device) -> LossScale | None:
+        """Create the loss scale of one host. None: the precision needs none."""
+        return LossScale(device) if self.precision_on(device) == "fp16" else None
 
 
 @functools.cache

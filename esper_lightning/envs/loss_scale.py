@@ -1,41 +1,65 @@
-"""State of a loss scaler as tensors on its device. `GradScaler.state_dict` reads it, and so waits for a GPU."""
+"""Loss scale of a host in fp16: that of `torch.amp.GradScaler`, but its state is read without waiting for a GPU."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-TENSOR_KEYS = ("scale", "_growth_tracker")
-"""Keys of a scaler's state that are tensors on its device: the scale, and the steps since it last changed."""
+INITIAL_LOSS_SCALE = 2.0**12
+"""Initial loss scale. Eight digits hosts skipped 3 of their first 64 steps; with torch's 2^16, 26."""
+
+GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
+"""Factors of the scale after this many steps in a row, and after a skipped step: those of `torch.amp.GradScaler`."""
 
 
-def scale_tensors(scaler: torch.amp.GradScaler, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the scale [] float32 and the steps since its last change [] int32: the scaler's own tensors.
+def next_scale(scale: Tensor, good_steps: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scales and the steps since their last change after one more step, of one host or of several.
 
     Args:
-        scaler: An enabled scaler.
-        device: Device of the scaled losses.
+        scale, good_steps: Their values before the step.
+        finite: True for a host whose gradients are finite; the others skip the step.
     """
-    if scaler._scale is None:
-        scaler._lazy_init_scale_growth_tracker(device)
-    assert scaler._scale is not None and scaler._growth_tracker is not None, "they have just been created"
-    return scaler._scale, scaler._growth_tracker
+    good_steps = torch.where(finite, good_steps + 1, 0)
+    is_due, higher = good_steps == GROWTH_INTERVAL, scale * GROWTH
+    raised = torch.where(is_due & higher.isfinite(), higher, scale)
+    return torch.where(finite, raised, scale * BACKOFF), torch.where(is_due, 0, good_steps)
 
 
-def scaler_state(scaler: torch.amp.GradScaler, device: torch.device) -> dict[str, Any]:
-    """Return what `scaler.state_dict` returns, with the scaler's own tensors in place of the numbers in them."""
-    if not scaler.is_enabled():
-        return {}
-    return {
-        "scale": scale_tensors(scaler, device)[0],
-        "growth_factor": scaler.get_growth_factor(),
-        "backoff_factor": scaler.get_backoff_factor(),
-        "growth_interval": scaler.get_growth_interval(),
-        "_growth_tracker": scale_tensors(scaler, device)[1],
-    }
+class LossScale:
+    """Loss scale of one host.
 
+    Attributes:
+        scale: Factor of the loss, [] float32.
+        good_steps: Steps since the last skipped step or increase of the scale, [] int32.
+    """
 
-def scaler_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state of `scaler_state` with numbers in place of tensors, as `scaler.state_dict` has it."""
-    return {name: value.item() if isinstance(value, Tensor) else value for name, value in state.items()}
+    def __init__(self, device: torch.device) -> None:
+        self.scale = torch.full((), INITIAL_LOSS_SCALE, device=device)
+        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
+        # It divides gradients by the scale, and lets the optimizer skip a step without waiting for the GPU. The scale
+        # is set from here, because `GradScaler.state_dict` reads it from the device.
+        self._scaler = torch.amp.GradScaler(device.type, INITIAL_LOSS_SCALE)
+        self._scaler.scale(self.scale)  # makes its scale
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of an optimizer by the scale."""
+        self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
+        """Take the optimizer's step unless gradients are not finite, and adapt the scale. `unscale` comes before."""
+        self._scaler.step(optimizer)
+        self.set(*next_scale(self.scale, self.good_steps, finite))
+
+    def set(self, scale: Tensor, good_steps: Tensor) -> None:
+        """Set scale and steps in place."""
+        self.scale.copy_(scale)
+        self.good_steps.copy_(good_steps)
+        self._scaler.update(self.scale)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state: the tensors themselves, which later steps change."""
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore a state of `state_dict`."""
+        self.set(**state)

@@ -108,7 +108,7 @@ def _host_row(env: "HostEnv", rolled_back: bool) -> tuple[Any, ...]:
     return (
         *(env.ended, env.stopped, rolled_back),
         *((np.nan, np.nan) if gradient is None else (gradient.norm, gradient.health)),
-        env.skipped_steps if env.scaler.is_enabled() else np.nan,
+        env.skipped_steps if env.loss_scale is not None else np.nan,
         *((np.nan, np.nan) if state is None else (state.consecutive_anomalies > 0, state.rollbacks)),
     )
 

@@ -17,7 +17,7 @@ import yaml
 from esper_lightning import load_controller
 from esper_lightning.__main__ import main
 from esper_lightning.callbacks import Grow
-from esper_lightning.callbacks.grow.deciders import make_decider
+from esper_lightning.callbacks.grow.scoring import make_decider
 from esper_lightning.checkpointing import policy_file
 from esper_lightning.envs import ActionConfig, HostPool
 from esper_lightning.evaluation.play import play_episode

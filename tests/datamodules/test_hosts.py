@@ -64,7 +64,7 @@ def test_settings_that_do_not_fit_the_task_are_refused() -> None:
 
 
 def test_what_is_configured_for_hosts_is_what_runs(tmp_path: Path) -> None:
-    chosen = ("optimizer=sgd", "lr=0.007", "momentum=0.8", "weight_decay=0.001", "batch_size=16", "batches=3")
+    chosen = ("optimizer=sgd", "lr=0.007", "weight_decay=0.001", "batch_size=16", "batches=3")
     more = ("seed_lr_factor=0.5", "max_grad_norm=2", "augment.pad=1", "augment.flip=true", "augment.cutout=3")
     flags = [f"--data.env.training.{choice}" for choice in (*chosen, *more)]
 
@@ -76,7 +76,7 @@ def test_what_is_configured_for_hosts_is_what_runs(tmp_path: Path) -> None:
     for env in pool.envs:
         host, *seeds = env.optimizer.param_groups
         assert isinstance(env.optimizer, torch.optim.SGD)
-        assert (host["lr"], host["momentum"], host["weight_decay"]) == (0.007, 0.8, 0.001)
+        assert (host["lr"], host["weight_decay"]) == (0.007, 0.001)
         assert all(seed["lr"] == 0.0035 for seed in seeds)
         assert env.draw_batches(pool.data.train.samples).indices.shape == (3, 16)
         assert env.training.max_grad_norm == 2.0

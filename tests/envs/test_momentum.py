@@ -15,7 +15,7 @@ MakePool = Callable[..., HostPool]
 
 def test_a_seed_that_begins_to_blend_keeps_its_momentum(make_pool: MakePool) -> None:
     """F21: the step from TRAINING to BLENDING keeps memory and values of the seed's momentum buffers."""
-    pool = make_pool(1, training=HostTraining(optimizer="sgd", batches=2, momentum=0.9))
+    pool = make_pool(1, training=HostTraining(optimizer="sgd", batches=2))
     env, slot = pool.envs[0], pool.envs[0].slots[0]
     learned: list[Tensor] = []
 
@@ -34,21 +34,3 @@ def test_a_seed_that_begins_to_blend_keeps_its_momentum(make_pool: MakePool) -> 
     assert slot.stage is Stage.BLENDING
     assert all(now is then for now, then in zip(momenta(), before, strict=True))
     assert all(now.any() and torch.equal(now, then) for now, then in zip(momenta(), learned, strict=True))
-
-
-def test_to_forget_momentum_is_a_choice_and_costs_something(make_pool: MakePool) -> None:
-    """F21: by default a germination keeps the host's momentum; the ablation `carry_over: false` resets it."""
-    after: dict[bool, list[Tensor]] = {}
-    for carry_over in (True, False):
-        pool = make_pool(1, training=HostTraining(batches=2, carry_over=carry_over))
-        env, host = pool.envs[0], pool.envs[0].optimizer.param_groups[0]["params"]
-        pool.step(act(WAIT))
-        before = [env.optimizer.state[p]["exp_avg"].clone() for p in host]
-        env.apply(germinate(0, 1))
-        kept = all(torch.equal(env.optimizer.state[p]["exp_avg"], then) for p, then in zip(host, before, strict=True))
-        assert kept is carry_over
-        pool.executor.train_epoch(pool.envs, pool.data.train)
-        after[carry_over] = [p.detach().clone() for p in host]
-
-    assert HostTraining().carry_over
-    assert not any(torch.equal(ours, theirs) for ours, theirs in zip(after[True], after[False], strict=True))

@@ -61,14 +61,14 @@ def test_a_rolled_back_host_goes_on_with_the_loss_scale_of_its_snapshot(make_poo
     )
     pool.step(act(WAIT))
     (env,) = pool.envs
-    env.scaler.load_state_dict(env.scaler.state_dict() | {"scale": 64.0, "_growth_tracker": 5})
+    env.loss_scale.set(torch.tensor(64.0), torch.tensor(5))
     env.take_snapshot()
-    env.scaler.load_state_dict(env.scaler.state_dict() | {"scale": 2.0**15, "_growth_tracker": 9})
+    env.loss_scale.set(torch.tensor(2.0**15), torch.tensor(9))
     with breaking_epoch(pool, [0]):
         step = pool.step(act(WAIT))
 
     assert [word.verdict.outcome for word in step.verdicts] == [Verdict.ROLL_BACK]
-    assert (env.scaler.get_scale(), env.scaler.state_dict()["_growth_tracker"]) == (64.0, 5)
+    assert (env.loss_scale.scale, env.loss_scale.good_steps) == (64.0, 5)
 
 
 @pytest.mark.parametrize("executor", rest_is_slow(["loop", "threads"], {"loop"}))

@@ -60,7 +60,7 @@ def test_a_host_that_can_take_no_step_is_rolled_back_and_the_others_step_on(make
     pool.reset([1, 2])
     pool.step(act(germinate(0, 0), germinate(0, 0)))
     counted = [env.skipped_steps for env in pool.envs]
-    good = deepcopy(pool.envs[0].scaler.state_dict())
+    good = deepcopy(pool.envs[0].loss_scale.state_dict())
     with torch.no_grad():
         for parameter in pool.envs[0].slots[0].seed.parameters():
             parameter.fill_(math.nan)  # behind straight-through: the host itself is healthy
@@ -77,11 +77,11 @@ def test_a_host_that_can_take_no_step_is_rolled_back_and_the_others_step_on(make
     written = tick_metrics(join([observe(pool, step, 1)], ALONE), pool.space.slot)
     assert written["skipped_steps/host0"] == counted[0] + 4
     assert pool.envs[1].skipped_steps < counted[1] + 4
-    scale = pool.envs[1].scaler.get_scale()
+    scale = pool.envs[1].loss_scale.scale.clone()
     step = pool.step(act(WAIT, WAIT))
     assert [(word.host, word.verdict.outcome) for word in step.verdicts] == [(0, Verdict.ROLL_BACK)]
-    assert pool.envs[0].scaler.state_dict() == good, "its loss scale is that of the snapshot"
-    assert pool.envs[1].scaler.get_scale() <= scale or pool.envs[1].skipped_steps == counted[1]
+    assert pool.envs[0].loss_scale.state_dict() == good, "its loss scale is that of the snapshot"
+    assert pool.envs[1].loss_scale.scale.clone() <= scale or pool.envs[1].skipped_steps == counted[1]
 
 
 def test_a_rollback_touches_one_hosts_scaler_between_the_streams_work(make_pool: MakePool, fake_cuda: FakeCuda) -> None:
@@ -96,7 +96,7 @@ def test_a_rollback_touches_one_hosts_scaler_between_the_streams_work(make_pool:
                 step = pool.step(act(*[germinate(0, 1) if tick == 0 else WAIT] * 3))
             assert [word.host for word in step.verdicts if word.verdict.diverged] == [1] * (tick == 3)
 
-    assert len({id(env.scaler) for env in pools[0].envs}) == 3
+    assert len({id(env.loss_scale) for env in pools[0].envs}) == 3
     ours, theirs = ([env.state_dict() for env in pool.envs] for pool in pools)
     assert differences(ours, theirs) == []
 

@@ -18,12 +18,11 @@ class Policy:
     Args:
         weights: A state dict.
         rows, columns: Numbers of choices of the heads.
-        floors: Least probability of a possible choice, by head.
     """
 
-    def __init__(self, weights: Mapping[str, Any], rows: int, columns: int, floors: Mapping[str, float]) -> None:
+    def __init__(self, weights: Mapping[str, Any], rows: int, columns: int) -> None:
         self.w = {name: value.double().numpy() for name, value in weights.items()}
-        self.rows, self.columns, self.floors = rows, columns, floors
+        self.rows, self.columns = rows, columns
         self.width = len(self.w["encoder.bias"])
         self.remembers = "lstm.weight_ih_l0" in self.w
 
@@ -54,12 +53,11 @@ class Policy:
         return self._linear("value.2", np.maximum(0.0, self._linear("value.0", seen)))[0]
 
     def _table(self, head: str, context: int, hidden: Array, possible: Array) -> Array:
-        name = f"heads.tables.{head}"
-        inner = np.maximum(0.0, self._linear(f"{name}.input", hidden) + self.w[f"{name}.context"][context])
-        logits = np.where(possible, self._linear(f"{name}.output", inner), -np.inf)
+        inner = np.maximum(0.0, self._linear(f"heads.tables.{head}.layers.0", hidden))
+        logits = self._linear(f"heads.tables.{head}.layers.2", inner).reshape(-1, len(possible))[context]
+        logits = np.where(possible, logits, -np.inf)
         odds = np.exp(logits - logits.max())
-        floor = self.floors.get(head, 0.0)  # the policy chooses evenly in this share of the cases for each choice
-        return floor * possible + (1.0 - floor * possible.sum()) * odds / odds.sum()
+        return odds / odds.sum()
 
     def joint(self, hidden: Array, possible: Array) -> Array:  # [rows, columns]
         """Return the probability of every action; `possible` holds the rows' mask, then each row's mask of columns."""

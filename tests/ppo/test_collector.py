@@ -15,7 +15,7 @@ from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms
 from esper_lightning.ppo.rollout_buffer import Rollout
-from esper_lightning.ppo.running_norm import RunningMeanStd
+from esper_lightning.ppo.running_norm import NormalizeConfig, RunningMeanStd, make_norm
 from esper_lightning.tamiyo.policy import Policy, RecurrentState
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
 from tests.ppo.loops import total
@@ -48,22 +48,21 @@ def test_normalisers_change_at_the_end_of_a_rollout_and_never_within(make_loop: 
         norms = (*loop.observation_norm.state_dict().values(), *loop.value_norm.state_dict().values())
         return [value.clone() for value in norms]
 
-    before, raw = statistics(), []
+    before, raw, of_hosts = statistics(), [], loop.observation_norm.host.mean.clone()
     loop.reset()
     for _ in range(6):
-        raw.append(loop.pool.observation.features.clone())
+        raw.append(loop.pool.rows.split(loop.pool.observation.features)[0].clone())
         loop.step()
         assert all(torch.equal(a, b) for a, b in zip(before, statistics(), strict=True))
 
     stored = loop.buffer.observation.features.clone()
     rollout, _ = loop.finish()
-    assert loop.observation_norm.count == loop.value_norm.count == 2 * 12
+    assert loop.observation_norm.host.count == loop.value_norm.count == 2 * 12
     assert torch.equal(rollout.observation.features, stored), "what was seen stays as it was seen"
     # The statistics are those of raw features, including the rollout before.
-    assert not torch.equal(loop.observation_norm.mean, before[0])
-    torch.testing.assert_close(
-        loop.observation_norm.mean, (before[0] + torch.stack(raw).mean((0, 1))) / 2, rtol=1e-4, atol=1e-5
-    )
+    now = loop.observation_norm.host.mean
+    assert not torch.equal(now, of_hosts)
+    torch.testing.assert_close(now, (of_hosts + torch.stack(raw).mean((0, 1))) / 2, rtol=1e-4, atol=1e-5)
 
 
 MakeWatched = Callable[..., RolloutCollector]
@@ -81,7 +80,7 @@ def make_watched(make_pool: Callable[..., HostPool], make_policy: Callable[..., 
         policy = make_policy(pool)
         with torch.no_grad():
             policy.value[-1].weight.mul_(20.0)  # so that values differ from tick to tick
-        norms = RunningMeanStd((len(pool.feature_names),)), RunningMeanStd((), clip=float("inf"))
+        norms = make_norm(pool.rows, NormalizeConfig()), RunningMeanStd((), clip=float("inf"))
         return RolloutCollector(
             pool, policy, observation_norm=norms[0], value_norm=norms[1], config=PPOConfig(**ppo), run_rng_seed=7
         )
@@ -120,7 +119,7 @@ def test_credit_never_crosses_a_rollback(make_watched: MakeWatched, horizon_is_e
     gamma, lam = 0.9, 0.8
     loop = make_watched(gamma=gamma, gae_lambda=lam, horizon_is_end=horizon_is_end, advantage_floor=1e-9)
     play_broken(loop, CUTS)
-    seen = Observation(loop.observation_norm(loop.pool.observation.features), loop.pool.observation.blueprints)
+    seen = Observation(loop.observation_norm(loop.pool.observation.features))
     with torch.no_grad():
         _, last, _ = loop.policy.step(seen, loop.state, loop.pool.masks, starts=loop.starts)
     rewards, values = loop.buffer.rewards.double(), loop.buffer.values.double()
@@ -216,7 +215,7 @@ def test_what_comes_after_an_end_counts_for_nothing(make_watched: MakeWatched) -
     spoil_what_is_over(loops[1])
     (norms, terms, gradients, rollout), (norms2, terms2, gradients2, rollout2) = map(learned_from, loops)
 
-    assert norms[2] == loops[0].observation_norm.count == 3 * 6 - 3
+    assert norms[2] == loops[0].observation_norm.host.count == 3 * 6 - 3
     assert differences(norms, norms2) == []
     counted = ~rollout.masks.ended
     for name in ("advantages", "targets"):
@@ -231,7 +230,7 @@ def test_a_vetoed_action_is_stored_as_the_wait_that_was_done(make_watched: MakeW
     """F22: the effective op is stored, with its own log-probability."""
     loop = make_watched()
     with torch.no_grad():
-        loop.policy.heads.tables["op"].output.bias.copy_(torch.tensor([0.0, 3.0, 0.0, 0.0]))  # prefer GERMINATE
+        loop.policy.heads.tables["op"].layers[-1].bias.copy_(torch.tensor([0.0, 3.0, 0.0, 0.0]))  # prefer GERMINATE
     loop.reset()
     vetoes = []
     for _ in range(6):
@@ -322,7 +321,7 @@ def test_the_bootstrap_is_the_value_after_the_last_action(make_loop: MakeLoop, p
         loop.policy.value[-1].weight.mul_(20.0)  # so that values differ between steps
     play_rollout(loop)
     buffer = loop.buffer
-    after = Observation(loop.observation_norm(loop.pool.observation.features), loop.pool.observation.blueprints)
+    after = Observation(loop.observation_norm(loop.pool.observation.features))
     longer = [
         type(past)(*(torch.cat([p, n[None]]) for p, n in zip(past, now, strict=True)))
         for past, now in ((buffer.observation, after), (buffer.masks, loop.pool.masks))
@@ -344,7 +343,9 @@ def test_the_value_clip_has_its_own_range(make_loop: MakeLoop, play_rollout: Pla
     rollout, _ = loop.finish()
     with torch.no_grad():
         loop.policy.value[-1].bias.add_(1.0)  # values have moved since the rollout
-        loop.policy.heads.tables["op"].output.bias.add_(torch.tensor([2.0, 0.0, 0.0, 0.0]))  # and so have the ratios
+        loop.policy.heads.tables["op"].layers[-1].bias.add_(
+            torch.tensor([2.0, 0.0, 0.0, 0.0])
+        )  # and so have the ratios
 
     def losses(**changes: float) -> tuple[float, float]:
         terms = ppo_terms(loop.policy, rollout, PPOConfig(**changes))

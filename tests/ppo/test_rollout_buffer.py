@@ -73,7 +73,6 @@ def test_the_sequences_of_some_environments_are_those_columns_of_everything(roll
     ).select_envs(torch.tensor([3, 0]))
 
     assert torch.equal(some.observation.features, rollout.observation.features[:, [3, 0]])
-    assert torch.equal(some.observation.blueprints, rollout.observation.blueprints[:, [3, 0]])
     for ours, theirs in zip((*some.masks, *some.action), (*rollout.masks, *rollout.action), strict=True):
         assert torch.equal(ours, theirs[:, [3, 0]])
     for name in ("log_prob", "values", "starts", "advantages", "targets"):

@@ -19,20 +19,4 @@ AUTO = "auto"
 register = EXECUTORS.register
 """Decorator, with a name, of a subclass of `LoopExecutor`. The name may then be the value of `data.env.executor`."""
 
-
-def check_executor(name: str) -> None:
-    """Raise ValueError, with a suggestion, if there is no executor with this name or import path."""
-    if name != AUTO:
-        EXECUTORS.find(name)
-
-
-__all__ = [
-    "AUTO",
-    "EXECUTORS",
-    "FusedExecutor",
-    "LoopExecutor",
-    "StreamsExecutor",
-    "ThreadsExecutor",
-    "check_executor",
-    "register",
-]
+__all__ = ["AUTO", "EXECUTORS", "FusedExecutor", "LoopExecutor", "StreamsExecutor", "ThreadsExecutor", "register"]

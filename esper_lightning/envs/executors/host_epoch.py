@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from esper_lightning.envs.device_transfer import pack_training
 from esper_lightning.envs.host_env import HostEnv
@@ -12,9 +13,8 @@ from esper_lightning.tasks import Batches, Split, Task, fetch
 def nan_training_row(env: HostEnv) -> Tensor:  # a row as `pack_training` makes it
     """Return a row of NaN in place of `HostEpoch.result` for a host that did not train."""
     reference = next(env.network.parameters())
-    skipped_steps = reference.new_zeros(())
     gradients = reference.new_full((1 + len(env.slots), len(NO_GRADIENT)), torch.nan)
-    return pack_training(reference.new_full((2,), torch.nan), skipped_steps, gradients)
+    return pack_training(reference.new_full((2,), torch.nan), reference.new_zeros(()), gradients)
 
 
 class HostEpoch:
@@ -27,9 +27,7 @@ class HostEpoch:
     """
 
     def __init__(self, env: HostEnv, task: Task, data: Split) -> None:
-        self.env = env
-        self.task = task
-        self.data = data
+        self.env, self.task, self.data = env, task, data
         self.micro_batches = env.training.micro_batches
         self.frozen_parameters = [parameter for slot in env.failing_slots for parameter in slot.seed.parameters()]
         env.timer.start()
@@ -39,33 +37,37 @@ class HostEpoch:
         self.totals = torch.zeros(2, device=env.device, dtype=dtype)  # loss, accuracy
         self.skipped_steps = torch.zeros((), device=env.device, dtype=dtype)  # steps with non-finite gradients
         env.network.train()
-        if env.scaler.is_enabled():
-            env.training.init_momentum_buffers(env.optimizer)
+        if env.loss_scale is not None:
+            init_momentum_buffers(env.optimizer)
 
     def __len__(self) -> int:
         return len(self.batches.indices) // self.micro_batches
 
     def step(self, i: int) -> None:
         """Train on the i-th minibatch. The last one also stores the gradient statistics."""
-        env = self.env
+        env, optimizer = self.env, self.env.optimizer
         env.timer.start()
-        env.optimizer.zero_grad()
+        optimizer.zero_grad()
         for part in range(i * self.micro_batches, (i + 1) * self.micro_batches):
             self._accumulate_gradients(self.batches.minibatch(part))
         for parameter in self.frozen_parameters:
             if parameter.grad is not None:
                 parameter.grad.zero_()
-        env.scaler.unscale_(env.optimizer)
+        finite = None
+        if env.loss_scale is not None:
+            env.loss_scale.unscale(optimizer)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            finite = get_total_norm([p.grad for p in parameters if p.grad is not None], float("inf")).isfinite()
+            self.skipped_steps += ~finite
         if i == len(self) - 1:
             self.gradients = env.growing.gradient_stats_tensor()
-        if env.scaler.is_enabled():
-            gradients = [p.grad for group in env.optimizer.param_groups for p in group["params"] if p.grad is not None]
-            self.skipped_steps += ~torch.nn.utils.get_total_norm(gradients, float("inf")).isfinite()
         if env.training.max_grad_norm is not None:
-            for group in env.optimizer.param_groups:
-                torch.nn.utils.clip_grad_norm_(group["params"], env.training.max_grad_norm)
-        env.scaler.step(env.optimizer)
-        env.scaler.update()
+            for group in optimizer.param_groups:
+                clip_grad_norm_(group["params"], env.training.max_grad_norm)
+        if env.loss_scale is None or finite is None:
+            optimizer.step()
+        else:
+            env.loss_scale.step(optimizer, finite)
         env.timer.record(train=1.0)
 
     def _accumulate_gradients(self, batch: Batches) -> None:
@@ -76,9 +78,17 @@ class HostEpoch:
         with env.training.autocast(env.device):
             measures = self.task.measure(env.network(inputs), targets)
             loss = measures.loss.mean() / self.micro_batches
-        env.scaler.scale(loss).backward()
+        (loss if env.loss_scale is None else loss * env.loss_scale.scale).backward()
         self.totals += torch.stack([loss.detach(), measures.correct.mean() / self.micro_batches])
 
     def result(self) -> Tensor:  # a row as `pack_training` makes it
         """Return the packed `TrainingStats` of the epoch, on the host's device."""
         return pack_training(self.totals / len(self), self.skipped_steps, self.gradients)
+
+
+def init_momentum_buffers(optimizer: torch.optim.Optimizer) -> None:
+    """Initialise missing momentum buffers with zeros: if its first step is skipped, fused sgd leaves them undefined."""
+    if isinstance(optimizer, torch.optim.SGD):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if "momentum_buffer" not in optimizer.state[parameter]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,42 +23,9 @@ MAX_VALIDATED_ELEMENTS = 2**22
 1,365 images of 3×32×32. On the CPU a pass takes the whole split."""
 
 
-@contextmanager
-def onednn_convolutions(onednn: bool) -> Iterator[None]:
-    """Switch oneDNN convolutions on the CPU on or off within the context; torch has one switch for all of them."""
-    previous = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = onednn
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.enabled = previous
-
-
-@contextmanager
-def float32_kernels(precision: str, device: torch.device) -> Iterator[None]:
-    """Let convolutions and matrix products of float32 numbers on a GPU use TF32 within the context, or not.
-
-    Args:
-        precision: Precision of hosts; only with `tf32` they use TF32, which torch allows cuDNN by default.
-        device: Device of the hosts.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    cudnn: Any = torch.backends.cudnn  # torch does not declare the attribute
-    matmul = torch.backends.cuda.matmul
-    previous = cudnn.allow_tf32, matmul.allow_tf32
-    cudnn.allow_tf32 = matmul.allow_tf32 = precision == "tf32"
-    try:
-        yield
-    finally:
-        cudnn.allow_tf32, matmul.allow_tf32 = previous
-
-
 def stack_rows(rows: Sequence[Tensor]) -> Tensor:
     """Stack one row per environment into one tensor on the device of the first row."""
-    device = rows[0].device
-    return torch.stack([row.to(device, non_blocking=True) for row in rows])
+    return torch.stack([row.to(rows[0].device, non_blocking=True) for row in rows])
 
 
 class LoopExecutor:
@@ -77,8 +43,19 @@ class LoopExecutor:
     @contextmanager
     def kernels(self, device: torch.device) -> Iterator[None]:
         """Choose the kernels of hosts on `device` by the settings; torch has one choice for the whole process."""
-        with onednn_convolutions(self.training.onednn), float32_kernels(self.training.precision_on(device), device):
+        # Torch lets cuDNN round float32 to TF32 by default, and matrix products not.
+        tf32 = self.training.precision == "tf32"
+        settings = [(torch.backends.mkldnn, "enabled", self.training.onednn)]
+        if device.type == "cuda":
+            settings += [(part, "allow_tf32", tf32) for part in (torch.backends.cudnn, torch.backends.cuda.matmul)]
+        previous = [getattr(part, name) for part, name, _ in settings]
+        try:
+            for part, name, value in settings:
+                setattr(part, name, value)
             yield
+        finally:
+            for (part, name, _), value in zip(settings, previous, strict=True):
+                setattr(part, name, value)
 
     def prepare(self, envs: Sequence[HostEnv], data: Split) -> None:
         """Check before training that the hosts can be executed. Raises ValueError if not.
@@ -127,21 +104,18 @@ class LoopExecutor:
     def _measure(self, env: HostEnv, data: Split, variants: Sequence[SeedVariant]) -> Tensor:  # [2, V]
         if env.failure is None:
             with isolate_oom(env):
-                return self._forward(env, data, variants)
+                inputs, targets = data.to(env.device).variant(env.context.variant_index)
+                env.network.eval()
+                env.timer.start()
+                if env.device.type != "cuda":
+                    return self._forward(env, inputs, targets, variants)
+                samples = max(1, MAX_VALIDATED_ELEMENTS // inputs[0].numel())
+                parts = zip(inputs.split(samples), targets.split(samples), strict=True)
+                means = [self._forward(env, *part, variants) * (len(part[0]) / len(inputs)) for part in parts]
+                return torch.stack(means).sum(0)
         return torch.full((2, len(variants)), torch.nan, device=env.device)
 
-    def _forward(self, env: HostEnv, data: Split, variants: Sequence[SeedVariant]) -> Tensor:  # [2, V]
-        inputs, targets = data.to(env.device).variant(env.context.variant_index)
-        env.network.eval()
-        env.timer.start()
-        if env.device.type != "cuda":
-            return self._forward_part(env, inputs, targets, variants)
-        samples = max(1, MAX_VALIDATED_ELEMENTS // inputs[0].numel())
-        parts = zip(inputs.split(samples), targets.split(samples), strict=True)
-        means = [self._forward_part(env, *part, variants) * (len(part[0]) / len(inputs)) for part in parts]
-        return torch.stack(means).sum(0)
-
-    def _forward_part(
+    def _forward(
         self, env: HostEnv, inputs: Tensor, targets: Tensor, variants: Sequence[SeedVariant]
     ) -> Tensor:  # [2, V]
         # Size of the batch relative to a pass with all seeds alone: the excess is counterfactual work.
@@ -155,8 +129,7 @@ class LoopExecutor:
         with self.training.autocast(env.device):
             outputs, output_index = forward_variants(env.network, variants, inputs, on_split=record_interval)
         n_outputs = max(output_index) + 1
-        targets = targets.repeat(n_outputs, *[1] * (targets.ndim - 1))
-        measures = self.task.measure(outputs, targets)
+        measures = self.task.measure(outputs, targets.repeat(n_outputs, *[1] * (targets.ndim - 1)))
         means = torch.stack([measures.loss.view(n_outputs, -1).mean(1), measures.correct.view(n_outputs, -1).mean(1)])
         record_interval(n_outputs)
         # Slices, because an index list would be copied to the device synchronously.

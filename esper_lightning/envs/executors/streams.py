@@ -54,13 +54,13 @@ class StreamsExecutor(LoopExecutor):
     def _train_all(self, envs: Sequence[HostEnv], data: Split, after_epoch: Callable[[HostEnv], None]) -> list[Tensor]:
         """Return one row per environment, each still in its own stream; `after_epoch` is queued behind each epoch."""
         epochs: dict[HostEnv, HostEpoch] = {}
+        results = []
         with self._ordered_streams(envs):
             for env in envs:
                 with torch.cuda.stream(self._stream(env)), isolate_oom(env):
                     epochs[env] = HostEpoch(env, self.task, data.to(env.device))
-            last_batch = (
-                envs[0].training.steps_per_epoch(data.samples) - 1
-            )  # the same for all: data and settings are shared
+            # The same for all: they share data and settings.
+            last_batch = envs[0].training.steps_per_epoch(data.samples) - 1
             for i in range(last_batch):
                 for env, epoch in epochs.items():
                     # One context from fetching the batch to summing its loss. The backward pass runs on the stream of
@@ -69,7 +69,6 @@ class StreamsExecutor(LoopExecutor):
                     with torch.cuda.stream(self._stream(env)), isolate_oom(env):
                         if env.failure is None:
                             epoch.step(i)
-            results = []
             for env in envs:
                 with torch.cuda.stream(self._stream(env)):
                     result = nan_training_row(env)

@@ -4,17 +4,19 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from esper_lightning.envs.executors.loop import LoopExecutor, onednn_convolutions
+from esper_lightning.envs.executors.loop import LoopExecutor
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.ranks import local_world
 from esper_lightning.tasks import Split, Task
+
+Costs = WeakKeyDictionary[HostEnv, float]
+"""Processor seconds of the last work on each environment, divided by the number of its modules: host and seeds."""
 
 
 def usable_cores() -> int:
@@ -26,27 +28,12 @@ def usable_cores() -> int:
     return max(1, cores // local_world())
 
 
-class CostEstimator:
-    """Estimated processor seconds per environment for one kind of work: training or validation."""
-
-    def __init__(self) -> None:
-        self._seconds_per_module: WeakKeyDictionary[HostEnv, float] = WeakKeyDictionary()
-
-    def estimate(self, env: HostEnv) -> float:
-        """Return the expected cost: the last one, scaled by the number of modules (the host and each of its seeds)."""
-        return _module_count(env) * self._seconds_per_module.get(env, 1.0)
-
-    def record(self, env: HostEnv, seconds: float) -> None:
-        """Store the measured cost of one environment."""
-        self._seconds_per_module[env] = seconds / _module_count(env)
-
-
-def _module_count(env: HostEnv) -> int:
+def count_modules(env: HostEnv) -> int:
+    """Return the number of modules of a host: itself and each of its seeds."""
     return 1 + sum(slot.occupied for slot in env.slots)
 
 
 def _init_worker() -> None:
-    """Make the operators of a new worker thread single-threaded."""
     # One thread per operator: operators on tiny hosts are too small to split, and other hosts use the other cores.
     torch.set_num_threads(1)
     # Reading it pins the value: until then another thread's set_num_threads would change it.
@@ -67,8 +54,7 @@ class ThreadsExecutor(LoopExecutor):
     def __init__(self, task: Task, training: HostTraining) -> None:
         super().__init__(task, training)
         self.workers = ThreadPoolExecutor(usable_cores(), "host", _init_worker)
-        self.training_costs = CostEstimator()
-        self.validation_costs = CostEstimator()
+        self.training_costs, self.validation_costs = Costs(), Costs()
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         return self._run_in_workers(lambda env: self._train(env, data), envs, self.training_costs)
@@ -80,21 +66,20 @@ class ThreadsExecutor(LoopExecutor):
 
         return self._run_in_workers(work, envs, self.validation_costs)
 
-    def _run_in_workers(
-        self, work: Callable[[HostEnv], Tensor], envs: Sequence[HostEnv], costs: CostEstimator
-    ) -> Tensor:
+    def _run_in_workers(self, work: Callable[[HostEnv], Tensor], envs: Sequence[HostEnv], costs: Costs) -> Tensor:
         """Run `work` on all environments in the worker threads. Returns its rows in the order of `envs`."""
 
         def timed_work(i: int) -> tuple[Tensor, float]:
             begin = time.thread_time()  # excludes the time spent waiting for other workers
             return work(envs[i]), time.thread_time() - begin
 
-        order = sorted(range(len(envs)), key=lambda i: costs.estimate(envs[i]), reverse=True)
-        with ExitStack() as cleanup:
-            cleanup.enter_context(onednn_convolutions(self.training.onednn))
-            # A worker sets torch's number of threads to 1 for the whole process; put it back.
-            cleanup.callback(torch.set_num_threads, torch.get_num_threads())
-            results = dict(zip(order, self.workers.map(timed_work, order), strict=True))
+        order = sorted(range(len(envs)), key=lambda i: -count_modules(envs[i]) * costs.get(envs[i], 1.0))
+        num_threads = torch.get_num_threads()
+        try:
+            with self.kernels(envs[0].device):
+                results = dict(zip(order, self.workers.map(timed_work, order), strict=True))
+        finally:
+            torch.set_num_threads(num_threads)  # a worker sets it to 1 for the whole process
         for i, (_, seconds) in results.items():
-            costs.record(envs[i], seconds)
+            costs[envs[i]] = seconds / count_modules(envs[i])
         return torch.stack([results[i][0] for i in range(len(envs))])

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from esper_lightning.callbacks import Grow
-from esper_lightning.callbacks.grow.refusals import check_trainer, find_network
+from esper_lightning.callbacks.grow.checks import check_trainer, find_network
 from esper_lightning.envs import ActionConfig
 from esper_lightning.growth import attach_slots
 from tests.callbacks.grow.modules import Classifier, DigitsData
@@ -81,7 +81,6 @@ REFUSED: dict[str, tuple[Callable[[Classifier], None], dict[str, Any], dict[str,
     "unknown metric": (nothing, {}, {"monitor": "val_accuracy"}, "logs no 'val_accuracy'.*val_acc"),
     "loss in mode max": (nothing, {}, {"monitor": "val_loss"}, "must be a share from 0 to 1; scale it"),
     "no length": (nothing, {"max_steps": 5}, {}, r"give Grow\(horizon=…\), in validations"),
-    "precision": (nothing, {"precision": "64-true"}, {}, "precision '64-true' cannot grow; use one of 32-true"),
     "weight averaging": (nothing, {"callbacks": [WeightAveraging()]}, {}, "WeightAveraging averages parameters"),
     "EMA": (nothing, {"callbacks": [EMAWeightAveraging()]}, {}, "EMAWeightAveraging averages parameters"),
     "SWA": (nothing, {"callbacks": [StochasticWeightAveraging(0.1)]}, {}, "StochasticWeightAveraging averages"),
@@ -138,7 +137,7 @@ def test_a_strategy_that_shards_parameters_is_refused(strategy: Strategy) -> Non
     made._accelerator_connector.strategy = strategy
 
     with pytest.raises(ValueError, match=f"Grow: {type(strategy).__name__} .* use one device, or strategy='ddp'"):
-        check_trainer(made, Classifier())
+        check_trainer(made, Classifier(), nn.Identity(), "net")
 
 
 def test_several_validation_loaders_are_refused() -> None:
@@ -178,14 +177,11 @@ def test_layers_of_the_lightning_module_itself_are_no_network() -> None:
         ({"decider": object()}, "object has no method 'reset'"),
         ({"decider": "nowhere.json"}, "nowhere.json cannot be read"),
         ({"decider": "nowhere.ckpt"}, "nowhere.ckpt"),
-        ({"mode": "maximum"}, "mode must be 'max' or 'min'"),
         ({"batches": 0}, "batches must be at least 1"),
         ({"mode": "min", "score": len}, "a score grows with quality"),
         ({"blueprints": ["conv_lite"]}, "did you mean 'conv_light'"),
         ({"blueprints": "conv_lite"}, "did you mean 'conv_light'"),
         ({"blueprints": ["norm"], "actions": ActionConfig(blueprints=["norm"])}, "named twice"),
-        ({"lifecycle": {"training_ticks": 2}}, r"lifecycle must be esper_lightning.LifecycleConfig\(…\), got dict"),
-        ({"actions": {"tempos": {"FAST": 2}}}, r"actions must be esper_lightning.ActionConfig\(…\), got dict"),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_refused_at_once(options: dict[str, Any], message: str) -> None:

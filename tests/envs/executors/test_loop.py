@@ -9,8 +9,7 @@ from torch.nn import functional as F
 
 from esper_lightning.controllers.random import WaitOnly
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.executors import loop
-from esper_lightning.envs.executors.loop import float32_kernels
+from esper_lightning.envs.executors import LoopExecutor, loop
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
@@ -139,9 +138,10 @@ def test_hosts_on_a_gpu_round_to_tf32_only_if_it_is_set(precision: str, before: 
     unchanged = cudnn.allow_tf32, matmul.allow_tf32
     try:
         cudnn.allow_tf32 = matmul.allow_tf32 = before
-        with float32_kernels(precision, torch.device("cuda")):
+        executor = LoopExecutor(Digits(), HostTraining(precision=precision))
+        with executor.kernels(torch.device("cuda")):
             assert (cudnn.allow_tf32, matmul.allow_tf32) == (precision == "tf32",) * 2
-        with float32_kernels(precision, torch.device("cpu")):
+        with executor.kernels(torch.device("cpu")):
             assert cudnn.allow_tf32 is before
         assert (cudnn.allow_tf32, matmul.allow_tf32) == (before, before)
     finally:

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from esper_lightning.blueprints import blueprint_names
 from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool, host_training
-from esper_lightning.envs.host_training import INITIAL_LOSS_SCALE, HostTraining
+from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.loss_scale import INITIAL_LOSS_SCALE
 from esper_lightning.growth.blend import BlendStyle
 from esper_lightning.growth.slot import Layout
 from esper_lightning.growth.stages import ISOLATED, Stage
@@ -126,7 +127,7 @@ def learn(
 ) -> Iterator[tuple[float, set[nn.Parameter]]]:
     """Take a step for each batch. Returns the losses, and which parameters have a gradient."""
     training = HostTraining(precision=precision, lr=0.02)
-    optimizer, scaler = training.make_optimizer(learning), training.make_scaler(CPU)
+    optimizer, scaler = training.make_optimizer(learning), torch.amp.GradScaler("cpu", enabled=precision == "fp16")
     for seed in seeds:
         inputs, classes = batch_of(layout, seed=seed)
         optimizer.zero_grad()
@@ -175,18 +176,18 @@ def test_a_step_out_of_range_is_skipped_by_host_and_seeds_alike(
 ) -> None:
     pool = one_step_pool(make_pool, optimizer=optimizer)
     env, overflow = pool.envs[0], Overflow(pool, of_seed=of_seed)
-    before, skipped, scale = frozen(pool, 0), env.skipped_steps, env.scaler.get_scale()
+    before, skipped, scale = frozen(pool, 0), env.skipped_steps, env.loss_scale.scale.item()
     step = pool.step(act(WAIT))
 
     assert same(frozen(pool, 0), before)
-    assert (env.skipped_steps, env.scaler.get_scale()) == (skipped + 1, scale / 2)
+    assert (env.skipped_steps, env.loss_scale.scale.item()) == (skipped + 1, scale / 2)
     assert step.observation.features.isfinite().all()
     overflow.on = False
     pool.step(act(WAIT))
     assert not any(torch.equal(now, then) for now, then in zip(frozen(pool, 0), before, strict=True))
-    assert (env.skipped_steps, env.scaler.get_scale()) == (skipped + 1, scale / 2)
+    assert (env.skipped_steps, env.loss_scale.scale.item()) == (skipped + 1, scale / 2)
     pool.reset([0])
-    assert (env.skipped_steps, env.scaler.get_scale()) == (0, INITIAL_LOSS_SCALE)
+    assert (env.skipped_steps, env.loss_scale.scale.item()) == (0, INITIAL_LOSS_SCALE)
 
 
 def test_a_momentum_whose_first_step_was_skipped_begins_at_zero(make_pool: MakePool) -> None:
@@ -232,7 +233,7 @@ def test_a_run_goes_on_bit_for_bit_from_every_tick(make_pool: MakePool) -> None:
         overflow.on = tick == 0  # the following steps begin with another scale
         if overflow.on:
             pool.executor.train_epoch(pool.envs, pool.data.train)
-    assert pool.envs[0].scaler.get_scale() < pool.envs[1].scaler.get_scale()
+    assert pool.envs[0].loss_scale.scale < pool.envs[1].loss_scale.scale
 
 
 def test_the_precision_may_change_when_a_run_goes_on(make_pool: MakePool) -> None:
@@ -252,7 +253,7 @@ def test_what_is_clipped_are_unscaled_gradients(make_pool: MakePool) -> None:
     env, (inputs, targets) = pool.envs[0], pool.data.train
     generator = env.generator.get_state()
     network, optimizer = deepcopy((env.network, env.optimizer))
-    scaler = torch.amp.GradScaler("cpu", init_scale=env.scaler.get_scale())
+    scaler = torch.amp.GradScaler("cpu", init_scale=env.loss_scale.scale.item())
     (indices,) = env.draw_batches(pool.data.train.samples).indices
     with torch.autocast("cpu", torch.float16):
         loss = F.cross_entropy(network.train()(inputs[indices]), targets[indices], reduction="none").mean()
@@ -310,7 +311,7 @@ def test_hosts_train_and_are_validated_in_the_precision_of_their_setting(
     pool.step(act(WAIT))
 
     assert seen == {(True, dtype), (False, dtype)}
-    assert pool.envs[0].scaler.is_enabled() is (precision == "fp16")
+    assert (pool.envs[0].loss_scale is not None) is (precision == "fp16")
 
 
 @pytest.mark.parametrize(("has_bf16", "precision"), [(True, "bf16"), (False, "fp16")])
@@ -322,7 +323,7 @@ def test_auto_is_the_half_precision_that_a_gpu_has(
 
     assert training.precision_on(torch.device("cuda", 0)) == precision
     assert training.precision_on(CPU) == "fp32"
-    assert not training.make_scaler(CPU).is_enabled()
+    assert training.make_loss_scale(CPU) is None
 
 
 def test_tf32_is_refused_on_the_cpu(make_pool: MakePool) -> None:

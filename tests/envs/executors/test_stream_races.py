@@ -191,7 +191,7 @@ def test_a_scaler_is_touched_on_its_own_stream(make_pool: MakePool, fake_cuda: F
         play(pool)
 
     assert races.races == set()
-    scales = [env.scaler.scale(torch.ones(())) for env in pool.envs]
+    scales = [env.loss_scale.scale for env in pool.envs]
     assert len({scale.data_ptr() for scale in scales}) == 3 and all(scale > 1.0 for scale in scales)
 
 
@@ -207,7 +207,7 @@ def test_scalers_on_a_gpu_agree_with_those_of_lone_hosts(executor: str) -> None:
             pool.train_without_actions(3)
 
     among, alone = (pool.envs[0].state_dict() for pool in pools)
-    assert among["scaler"] == alone["scaler"] and among["skipped_steps"] == alone["skipped_steps"]
+    assert among["loss_scale"] == alone["loss_scale"] and among["skipped_steps"] == alone["skipped_steps"]
     cpu = [{name: value.cpu() for name, value in state["growing"]["network"].items()} for state in (among, alone)]
     assert differences(*cpu) == []
 

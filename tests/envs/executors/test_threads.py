@@ -11,10 +11,10 @@ import torch
 
 from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.executors.threads import CostEstimator
+from esper_lightning.envs.executors import threads
+from esper_lightning.envs.executors.threads import Costs
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.stages import Stage
-from tests.decisions import WAIT, act, cull, fossilize, germinate
 from tests.envs.executors.episodes import episode, same
 
 MakePool = Callable[..., HostPool]
@@ -50,7 +50,7 @@ def test_the_order_of_work_changes_nothing(
 ) -> None:
     ordered = episode(make_pool(5, executor="threads", horizon=20))
     dice = random.Random(0)
-    monkeypatch.setattr(CostEstimator, "estimate", lambda self, env: dice.random())
+    monkeypatch.setattr(threads, "count_modules", lambda env: dice.uniform(1.0, 9.0))
 
     assert same(episode(make_pool(5, executor="threads", horizon=20)), ordered)
 
@@ -78,28 +78,10 @@ def test_the_costliest_environments_come_first(make_pool: MakePool, cores: Calla
     assert order == [1, 1, 2, 2, 0, 0]  # two minibatches each
 
     pool.envs[0].growing.germinate("block3", "norm")
-    pool.executor.training_costs = CostEstimator()  # as if nothing had been measured yet
+    pool.executor.training_costs = Costs()  # as if nothing had been measured yet
     order.clear()
     pool.executor.train_epoch(pool.envs, pool.data.train)
     assert order == [0, 0, 1, 1, 2, 2]  # a host with a seed costs more than one without
-
-
-def test_a_cost_is_scaled_when_seeds_come_and_go(make_pool: MakePool) -> None:
-    pool = make_pool(1, horizon=9)
-    env, costs = pool.envs[0], CostEstimator()
-    costs.record(env, 0.3)
-    assert costs.estimate(env) == 0.3
-
-    pool.step(act(germinate(0, 1)))
-    assert costs.estimate(env) == pytest.approx(0.6)
-    pool.step(act(germinate(1, 1)))
-    assert costs.estimate(env) == pytest.approx(0.9)
-    costs.record(env, 0.6)
-    for row in (WAIT, fossilize(0)):
-        pool.step(act(row))
-    assert costs.estimate(env) == pytest.approx(0.6)
-    pool.step(act(cull(1)))
-    assert costs.estimate(env) == pytest.approx(0.4)
 
 
 def test_an_error_in_a_worker_is_not_swallowed(

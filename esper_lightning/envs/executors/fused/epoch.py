@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs.device_transfer import pack_training, upload
-from esper_lightning.envs.executors.fused.optimizer import ParameterGroup, StackedOptimizer, StackedScaler, state_names
-from esper_lightning.envs.executors.fused.stacked_host import HostStack
+from esper_lightning.envs.executors.fused.host import HostStack
+from esper_lightning.envs.executors.fused.optimizer import STATE_NAMES, StackedOptimizer
 from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.loss_scale import next_scale
 from esper_lightning.growth.gradient_stats import NO_GRADIENT, stats_of_norms
-from esper_lightning.growth.param_groups import HOST_GROUP, seed_group_name
+from esper_lightning.growth.param_groups import HOST_GROUP, find_group, seed_group_name
 from esper_lightning.tasks import Batches, Split, Task, fetch
 
 
@@ -21,24 +22,24 @@ class FusedEpoch:
         self.stack, self.envs, self.task, self.data = stack, envs, task, data
         self.training = envs[0].training
         networks, optimizers = [env.network for env in envs], [env.optimizer for env in envs]
-        self.weights = stack.settle(networks, optimizers, state_names(self.training))
+        self.weights = stack.settle(networks, optimizers, STATE_NAMES[self.training.optimizer])
         self.weights.bind(requires_grad=True)
-        host_groups = [ParameterGroup(i, env, HOST_GROUP) for i, env in enumerate(envs)]
-        seed_groups = [
-            ParameterGroup(host, envs[host], seed_group_name(slot))
-            for owners in stack.seed_slots
-            for host, slot in owners
-        ]
-        self.optimizer = StackedOptimizer(self.weights, host_groups + seed_groups)
-        self.scaler = StackedScaler(envs) if envs[0].scaler.is_enabled() else None
+        groups = [(i, HOST_GROUP) for i in range(len(envs))]
+        groups += [(host, seed_group_name(slot)) for owners in stack.seed_slots for host, slot in owners]
+        options = [find_group(envs[host].optimizer, name) for host, name in groups]
+        self.optimizer = StackedOptimizer(self.weights, self.training, [host for host, _ in groups], options)
+        # Loss scales of the hosts in fp16, [N] each; at the end of the epoch they are written back.
+        self.scales = [env.loss_scale for env in envs if env.loss_scale is not None]
+        self.scale = torch.stack([one.scale for one in self.scales]) if self.scales else None
+        self.good_steps = torch.stack([one.good_steps for one in self.scales]) if self.scales else None
         self.healthy: Tensor | None = None  # hosts that take the present step, [N] bool; None: all
         # The first host's timer records the time of all hosts together.
         self.host_timer = envs[0].timer
         self.host_timer.start()
         failing = {(i, seed_group_name(slot.name)) for i, env in enumerate(envs) for slot in env.failing_slots}
-        is_frozen = [(group.host, group.name) in failing for group in host_groups + seed_groups]
         # Mask of the weights of failing seeds, which get no gradient. None, the usual case: no seed fails.
-        self.frozen_mask = self.optimizer.per_weight(upload(is_frozen, self.weights.values.device)) if failing else None
+        is_frozen = upload([group in failing for group in groups], self.weights.values.device) if failing else None
+        self.frozen_mask = None if is_frozen is None else self.optimizer.per_weight(is_frozen)
         self.micro_batches = self.training.micro_batches
         self.batches = Batches.concatenate([env.draw_batches(data.samples).split(self.micro_batches) for env in envs])
         self.host_timer.record(data=1.0)
@@ -54,28 +55,20 @@ class FusedEpoch:
     def step(self, i: int) -> None:
         """Train every host on its i-th minibatch. The last one also stores the gradient statistics."""
         self.host_timer.start()
-        self.compute_gradients(i)
-        if i == len(self) - 1:
-            self.gradients = self._gradient_tensors()
-        self.update_weights()
-        self.host_timer.record(train=1.0)
-
-    def compute_gradients(self, i: int) -> None:
-        """Compute the gradients of the i-th minibatch, with loss scales divided out."""
         self.weights.grads.zero_()
         for part in range(i * self.micro_batches, (i + 1) * self.micro_batches):
             self._accumulate_gradients(part)
         if self.frozen_mask is not None:
             self.weights.grads.masked_fill_(self.frozen_mask, 0.0)
-        if self.scaler is not None:
-            self.healthy = self.scaler.unscale(self.optimizer)
+        if self.scale is not None:
+            self.healthy = self.optimizer.unscale(self.scale)
             self.skipped_steps += ~self.healthy
-
-    def update_weights(self) -> None:
-        """Take the optimizer step of all hosts with finite gradients, and adapt the loss scales."""
+        if i == len(self) - 1:
+            self.gradients = self._gradient_tensors()
         self.optimizer.step(self.healthy)
-        if self.scaler is not None and self.healthy is not None:
-            self.scaler.update(self.healthy)
+        if self.scale is not None and self.good_steps is not None and self.healthy is not None:
+            self.scale, self.good_steps = next_scale(self.scale, self.good_steps, self.healthy)
+        self.host_timer.record(train=1.0)
 
     def _accumulate_gradients(self, part: int) -> None:
         """Add the gradients, losses and accuracies of one micro-batch, for all hosts."""
@@ -85,16 +78,16 @@ class FusedEpoch:
         with self.training.autocast(inputs.device):
             measures = self.task.measure(self.stack.train(inputs), targets)
             losses = measures.loss.view(len(self.envs), -1).mean(1) / self.micro_batches  # [N]
-        (losses if self.scaler is None else losses * self.scaler.scales).sum().backward()
+        (losses if self.scale is None else losses * self.scale).sum().backward()
         with torch.no_grad():
             correct = measures.correct.view(len(self.envs), -1).mean(1) / self.micro_batches
             self.totals += torch.stack([losses, correct])
 
     def result(self) -> Tensor:  # [N, …], rows as `pack_training` makes them
         """Write loss scales back to the environments. Returns the row of `HostEpoch.result` for each host."""
-        self.weights.restore_formats()
-        if self.scaler is not None:
-            self.scaler.write_back()
+        if self.scale is not None and self.good_steps is not None:
+            for i, own in enumerate(self.scales):
+                own.set(self.scale[i], self.good_steps[i])
         self.stack.release()
         return pack_training((self.totals / len(self)).T, self.skipped_steps, self.gradients)
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from esper_lightning.envs.device_transfer import upload
 from esper_lightning.envs.executors.fused.epoch import FusedEpoch
-from esper_lightning.envs.executors.fused.equivalence import check_stack
-from esper_lightning.envs.executors.fused.stacked_host import HostStack
+from esper_lightning.envs.executors.fused.host import HostStack
+from esper_lightning.envs.executors.fused.proof import check_stack
 from esper_lightning.envs.executors.loop import LoopExecutor
 from esper_lightning.envs.executors.out_of_memory import raise_oom
 from esper_lightning.envs.host_env import HostEnv
@@ -39,6 +39,14 @@ class FusedExecutor(LoopExecutor):
         for env in envs:
             self._stack_of([env], data)
 
+    def _stack_of(self, envs: Sequence[HostEnv], data: Split) -> HostStack:
+        kind, device = envs[0].architecture, envs[0].device
+        if (kind, device) not in self.stacks:
+            if not any(kind == checked for checked, _ in self.stacks):
+                check_stack(envs[0], data.inputs)
+            self.stacks[kind, device] = HostStack(envs[0].network)
+        return self.stacks[kind, device]
+
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         with self.kernels(envs[0].device), raise_oom(envs):
             return map_by_kind(lambda groups: self._train_all(groups, data), envs)
@@ -54,21 +62,13 @@ class FusedExecutor(LoopExecutor):
                 epoch.step(i)
         return [epoch.result() for epoch in epochs]
 
-    def _stack_of(self, envs: Sequence[HostEnv], data: Split) -> HostStack:
-        kind, device = envs[0].architecture, envs[0].device
-        if (kind, device) not in self.stacks:
-            if not any(kind == checked for checked, _ in self.stacks):
-                check_stack(envs[0], data.inputs, self.training.convolutions)
-            self.stacks[kind, device] = HostStack(envs[0].network, self.training.convolutions)
-        return self.stacks[kind, device]
-
     @torch.inference_mode()
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
+        def work(groups: Sequence[Sequence[HostEnv]]) -> list[Tensor]:
+            return [self._measure_all(alike, data, [env.variants() for env in alike]) for alike in groups]
+
         with self.kernels(envs[0].device), raise_oom(envs):
-            return map_by_kind(
-                lambda groups: [self._measure_all(alike, data, [env.variants() for env in alike]) for alike in groups],
-                envs,
-            )
+            return map_by_kind(work, envs)
 
     def _measure(self, env: HostEnv, data: Split, variants: Sequence[SeedVariant]) -> Tensor:  # [2, V]
         with raise_oom([env]):
@@ -80,12 +80,12 @@ class FusedExecutor(LoopExecutor):
         data = data.to(envs[0].device)
         stack = self._stack_of(envs, data)
         stack.load_resident([env.network for env in envs]).bind(requires_grad=False)
-        most_elements = MAX_INPUT_ELEMENTS[data.inputs.device.type]
+        inputs, targets, data_variants = data.inputs, data.targets, None
+        if data.variants > 1:  # [M, B, …]: each host has its own variant
+            inputs, targets = (part.unflatten(0, (data.variants, -1)) for part in data)
+            data_variants = [env.context.variant_index for env in envs]
+        most_elements = MAX_INPUT_ELEMENTS[inputs.device.type]
         samples_per_pass = max(self.training.batch_size, most_elements // (len(envs) * data.inputs[0].numel()))
-        has_data_variants = data.variants > 1
-        inputs, targets = (part.unflatten(0, (data.variants, -1)) if has_data_variants else part for part in data)
-        data_variants = [env.context.variant_index for env in envs] if has_data_variants else None
-        totals: Tensor | float = 0.0
         host_timer = envs[0].timer
         host_timer.start()
 
@@ -94,26 +94,23 @@ class FusedExecutor(LoopExecutor):
             host_timer.record(validate=host_share, counterfactual=1.0 - host_share)
 
         stack.entries.on_split = record_interval
-        for inputs_part, targets_part in zip(
-            *(part.split(samples_per_pass, int(has_data_variants)) for part in (inputs, targets)), strict=True
-        ):
-            with self.training.autocast(inputs_part.device):
-                outputs = stack.evaluate(inputs_part, variants, data_variants)
-            n_entries = stack.entries.count
+        sums = []  # of each pass: loss and accuracy, [2, entries]
+        axis = 0 if data_variants is None else 1
+        for part in zip(inputs.split(samples_per_pass, axis), targets.split(samples_per_pass, axis), strict=True):
+            with self.training.autocast(inputs.device):
+                outputs = stack.evaluate(part[0], variants, data_variants)
+            n_entries, own_targets = stack.entries.count, part[1]
             if data_variants is None:
-                targets_part = targets_part.repeat(n_entries, *[1] * (targets_part.ndim - 1))
+                own_targets = own_targets.repeat(n_entries, *[1] * (own_targets.ndim - 1))
             else:
-                targets_part = targets_part[
-                    upload([data_variants[host] for host in stack.entries.hosts], targets_part.device)
-                ].flatten(0, 1)
-            measures = self.task.measure(outputs, targets_part)
-            sums = [values.view(n_entries, -1).sum(1) for values in (measures.loss, measures.correct)]
-            totals = totals + torch.stack(sums)  # [2, entries]
+                entry_variants = upload([data_variants[host] for host in stack.entries.hosts], inputs.device)
+                own_targets = own_targets[entry_variants].flatten(0, 1)
+            measures = self.task.measure(outputs, own_targets)
+            sums.append(torch.stack([one.view(n_entries, -1).sum(1) for one in (measures.loss, measures.correct)]))
             record_interval(n_entries)
-        assert isinstance(totals, Tensor), "there is something to measure on"
         stack.release()
         entry_index = upload(stack.entries.entry_of_variant(), inputs.device)
-        return (totals / data.samples)[:, entry_index].transpose(0, 1)
+        return (sum(sums[1:], sums[0]) / data.samples)[:, entry_index].transpose(0, 1)
 
 
 def map_by_kind(work: Callable[[Sequence[Sequence[HostEnv]]], list[Tensor]], envs: Sequence[HostEnv]) -> Tensor:

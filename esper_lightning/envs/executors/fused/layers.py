@@ -2,6 +2,7 @@
 
 The code of hosts and seeds runs unchanged on stacked features; only the layers that own weights are replaced by these.
 Weights are plain tensors [rows, …], bound from outside. V stack entries, B samples, C and D channels of one host.
+`torch.func.vmap` over the layers themselves needs no such classes, but takes 1.2 to 1.5 times as long for a tick.
 """
 
 import math
@@ -15,13 +16,13 @@ from torch.nn import functional as F
 
 from esper_lightning.blueprints.conv import GroupNorm, group_norm
 from esper_lightning.blueprints.residual import LearnedNorm
-from esper_lightning.envs.executors.fused.stacking import CHANNELS_LAST, StackIndex, broadcast_per_entry, is_image
+from esper_lightning.envs.executors.fused.layout import CHANNELS_LAST, StackIndex, broadcast_per_entry, is_image
 from esper_lightning.growth.blend import SampleGate, sample_gates
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.hosts.transformer import PositionEmbedding, TokenEmbedding
 
-MAX_BMM_HOSTS: dict[str, float] = {"cpu": 4, "cuda": math.inf}
-"""Most hosts for which a 1×1 convolution is a batched matrix product where no method is set, by type of device.
+MAX_PRODUCT_HOSTS: dict[str, float] = {"cpu": 4, "cuda": math.inf}
+"""Most hosts for which a 1×1 convolution is a batched matrix product, by type of device.
 
 On the CPU it then takes 50 to 150 instead of 100 to 260 µs, forward and backward, on small features of 4 to 16
 channels. On CUDA a batched product is one kernel for any number of hosts, while grouped convolutions have few fast
@@ -33,7 +34,7 @@ class StackedLayer(nn.Module):
 
     Args:
         layer: The layer of one host.
-        stack_index: The stack's selection of weight rows.
+        index: The stack's selection of weight rows.
 
     Attributes:
         bound: The layer's own parameters by name, with one more axis in front, [rows, …]. Buffers are registered as
@@ -45,12 +46,12 @@ class StackedLayer(nn.Module):
     required_settings: ClassVar[dict[str, object]] = {}
     """Values that the layer's attributes must have."""
 
-    def __init__(self, layer: nn.Module, stack_index: StackIndex) -> None:
+    def __init__(self, layer: nn.Module, index: StackIndex) -> None:
         super().__init__()
         for name, value in self.required_settings.items():
             if getattr(layer, name) != value:
                 raise ValueError(f"a {type(layer).__name__} with {name} = {getattr(layer, name)!r}")
-        self.stack_index = stack_index
+        self.index = index
         self.parameter_names = [name for name, _ in layer.named_parameters(recurse=False)]
         self.buffer_names = [name for name, _ in layer.named_buffers(recurse=False)]
         self.release()
@@ -61,85 +62,53 @@ class StackedLayer(nn.Module):
         for name in self.buffer_names:
             self.register_buffer(name, None)
 
-    def per_entry(self, name: str) -> Tensor | None:  # [V, …]
-        """Return a parameter or buffer of each stack entry; None if the layer has none of this name."""
-        value = self.bound.get(name, self._buffers.get(name))
-        return None if value is None else self.stack_index.gather(value)
+    def of_entries(self, name: str) -> Tensor:  # [V, …]
+        """Return a parameter or buffer of each stack entry."""
+        return self.index.gather(self.bound[name] if name in self.bound else getattr(self, name))
+
+    def optional(self, name: str) -> Tensor | None:  # [V, …]
+        """Return what `of_entries` returns; None if the layer has no parameter or buffer of this name."""
+        return self.of_entries(name) if name in self.parameter_names or name in self.buffer_names else None
 
     def concatenated(self, name: str) -> Tensor | None:  # [V·C, …]
-        """Return the same as `per_entry`, concatenated along the first axis of a single host's tensor."""
-        value = self.per_entry(name)
+        """Return what `optional` returns, concatenated along the first axis of a single host's tensor."""
+        value = self.optional(name)
         return None if value is None else value.flatten(0, 1)
 
 
-class StackedConv2d(StackedLayer):
-    """Convolution of many hosts, [B, V·C, H, W] -> [B, V·D, H', W'].
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # [V, rows, C], [V, D, C], [V, D]
+    if bias is None:
+        return torch.bmm(x, weight.transpose(1, 2))
+    return torch.baddbmm(bias[:, None], x, weight.transpose(1, 2))
 
-    It is one grouped convolution, or one batched product of weights and patches, as `StackIndex.convolutions` says.
-    Layers with groups of their own, or whose padding has a name, are always grouped convolutions.
-    """
+
+class StackedConv2d(StackedLayer):
+    """Convolution of many hosts, [B, V·C, H, W] -> [B, V·D, H', W']: grouped, or a batched product (1×1 kernels)."""
 
     required_settings: ClassVar[dict[str, object]] = {"padding_mode": "zeros"}
 
-    def __init__(self, layer: nn.Conv2d, stack_index: StackIndex) -> None:
-        super().__init__(layer, stack_index)
+    def __init__(self, layer: nn.Conv2d, index: StackIndex) -> None:
+        super().__init__(layer, index)
         # Any: torch declares the function for padding of either type, but not for one that is not known.
         self.conv_options: tuple[Any, Any, Any] = (layer.stride, layer.padding, layer.dilation)
-        self.kernel_size, self.groups = layer.kernel_size, layer.groups
-        self.can_be_product = layer.groups == 1 and not isinstance(layer.padding, str)
+        self.groups = layer.groups
         self.pointwise = layer.kernel_size == layer.stride == (1, 1) and layer.padding == (0, 0) and layer.groups == 1
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._is_product(x.device.type):
-            return self._pixel_product(x) if self.pointwise else self._patch_product(x)
-        weight = self.concatenated("weight")
-        assert weight is not None
-        return F.conv2d(
-            x,
-            weight,
-            self.concatenated("bias"),
-            *self.conv_options,
-            self.stack_index.count * self.groups,
-        )
-
-    def _is_product(self, device_type: str) -> bool:
-        """Return whether the convolution of the present entries is a batched product."""
-        count, method = self.stack_index.count, self.stack_index.convolutions
-        if method is None:
-            return self.pointwise and count <= MAX_BMM_HOSTS[device_type]
-        # Patches take memory and time, and save nothing where there is one host.
-        return method == "products" and self.can_be_product and (self.pointwise or count > 1)
-
-    def _pixel_product(self, x: Tensor) -> Tensor:  # [B, V·C, H, W] -> [B, V·D, H, W]
-        """Compute a 1×1 convolution, without a change of the memory format."""
-        if not CHANNELS_LAST[x.device.type]:
+        count = self.index.count
+        if self.pointwise and count <= MAX_PRODUCT_HOSTS[x.device.type]:
             return self._product(x)
-        count, weight = self.stack_index.count, self.per_entry("weight")
-        assert weight is not None
-        pixels = x.permute(0, 2, 3, 1).unflatten(3, (count, -1)).flatten(0, 2).transpose(0, 1)  # [V, B·H·W, C]
-        y = _linear(pixels, weight.flatten(2), self.per_entry("bias"))
-        return y.transpose(0, 1).reshape(x.shape[0], *x.shape[2:], -1).permute(0, 3, 1, 2)
+        weight, bias = self.of_entries("weight").flatten(0, 1), self.concatenated("bias")
+        return F.conv2d(x, weight, bias, *self.conv_options, count * self.groups)
 
-    def _patch_product(self, x: Tensor) -> Tensor:  # [B, V·C, H, W] -> [B, V·D, H', W']
-        """Compute a convolution as a 1×1 convolution whose channels are the patch of each output pixel."""
-        if x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # the product rounds to it anyway
-        stride, padding, dilation = self.conv_options
-        # All samples as channels of one, because on CUDA torch launches a kernel for each sample.
-        columns = F.unfold(x.flatten(0, 1)[None], self.kernel_size, dilation, padding, stride)
-        sizes = zip(x.shape[2:], self.kernel_size, stride, padding, dilation, strict=True)
-        height, width = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes)
-        return self._product(columns.view(x.shape[0], -1, height, width))
-
-    def _product(self, x: Tensor) -> Tensor:  # [B, V·C, H, W] contiguous -> [B, V·D, H, W]
-        """Compute a 1×1 convolution. The result has the device's memory format."""
-        pixels = x.unflatten(1, (self.stack_index.count, -1)).permute(1, 2, 0, 3, 4).flatten(2)  # [V, C, B·H·W]
-        weight, bias = self.per_entry("weight"), self.per_entry("bias")
-        assert weight is not None
-        y = torch.bmm(weight.flatten(2), pixels)  # weight: [V, D, C]
-        y = (y if bias is None else y + bias[:, :, None].to(y.dtype)).unflatten(2, (x.shape[0], *x.shape[2:]))
+    def _product(self, x: Tensor) -> Tensor:  # [B, V·C, H, W] -> [B, V·D, H, W], in the memory format of the device
+        count, weight, bias = self.index.count, self.of_entries("weight").flatten(2), self.optional("bias")
         if CHANNELS_LAST[x.device.type]:
-            return y.permute(2, 3, 4, 0, 1).flatten(3).permute(0, 3, 1, 2)
+            pixels = x.permute(0, 2, 3, 1).unflatten(3, (count, -1)).flatten(0, 2).transpose(0, 1)  # [V, B·H·W, C]
+            y = _linear(pixels, weight, bias)
+            return y.transpose(0, 1).reshape(x.shape[0], *x.shape[2:], -1).permute(0, 3, 1, 2)
+        y = torch.bmm(weight, x.unflatten(1, (count, -1)).permute(1, 2, 0, 3, 4).flatten(2))  # [V, D, B·H·W]
+        y = (y if bias is None else y + bias[:, :, None].to(y.dtype)).unflatten(2, (x.shape[0], *x.shape[2:]))
         return y.permute(2, 0, 1, 3, 4).flatten(1, 2).contiguous()
 
 
@@ -148,8 +117,8 @@ class StackedBatchNorm2d(StackedLayer):
 
     required_settings: ClassVar[dict[str, object]] = {"track_running_stats": True}
 
-    def __init__(self, layer: nn.BatchNorm2d, stack_index: StackIndex) -> None:
-        super().__init__(layer, stack_index)
+    def __init__(self, layer: nn.BatchNorm2d, index: StackIndex) -> None:
+        super().__init__(layer, index)
         if layer.momentum is None:
             raise ValueError("a BatchNorm2d without momentum")
         self.momentum, self.eps = layer.momentum, layer.eps
@@ -166,18 +135,13 @@ class StackedBatchNorm2d(StackedLayer):
 class StackedGroupNorm(StackedLayer):
     """GroupNorm with V times as many groups, [B, V·C, H, W] -> same shape."""
 
-    def __init__(self, layer: nn.GroupNorm, stack_index: StackIndex) -> None:
-        super().__init__(layer, stack_index)
+    def __init__(self, layer: nn.GroupNorm, index: StackIndex) -> None:
+        super().__init__(layer, index)
         self.groups, self.eps = layer.num_groups, layer.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return group_norm(
-            x,
-            self.stack_index.count * self.groups,
-            weight=self.concatenated("weight"),
-            bias=self.concatenated("bias"),
-            eps=self.eps,
-        )
+        weight, bias = self.concatenated("weight"), self.concatenated("bias")
+        return group_norm(x, self.index.count * self.groups, weight=weight, bias=bias, eps=self.eps)
 
 
 class _RowwiseLayer(StackedLayer):
@@ -190,11 +154,10 @@ class _RowwiseLayer(StackedLayer):
     features: int
 
     def forward(self, x: Tensor) -> Tensor:
-        count = self.stack_index.count
+        count = self.index.count
         if x.ndim == 2 and count > 1 and x.shape[1] == count * self.features:
             return self.transform(x.unflatten(1, (count, -1)).transpose(0, 1)).transpose(0, 1).flatten(1)
-        rows = x.reshape(count, -1, x.shape[-1])
-        return self.transform(rows).view(*x.shape[:-1], -1)
+        return self.transform(x.reshape(count, -1, x.shape[-1])).view(*x.shape[:-1], -1)
 
     @abstractmethod
     def transform(self, x: Tensor) -> Tensor:  # [V, rows, C] -> [V, rows, D]
@@ -204,51 +167,30 @@ class _RowwiseLayer(StackedLayer):
 class StackedLinear(_RowwiseLayer):
     """Linear layer, [V·B, …, C] -> [V·B, …, D], or [B, V·C] -> [B, V·D]."""
 
-    def __init__(self, layer: nn.Linear, stack_index: StackIndex) -> None:
-        super().__init__(layer, stack_index)
+    def __init__(self, layer: nn.Linear, index: StackIndex) -> None:
+        super().__init__(layer, index)
         self.features = layer.in_features
 
     def transform(self, x: Tensor) -> Tensor:
-        weight = self.per_entry("weight")
-        assert weight is not None
-        return _linear(x, weight, self.per_entry("bias"))
+        return _linear(x, self.of_entries("weight"), self.optional("bias"))
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # [V, rows, C], [V, D, C], [V, D]
-    if bias is None:
-        return torch.bmm(x, weight.transpose(1, 2))
-    return torch.baddbmm(bias[:, None], x, weight.transpose(1, 2))
+class StackedRowNorm(_RowwiseLayer):
+    """LayerNorm or RMSNorm over the last axis, [V·B, …, C] or [B, V·C] -> same shape."""
 
-
-class StackedLayerNorm(_RowwiseLayer):
-    """LayerNorm over the last axis, [V·B, …, C] or [B, V·C] -> same shape."""
-
-    def __init__(self, layer: nn.LayerNorm, stack_index: StackIndex) -> None:
-        super().__init__(layer, stack_index)
+    def __init__(self, layer: nn.LayerNorm | nn.RMSNorm, index: StackIndex) -> None:
+        super().__init__(layer, index)
         if len(layer.normalized_shape) != 1:
-            raise ValueError("a LayerNorm over several axes")
+            raise ValueError(f"a {type(layer).__name__} over several axes")
         self.features, self.eps = layer.normalized_shape[0], layer.eps
+        self.normalise: Callable[..., Tensor] = F.layer_norm if isinstance(layer, nn.LayerNorm) else F.rms_norm
 
     def transform(self, x: Tensor) -> Tensor:
-        y = F.layer_norm(x, (self.features,), eps=self.eps)
-        weight, bias = self.per_entry("weight"), self.per_entry("bias")
+        y = self.normalise(x, (self.features,), eps=self.eps)
+        weight, bias = self.optional("weight"), self.optional("bias")
         if weight is None:
             return y
         return y * weight[:, None] if bias is None else torch.addcmul(bias[:, None], y, weight[:, None])
-
-
-class StackedRMSNorm(_RowwiseLayer):
-    """RMSNorm over the last axis, [V·B, …, C] or [B, V·C] -> same shape."""
-
-    def __init__(self, layer: nn.RMSNorm, stack_index: StackIndex) -> None:
-        super().__init__(layer, stack_index)
-        if len(layer.normalized_shape) != 1:
-            raise ValueError("an RMSNorm over several axes")
-        self.features, self.eps = layer.normalized_shape[0], layer.eps
-
-    def transform(self, x: Tensor) -> Tensor:
-        y, weight = F.rms_norm(x, (self.features,), eps=self.eps), self.per_entry("weight")
-        return y if weight is None else y * weight[:, None]
 
 
 class StackedEmbedding(StackedLayer):
@@ -260,18 +202,14 @@ class StackedEmbedding(StackedLayer):
         "scale_grad_by_freq": False,
     }
 
-    def __init__(self, layer: nn.Embedding, stack_index: StackIndex) -> None:
-        super().__init__(layer, stack_index)
-        self.num_embeddings = layer.num_embeddings
+    def __init__(self, layer: nn.Embedding, index: StackIndex) -> None:
+        super().__init__(layer, index)
+        self.words = layer.num_embeddings
 
     def forward(self, x: Tensor) -> Tensor:
-        count = self.stack_index.count
-        first_rows = torch.arange(
-            0, count * self.num_embeddings, self.num_embeddings, device=x.device
-        )  # first row of each entry's table
-        weight = self.concatenated("weight")
-        assert weight is not None
-        return F.embedding((x.reshape(count, -1) + first_rows[:, None]).view(x.shape), weight)
+        first_rows = torch.arange(0, self.index.count * self.words, self.words, device=x.device)  # of each entry
+        rows = (x.reshape(self.index.count, -1) + first_rows[:, None]).view(x.shape)
+        return F.embedding(rows, self.of_entries("weight").flatten(0, 1))
 
 
 class StackedTokenEmbedding(StackedEmbedding):
@@ -279,42 +217,36 @@ class StackedTokenEmbedding(StackedEmbedding):
 
     def logits(self, x: Tensor) -> Tensor:  # [V·B, T, C] -> [V·B, T, vocabulary]
         """Return the logits of the next token."""
-        rows = x.reshape(self.stack_index.count, -1, x.shape[-1])
-        weight = self.per_entry("weight")
-        assert weight is not None
-        return _linear(rows, weight, None).view(*x.shape[:-1], -1)
+        rows = x.reshape(self.index.count, -1, x.shape[-1])
+        return _linear(rows, self.of_entries("weight"), None).view(*x.shape[:-1], -1)
 
 
 class StackedPositions(StackedLayer):
     """Learned positions, added to a sequence of T tokens, [V·B, T, C] -> same shape."""
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.unflatten(0, (self.stack_index.count, -1))
-        weight = self.per_entry("weight")
-        assert weight is not None
-        return (rows + weight[:, None, : x.shape[1]]).flatten(0, 1)
+        rows = x.unflatten(0, (self.index.count, -1))
+        return (rows + self.of_entries("weight")[:, None, : x.shape[1]]).flatten(0, 1)
 
 
 class StackedNorm(StackedLayer):
     """Normalisation with a learned strength per host, any stacked feature -> same shape."""
 
-    def __init__(self, layer: LearnedNorm, stack_index: StackIndex) -> None:
-        super().__init__(layer, stack_index)
-        self.norm = stack_layers(layer.norm, stack_index)
+    def __init__(self, layer: LearnedNorm, index: StackIndex) -> None:
+        super().__init__(layer, index)
+        self.norm = stack_layers(layer.norm, index)
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = self.per_entry("scale")
-        assert scale is not None
-        return LearnedNorm.interpolate(x, self.norm(x), broadcast_per_entry(scale, x))
+        return LearnedNorm.interpolate(x, self.norm(x), broadcast_per_entry(self.of_entries("scale"), x))
 
 
 class StackedSampleGate(nn.Module):
     """Gate per sample, [B, V·C, H, W] -> [B, V·C, 1, 1]; other features [V·B, …, C] -> [V·B, 1, …]."""
 
-    def __init__(self, gate: SampleGate, stack_index: StackIndex) -> None:
+    def __init__(self, gate: SampleGate, index: StackIndex) -> None:
         super().__init__()
         self.channel_axis = gate.channel_axis
-        self.layers = stack_layers(gate.layers, stack_index)
+        self.layers = stack_layers(gate.layers, index)
 
     def forward(self, h: Tensor) -> Tensor:
         gates = sample_gates(self.layers, self.channel_axis, h)
@@ -327,8 +259,8 @@ STACKED_TYPES: dict[type[nn.Module], Callable[..., nn.Module]] = {
     nn.GroupNorm: StackedGroupNorm,
     GroupNorm: StackedGroupNorm,
     nn.Linear: StackedLinear,
-    nn.LayerNorm: StackedLayerNorm,
-    nn.RMSNorm: StackedRMSNorm,
+    nn.LayerNorm: StackedRowNorm,
+    nn.RMSNorm: StackedRowNorm,
     nn.Embedding: StackedEmbedding,
     TokenEmbedding: StackedTokenEmbedding,
     PositionEmbedding: StackedPositions,
@@ -338,23 +270,17 @@ STACKED_TYPES: dict[type[nn.Module], Callable[..., nn.Module]] = {
 """Stacked layer for each layer type. The exact type counts, because a subclass may compute something else."""
 
 
-def stack_layers(module: nn.Module, stack_index: StackIndex) -> nn.Module:
+def stack_layers(module: nn.Module, index: StackIndex) -> nn.Module:
     """Replace all layers that own weights by stacked layers. Returns `module`, changed in place, or its replacement.
 
     Raises ValueError with the type of the first layer that cannot be stacked.
     """
     if (stacked_type := STACKED_TYPES.get(type(module))) is not None:
-        return stacked_type(module, stack_index)
+        return stacked_type(module, index)
     if isinstance(module, StackedLayer | SeedSlot):
         return module
-    own_tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    if own_tensors:
+    if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
         raise ValueError(f"a {type(module).__name__} with weights of its own")
     for name, child in module.named_children():
-        setattr(module, name, stack_layers(child, stack_index))
+        setattr(module, name, stack_layers(child, index))
     return module
-
-
-def find_stacked_layers(module: nn.Module) -> dict[str, StackedLayer]:
-    """Return the stacked layers by path, which is also the path of the layer in a single host or seed."""
-    return {path: layer for path, layer in module.named_modules() if isinstance(layer, StackedLayer)}

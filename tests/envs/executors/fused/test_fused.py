@@ -1,14 +1,34 @@
-"""Hosts stacked into one network give the same results as separate hosts."""
+"""Hosts stacked into one network give the same results as separate hosts, whatever happens to them."""
 
+import gc
 from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from esper_lightning.blueprints import registry
+from esper_lightning.blueprints.registry import Blueprint
+from esper_lightning.blueprints.residual import Residual
+from esper_lightning.controllers.random import RandomValid
+from esper_lightning.envs import ActionConfig, HostPool
+from esper_lightning.envs.executors import FusedExecutor
+from esper_lightning.envs.executors.fused import epoch
+from esper_lightning.envs.executors.fused.epoch import FusedEpoch
+from esper_lightning.envs.executors.fused.flat import FlatWeights
+from esper_lightning.envs.executors.fused.layers import StackedConv2d, StackedLayer, StackedLinear
+from esper_lightning.envs.executors.fused.optimizer import StackedOptimizer
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.blend import Isolation
 from esper_lightning.growth.stages import Stage
-from tests.envs.executors.fused.hosts import FAST_CONFIG, HOSTS, EpisodeRecord, distance, make, play
+from esper_lightning.hosts import CNN
+from esper_lightning.tasks import AugmentConfig
+from tests.conftest import FREE
+from tests.envs.executors.fused.hosts import FAST_CONFIG, HOSTS, EpisodeRecord, distance, make, play, precision
 from tests.tiers import rest_is_slow
 
 EXACT = 1e-9
@@ -22,15 +42,31 @@ FLOAT32 = 1e-2
 
 A shift of the loop's own weights by 1e-7 changes the losses of GPT by 1e-4 after 6 steps, and by 1e-1 after 15."""
 
+HALVES = {"bf16": (torch.bfloat16, 2e-2), "fp16": (torch.float16, 5e-3)}
+"""Data type, and relative tolerance of losses after 3 environment steps: about the difference of the loop from fp32."""
+
+TRAINING = FAST_CONFIG.training
+
+
+def both(host: str = "cnn", n_envs: int = 3, **changes: Any) -> tuple[HostPool, HostPool]:
+    """Return the same pool with executor fused and with executor loop."""
+    return make("fused", host, n_envs, **changes), make("loop", host, n_envs, **changes)
+
 
 def assert_same(ours: EpisodeRecord, theirs: EpisodeRecord, tolerance: float) -> None:
     for a, b in zip(ours.numbers, theirs.numbers, strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
+def assert_equal(fused: HostPool, loop: HostPool) -> None:
+    assert distance(fused, loop) < EXACT
+    for ours, theirs in zip(fused.envs, loop.envs, strict=True):
+        assert ours.history.loss == pytest.approx(theirs.history.loss, rel=EXACT, nan_ok=True)
+
+
 @pytest.mark.parametrize("host", rest_is_slow(HOSTS, {"residual"}))
 def test_twenty_ticks_of_any_life_equal_the_loop(host: str) -> None:
-    fused, loop = make("fused", host), make("loop", host)
+    fused, loop = both(host, 4)
     ours, theirs = play(fused), play(loop)
 
     assert_same(ours, theirs, EXACT)
@@ -44,22 +80,16 @@ def test_twenty_ticks_of_any_life_equal_the_loop(host: str) -> None:
         [
             {"optimizer": "adamw", "weight_decay": 0.1},
             {"weight_decay": 0.1, "lr_schedule": "cosine"},
-            {"optimizer": "sgd", "weight_decay": 0.01},
-            {"optimizer": "sgd", "momentum": 0.0},
-            {"max_grad_norm": 0.05},
+            {"optimizer": "sgd", "weight_decay": 0.01, "max_grad_norm": 0.05},
             {"max_grad_norm": None, "seed_lr_factor": 3.0, "lr_schedule": "cosine"},
-            {"micro_batches": 4},
-            {"carry_over": False},
+            {"micro_batches": 4, "augment": AugmentConfig(pad=1, flip=True, cutout=3)},
         ],
-        lambda changes: (
-            "seed_lr_factor" in changes or "micro_batches" in changes or changes.get("optimizer") == "adamw"
-        ),
+        lambda changes: "micro_batches" in changes or changes.get("optimizer") == "adamw",
     ),
     ids=str,
 )
-def test_however_hosts_learn_it_equals_the_loop(changes: dict[str, object]) -> None:
-    training = replace(FAST_CONFIG.training, **changes)
-    fused, loop = (make(name, "cnn", 3, training=training) for name in ("fused", "loop"))
+def test_however_hosts_learn_it_equals_the_loop(changes: dict[str, Any]) -> None:
+    fused, loop = both(training=replace(TRAINING, **changes))
 
     assert_same(play(fused, 6), play(loop, 6), EXACT)
     assert distance(fused, loop) < EXACT
@@ -69,7 +99,7 @@ def test_however_hosts_learn_it_equals_the_loop(changes: dict[str, object]) -> N
 @pytest.mark.parametrize("isolation", ["proximal", "straight_through"])
 def test_seeds_learn_behind_their_hosts_as_in_the_loop(host: str, isolation: Isolation) -> None:
     lifecycle = replace(FAST_CONFIG.lifecycle, isolation=isolation, training_ticks=2, min_potential=-5.0)
-    fused, loop = (make(name, host, 3, lifecycle=lifecycle) for name in ("fused", "loop"))
+    fused, loop = both(host, lifecycle=lifecycle)
 
     assert_same(play(fused, 6), play(loop, 6), LEARNING_SEEDS)
     assert distance(fused, loop) < LEARNING_SEEDS
@@ -77,12 +107,57 @@ def test_seeds_learn_behind_their_hosts_as_in_the_loop(host: str, isolation: Iso
 
 @pytest.mark.parametrize("host", rest_is_slow(["cnn", "gpt", "mlp"], {"cnn", "gpt"}))
 def test_in_float32_it_equals_the_loop_to_a_tolerance(host: str) -> None:
-    fused, loop = (make(name, host, dtype=torch.float32) for name in ("fused", "loop"))
-
+    fused, loop = both(host, dtype=torch.float32, training=replace(TRAINING, onednn=host != "mlp"))
     ours, theirs = play(fused, 6), play(loop, 6)
 
     torch.testing.assert_close(ours.losses, theirs.losses, rtol=FLOAT32, atol=0.0)
     assert distance(fused, loop) < FLOAT32
+
+
+@pytest.mark.parametrize(
+    ("host", "half"), rest_is_slow(product(["cnn", "gpt"], HALVES), {("cnn", "fp16"), ("gpt", "bf16")})
+)
+def test_in_half_precision_all_layers_compute_in_it_and_what_is_measured_is_not_rounded(host: str, half: str) -> None:
+    pools = both(host, dtype=torch.float32, training=replace(TRAINING, precision=half))
+    ours, theirs = (play(pool, 3).losses for pool in pools)
+    dtype, tolerance = HALVES[half]
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=0.0)
+
+    pool = make("fused", host, 3, torch.float32, training=replace(TRAINING, precision=half))
+    pool.reset(range(3))
+    for env, style in zip(pool.envs, ("add", "multiply", "gate"), strict=True):
+        env.growing.germinate(env.slots[0].name, "attention", style=style)
+    pool.train_without_actions(1)
+    seen = set()
+
+    def watch(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, name: str) -> None:
+        seen.add((name, module.training, output.dtype))
+
+    (stack,) = pool.executor.stacks.values()  # type: ignore[attr-defined]
+    modules = stack.network.named_modules()
+    layers = {name: one for name, one in modules if isinstance(one, StackedConv2d | StackedLinear)}
+    for name, layer in layers.items():
+        layer.register_forward_hook(partial(watch, name=name))
+    pool.train_without_actions(2)
+    measured = pool.executor.validate(pool.envs, pool.data.validation)
+
+    assert sum(".seed." in name for name in layers) >= 3
+    assert seen == {(name, mode, dtype) for name in layers for mode in (True, False)}
+    assert {p.dtype for env in pool.envs for p in env.network.parameters()} == {measured.dtype} == {torch.float32}
+    assert not torch.equal(measured[:, 0], measured[:, 0].to(dtype).float())
+
+
+@pytest.mark.parametrize("host", rest_is_slow(["cnn", "residual"], {"cnn"}))
+def test_all_that_a_controller_may_choose(host: str) -> None:
+    pools = both(host, 4, **FREE | {"horizon": 20})
+    for pool in pools:
+        wanderer = RandomValid(3)
+        with precision(torch.float64):
+            pool.reset(range(4))
+            for _ in range(20):
+                pool.step(wanderer.act(pool))
+
+    assert_equal(*pools)
 
 
 @pytest.mark.parametrize("host", ["cnn", "gpt"])
@@ -105,33 +180,48 @@ def test_a_trajectory_depends_neither_on_neighbours_nor_on_their_number(host: st
 
 
 def test_a_host_that_is_not_a_number_leaves_the_others_alone() -> None:
-    fused, loop = make("fused", "cnn", 3), make("loop", "cnn", 3)
-    for pool in (fused, loop):
+    pools = both()
+    for pool in pools:
         pool.reset([0, 1, 2])
         with torch.no_grad():
             pool.envs[1].network.head.weight.fill_(float("nan"))
         pool.train_without_actions(2)
 
-    for mine, its in zip(fused.envs, loop.envs, strict=True):
+    for mine, its in zip(*(pool.envs for pool in pools), strict=True):
         assert mine.history.loss == pytest.approx(its.history.loss, rel=EXACT, nan_ok=True)
-    assert fused.envs[1].history.loss[-1] != fused.envs[1].history.loss[-1]
+    assert pools[0].envs[1].history.loss[-1] != pools[0].envs[1].history.loss[-1]
 
 
-def test_between_ticks_everything_lives_in_the_environments_so_executors_may_take_turns() -> None:
-    turns, loop = make("fused", "cnn"), make("loop", "cnn")
-    other = loop.executor
+def test_seeds_with_running_statistics_in_hosts_that_are_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recomputation of activations must not update running statistics."""
+
+    def normed(channels: int) -> nn.Module:
+        return Residual(nn.BatchNorm2d(channels), nn.Conv2d(channels, channels, 1))
+
+    blueprint = Blueprint("normed", frozenset({"image"}), normed, lambda c: c * c + 3 * c, lambda c, n: 0, None)
+    monkeypatch.setitem(registry._BLUEPRINTS, ("image", "normed"), blueprint)
+    monkeypatch.setitem(HOSTS, "twice", partial(CNN, base=4, pools=1, blocks=2, checkpoint_activations=True))
+    pools = both("twice", actions=ActionConfig(blueprints=["normed", "norm"], tempos={"FAST": 1}))
+    for pool in pools:
+        play(pool, 8)
+
+    assert_equal(*pools)
+    grown = [name for env in pools[0].envs for name in env.network.state_dict() if "seed" in name]
+    assert any("running_mean" in name for name in grown)
+
+
+def test_executors_may_take_turns_because_everything_lives_in_the_environments() -> None:
+    """The stack first meets hosts and seeds that have grown in a validation pass; later the loop takes over."""
+    turns, loop = make("loop", "cnn", 3), make("loop", "cnn", 3)
     for pool in (turns, loop):
-        pool.reset(range(4))
-    for tick in range(6):
-        if tick == 3:
-            turns.executor = other
+        play(pool, 8)
+    by_loop, turns.executor = turns.executor, FusedExecutor(turns.task, turns.config.training)
+    turns.test_accuracy()
+    for ticks in (2, 2):
         for pool in (turns, loop):
-            if tick == 1:
-                for i, env in enumerate(pool.envs[:3]):
-                    env.growing.germinate(env.slots[i].name, "conv_light")
-            pool.train_without_actions(1)
-
-    assert distance(turns, loop) < EXACT
+            pool.train_without_actions(ticks)
+        assert_equal(turns, loop)
+        turns.executor = by_loop
     for one, two in zip(turns.envs, loop.envs, strict=True):
         ours, theirs = one.optimizer.state_dict()["state"], two.optimizer.state_dict()["state"]
         assert ours.keys() == theirs.keys()
@@ -140,17 +230,47 @@ def test_between_ticks_everything_lives_in_the_environments_so_executors_may_tak
             torch.testing.assert_close(ours[key]["exp_avg_sq"], state["exp_avg_sq"], rtol=1e-6, atol=EXACT)
 
 
-def test_each_group_has_its_own_learning_rate() -> None:
-    fused, loop = make("fused", "mlp"), make("loop", "mlp")
-    for pool in (fused, loop):
+def test_some_of_the_hosts_by_turns_each_group_at_its_own_rate() -> None:
+    pools = both(n_envs=4)
+    for pool in pools:
         pool.reset(range(4))
+        pool.envs[2].growing.germinate("block1", "norm")
+        pool.envs[3].growing.germinate("block1", "conv_small", style="gate")
         for i, env in enumerate(pool.envs):
-            env.growing.germinate("layer1", "lora")
-            env.optimizer.param_groups[0]["lr"] *= 0.5**i
-            env.optimizer.param_groups[1]["lr"] *= 0.1 * i
-        pool.train_without_actions(2)
+            for k, group in enumerate(env.optimizer.param_groups):
+                group["lr"] *= 0.5 ** (i + 2 * k)
+        for some in ([3], [2, 0], [0, 1, 2, 3], [1, 3]):
+            pool.executor.train_epoch([pool.envs[i] for i in some], pool.data.train)
+    measured = [pool.executor.validate(pool.envs[1:], pool.data.validation) for pool in pools]
 
-    assert distance(fused, loop) < EXACT
+    assert_equal(*pools)
+    torch.testing.assert_close(*measured, rtol=EXACT, atol=EXACT)
+
+
+def test_an_epoch_that_broke_off_leaves_hosts_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make("fused", "cnn", 2)
+    pool.reset([0, 1])
+    pool.train_without_actions(1)
+    before = [p.detach().clone() for env in pool.envs for p in env.network.parameters()]
+
+    def broken(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(epoch, "fetch", broken)
+        pool.train_without_actions(1)
+
+    assert all(map(torch.equal, before, (p for env in pool.envs for p in env.network.parameters())))
+    pool.train_without_actions(1)
+    assert pool.envs[0].history.loss[-1] < pool.envs[0].history.loss[0]
+
+
+def test_a_host_alone_is_a_stack_too() -> None:
+    pools = both("residual", 1)
+    for pool in pools:
+        play(pool, 12)
+
+    assert_equal(*pools)
 
 
 def test_a_run_goes_on_from_a_checkpoint_bit_for_bit() -> None:
@@ -159,33 +279,10 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit() -> None:
     state = whole.state_dict()
     play(resumed, 2, seeds=[9, 8, 7, 6])
     resumed.load_state_dict(state)
-
     ours, theirs = play(resumed, 5, reset=False), play(whole, 5, reset=False)
 
     assert all(torch.equal(a, b) for a, b in zip(ours.numbers, theirs.numbers, strict=True))
     assert distance(resumed, whole) == 0.0
-
-
-def test_one_host_of_the_stack_can_be_taken_back_without_the_others() -> None:
-    back, straight = make("fused", "cnn", 3), make("fused", "cnn", 3)
-    for pool in (back, straight):
-        pool.reset(range(3))
-        pool.envs[1].growing.germinate("block1", "norm")
-        pool.train_without_actions(2)
-    kept = back.envs[1].state_dict()
-    for pool in (back, straight):
-        pool.train_without_actions(2)
-    back.envs[1].load_state_dict(kept)
-    before = [back.envs[i].network.state_dict()["head.weight"].clone() for i in range(3)]
-    for i in (0, 2):
-        assert torch.equal(before[i], straight.envs[i].network.state_dict()["head.weight"])
-    back.train_without_actions(2)
-    straight.train_without_actions(2)
-
-    # The step count differs, and so do the stages of the seeds; the other hosts are unchanged.
-    for i in (0, 2):
-        for a, b in zip(back.envs[i].network.parameters(), straight.envs[i].network.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=EXACT, atol=EXACT)
 
 
 def test_what_has_been_grown_before_is_grown_by_the_same_program() -> None:
@@ -193,21 +290,19 @@ def test_what_has_been_grown_before_is_grown_by_the_same_program() -> None:
     pool.reset([0, 1])
     pool.envs[0].growing.germinate("block1", "norm")
     pool.train_without_actions(1)
-    (stack,) = pool.executor.stacks.values()
-    banks = dict(stack.slots["block1"].seeds_by_kind)
+    (stack,) = pool.executor.stacks.values()  # type: ignore[attr-defined]
+    programs = dict(stack.slots["block1"].seeds_by_kind)
     pool.envs[1].growing.germinate("block1", "norm")
     pool.train_without_actions(1)
     pool.envs[0].growing.remove_seed("block1")
     pool.train_without_actions(1)
 
-    assert list(pool.executor.stacks.values()) == [stack]
-    assert stack.slots["block1"].seeds_by_kind == banks
+    assert stack.slots["block1"].seeds_by_kind == programs
 
 
 def test_gradient_statistics_are_those_of_the_loop() -> None:
     rows = []
-    for name in ("fused", "loop"):
-        pool = make(name, "gpt", 3, training=HostTraining(batches=2, batch_size=16, max_grad_norm=0.01))
+    for pool in both("gpt", training=HostTraining(batches=2, batch_size=16, max_grad_norm=0.01)):
         pool.reset(range(3))
         pool.envs[0].growing.germinate("layer1", "mlp_small")
         pool.envs[2].growing.germinate("layer2", "norm", style="gate")
@@ -219,7 +314,7 @@ def test_gradient_statistics_are_those_of_the_loop() -> None:
 
 
 def test_test_accuracy_and_single_hosts_are_measured_as_by_the_loop() -> None:
-    fused, loop = make("fused", "residual"), make("loop", "residual")
+    fused, loop = both("residual", 4)
     for pool in (fused, loop):
         play(pool, 9)
     name = fused.envs[0].slots[0].name
@@ -238,3 +333,85 @@ def test_validation_takes_large_data_in_pieces(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("esper_lightning.envs.executors.fused.executor.MAX_INPUT_ELEMENTS", {"cpu": 1})
 
     torch.testing.assert_close(pool.executor.validate(pool.envs, pool.data.validation), whole, rtol=EXACT, atol=0.0)
+
+
+READING = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "nonzero"}
+
+INDEXING = {"__getitem__", "__setitem__", "masked_select"}
+
+
+class WaitingOperations(TorchFunctionMode):
+    """Records operations that would wait: reading numbers, and copying them to the device without `upload`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(function, "__name__", str(function)), kwargs or {}
+        sent = function is torch.tensor and kwargs.get("device") is not None
+        index = args[1] if name in INDEXING else ()
+        masks = [
+            part for part in (index if isinstance(index, tuple) else (index,)) if not isinstance(part, int | slice)
+        ]
+        counted = any(isinstance(one, list) or (isinstance(one, Tensor) and one.dtype == torch.bool) for one in masks)
+        if name in READING or sent or counted:
+            self.found.append(name)
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("host", "rule"), [("cnn", "adamw"), ("gpt", "adam"), ("residual", "sgd")])
+def test_training_and_validation_wait_for_nothing(host: str, rule: str) -> None:
+    pool = make("fused", host, 4, training=replace(TRAINING, optimizer=rule, weight_decay=0.01))
+    play(pool, 6)
+    with WaitingOperations() as waits:
+        pool.executor.train_epoch(pool.envs, pool.data.train)
+        pool.executor.validate(pool.envs, pool.data.validation)
+    assert waits.found == []
+
+    with WaitingOperations() as waits:
+        numbers = torch.tensor([1.0, 2.0], device="cpu")
+        numbers[numbers > 1.0], numbers[[0]], numbers[0].item()
+    assert waits.found == ["tensor", "__getitem__", "__getitem__", "item"], "the watch sees what would wait"
+
+
+def alive(*kinds: type) -> list[Any]:
+    gc.collect()
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]
+
+
+def memory_of(tensors: list[Tensor]) -> dict[int, int]:
+    """Return the bytes of all memory that tensors keep alive, by address."""
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+@pytest.mark.slow
+def test_after_thirty_ticks_of_growth_no_weight_lies_where_it_is_not_needed() -> None:
+    pool, wanderer = make("fused", "cnn", 4), RandomValid(1)
+    most = 0
+    unrelated = set(map(id, alive(Tensor)))
+
+    def owned() -> list[Tensor]:
+        states = [state for env in pool.envs for state in env.optimizer.state.values()]
+        modules = [value for env in pool.envs for value in env.network.state_dict(keep_vars=True).values()]
+        return [one for one in (*modules, *(v for s in states for v in s.values())) if isinstance(one, Tensor)]
+
+    with precision(torch.float64):
+        for _ in range(30):
+            if pool.envs[0].tick == pool.config.horizon:
+                pool.reset(range(4))
+            pool.step(wanderer.act(pool))
+            most = max(most, sum(tensor.nbytes for tensor in owned()))
+    pool.executor.train_epoch(pool.envs, pool.data.train)
+
+    (stack,) = pool.executor.stacks.values()  # type: ignore[attr-defined]
+    layers = [m for m in stack.network.modules() if isinstance(m, StackedLayer)]
+    assert not any(layer.bound or any(b is not None for b in layer.buffers()) for layer in layers)
+    assert alive(FusedEpoch, StackedOptimizer) == []
+    assert alive(FlatWeights) == [stack.arena]
+    own = owned()
+    kept = [env.monitor.snapshot.view()["growing"]["generator"] for env in pool.envs]  # in snapshots
+    elsewhere = memory_of([*own, *kept, stack.arena.grads, stack.arena.group_of_weight])
+    rest = memory_of([t for t in alive(Tensor) if id(t) not in unrelated])
+    assert sum(size for place, size in rest.items() if place not in elsewhere) < 0.1 * sum(t.nbytes for t in own)
+    assert sum(memory_of(own).values()) < 2.0 * most, "room for twice the most seeds so far"

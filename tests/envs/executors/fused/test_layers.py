@@ -1,28 +1,31 @@
-"""Each stacked layer, against the same number of separate layers."""
+"""Each stacked layer, against the same number of separate layers; and the layout of stacked features."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import get_args
-from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import build_on
 from esper_lightning.blueprints.conv import GroupNorm
 from esper_lightning.blueprints.residual import LearnedNorm
-from esper_lightning.envs.executors.fused import stacking
-from esper_lightning.envs.executors.fused.flat_params import Assignment, FlatParameters, StackedModule
-from esper_lightning.envs.executors.fused.layers import MAX_BMM_HOSTS, STACKED_TYPES, stack_layers
-from esper_lightning.envs.executors.fused.stacking import (
+from esper_lightning.envs.executors.fused import layout
+from esper_lightning.envs.executors.fused.flat import Assignment, FlatWeights, StackedModule
+from esper_lightning.envs.executors.fused.layers import MAX_PRODUCT_HOSTS, STACKED_TYPES, stack_layers
+from esper_lightning.envs.executors.fused.layout import (
     StackIndex,
+    broadcast_per_entry,
     columns_to_rows,
+    merge,
     rows_to_columns,
+    select_entries,
+    split,
     stack_inputs,
     unstack_outputs,
 )
-from esper_lightning.envs.host_training import ConvolutionMethod
 from esper_lightning.growth.blend import SampleGate
 from esper_lightning.hosts.transformer import PositionEmbedding, TokenEmbedding
 from tests.growth.grown import CPU, add_noise, generator_of
@@ -36,6 +39,8 @@ WORDS = (6,)
 """Shape of one sample of indices."""
 
 Make = Callable[[], nn.Module]
+
+close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 
 
 class Gated(nn.Module):
@@ -59,26 +64,21 @@ LAYERS: dict[str, tuple[Make, tuple[int, ...]]] = {
     "3x3, no bias": (partial(nn.Conv2d, 4, 6, 3, bias=False), IMAGE),
     "3x3, groups": (partial(nn.Conv2d, 4, 6, 3, groups=2), IMAGE),
     "3x3, strided and dilated": (partial(nn.Conv2d, 4, 6, 3, stride=2, padding=2, dilation=2), IMAGE),
-    "3x1": (partial(nn.Conv2d, 4, 6, (3, 1), stride=(1, 2), padding=(2, 0)), IMAGE),
-    "5x5": (partial(nn.Conv2d, 4, 6, 5, padding=2), IMAGE),
     "same": (partial(nn.Conv2d, 4, 6, 3, padding="same"), IMAGE),
     "1x1": (partial(nn.Conv2d, 4, 6, 1), IMAGE),
     "1x1, no bias": (partial(nn.Conv2d, 4, 6, 1, bias=False), IMAGE),
     "1x1, strided": (partial(nn.Conv2d, 4, 6, 1, stride=2), IMAGE),
-    "1x1, depthwise": (partial(nn.Conv2d, 4, 4, 1, groups=4), IMAGE),
     "batch norm": (partial(nn.BatchNorm2d, 4), IMAGE),
     "batch norm, no weights": (partial(and_linear, partial(nn.BatchNorm2d, 4, affine=False)), IMAGE),
     "group norm": (partial(nn.GroupNorm, 2, 4), IMAGE),
     "our group norm": (partial(GroupNorm, 2, 4), IMAGE),
     "group norm, no weights": (partial(and_linear, partial(nn.GroupNorm, 2, 4, affine=False)), IMAGE),
     "linear, sequence": (partial(nn.Linear, 4, 6), SEQUENCE),
-    "linear, vector": (partial(nn.Linear, 4, 6), VECTOR),
     "linear, vector, no bias": (partial(nn.Linear, 4, 6, bias=False), VECTOR),
     "layer norm, sequence": (partial(nn.LayerNorm, 4), SEQUENCE),
     "layer norm, vector, no bias": (partial(nn.LayerNorm, 4, bias=False), VECTOR),
     "layer norm, no weights": (partial(and_linear, partial(nn.LayerNorm, 4, elementwise_affine=False)), SEQUENCE),
     "rms norm, sequence": (partial(nn.RMSNorm, 4), SEQUENCE),
-    "rms norm, vector": (partial(nn.RMSNorm, 4), VECTOR),
     "embedding": (partial(nn.Embedding, 9, 4), WORDS),
     "token embedding": (partial(TokenEmbedding, 9, 4), WORDS),
     "positions": (partial(PositionEmbedding, 8, 4), SEQUENCE),
@@ -89,32 +89,19 @@ LAYERS: dict[str, tuple[Make, tuple[int, ...]]] = {
     "gate, vector": (partial(Gated, 1), VECTOR),
 }
 
-CONVOLUTIONS = [name for name, (make, _) in LAYERS.items() if type(make()) is nn.Conv2d]
-
-close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
-
 
 class StackedAndSeparate:
     """The same layers stacked and separate, each with its own weights, and input features."""
 
-    def __init__(
-        self,
-        make: Make,
-        shape: tuple[int, ...],
-        count: int,
-        entries: list[int] | None = None,
-        *,
-        convolutions: ConvolutionMethod | None = None,
-    ) -> None:
+    def __init__(self, make: Make, shape: tuple[int, ...], count: int, entries: list[int] | None = None) -> None:
         self.layers = [build_on(CPU, make, generator_of(i)).double() for i in range(count)]
         for i, layer in enumerate(self.layers):
             add_noise(layer, seed=i)
             for number, buffer in enumerate(layer.buffers()):
                 buffer.add_(i + number)
-        self.stack_index = StackIndex(convolutions)
-        self.stack = stack_layers(make(), self.stack_index)
-        program = StackedModule(self.stack)
-        self.weights = FlatParameters([Assignment(program, self.layers, range(count))])
+        self.index = StackIndex()
+        self.stack = stack_layers(make(), self.index)
+        self.weights = FlatWeights([Assignment(StackedModule(self.stack), self.layers, range(count))])
         self.entries = list(range(count)) if entries is None else entries
         rows = (len(self.entries) * SAMPLES, *shape)
         if shape == WORDS:
@@ -127,118 +114,50 @@ class StackedAndSeparate:
         count = len(self.entries)
         x = rows_to_columns(self.x, count) if columns else stack_inputs(self.x, count)
         y = self.stack(x)
+        assert x.ndim < 4 or y.is_contiguous(memory_format=memory_format()), "the memory format stays"
         return columns_to_rows(y, count) if columns else unstack_outputs(y, count, SAMPLES)
 
     def separate_outputs(self) -> Tensor:
         parts = self.x.chunk(len(self.entries))
         return torch.cat([self.layers[i](part) for i, part in zip(self.entries, parts, strict=True)])
 
+    def assert_same_in_training(self, columns: bool = False) -> None:
+        self.index.select_all(len(self.layers))
+        self.weights.bind(requires_grad=True)
+        found = []
+        for answer in (lambda: self.stacked_outputs(columns), self.separate_outputs):
+            y = answer()
+            y.square().sum().backward()
+            found.append((y, self.x.grad))
+            self.x.grad = None
+        close(*found)
+        close(self.weights.grads, self.weights.gather([p.grad for p in self.weights.parameters]))
+        for section in self.weights.sections:
+            close(section.statistics, section.gather_statistics())
 
-def assert_same_in_training(pair: StackedAndSeparate, columns: bool = False) -> None:
-    pair.stack_index.select_all(len(pair.layers))
-    pair.weights.bind(requires_grad=True)
-    found = []
-    for answer in (lambda: pair.stacked_outputs(columns), pair.separate_outputs):
-        y = answer()
-        y.square().sum().backward()
-        found.append((y, pair.x.grad))
-        pair.x.grad = None
-    alone = [p.grad for p in pair.weights.parameters]
 
-    close(*found)
-    if alone:
-        close(pair.weights.grads, pair.weights.gather(alone))
+def memory_format() -> torch.memory_format:
+    return torch.channels_last if layout.CHANNELS_LAST["cpu"] else torch.contiguous_format
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def as_on_each_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute on the CPU, with memory format and products of each type of device."""
+    for choices in (layout.CHANNELS_LAST, MAX_PRODUCT_HOSTS):
+        monkeypatch.setitem(choices, "cpu", choices[request.param])
 
 
 @pytest.mark.thinned(5)
-@pytest.mark.parametrize("count", [1, 2, MAX_BMM_HOSTS["cpu"], MAX_BMM_HOSTS["cpu"] + 1])
+@pytest.mark.usefixtures("as_on_each_device")
+@pytest.mark.parametrize("count", [1, 3, MAX_PRODUCT_HOSTS["cpu"] + 1])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_outputs_gradients_and_statistics_are_those_of_each(layer: str, count: int) -> None:
-    pair = StackedAndSeparate(*LAYERS[layer], count)
-    assert_same_in_training(pair)
-
-    for section in pair.weights.sections:
-        for buffer in section.assignment.buffers():
-            close(getattr(buffer.layer, buffer.name), buffer.gather())
+    StackedAndSeparate(*LAYERS[layer], count).assert_same_in_training()
 
 
-@pytest.mark.parametrize("layer", [name for name, (_, shape) in LAYERS.items() if shape == IMAGE])
-def test_with_the_memory_format_and_the_products_of_a_gpu_results_are_the_same(
-    layer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(stacking.CHANNELS_LAST, "cpu", stacking.CHANNELS_LAST["cuda"])
-    monkeypatch.setitem(MAX_BMM_HOSTS, "cpu", MAX_BMM_HOSTS["cuda"])
-    pair = StackedAndSeparate(*LAYERS[layer], 3)
-    pair.stack_index.select_all(3)
-    pair.weights.bind(requires_grad=True)
-    features = stack_inputs(pair.x, 3)
-
-    assert features.is_contiguous()
-    assert pair.stack(features).is_contiguous()
-    assert_same_in_training(StackedAndSeparate(*LAYERS[layer], 3))
-
-
-@pytest.mark.thinned(5)
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-@pytest.mark.parametrize("method", get_args(ConvolutionMethod))
-@pytest.mark.parametrize("layer", CONVOLUTIONS)
-def test_either_method_of_convolution_gives_the_outputs_and_gradients_of_each(
-    layer: str, method: ConvolutionMethod, device_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The memory format is that of the type of device."""
-    monkeypatch.setitem(stacking.CHANNELS_LAST, "cpu", stacking.CHANNELS_LAST[device_type])
-
-    assert_same_in_training(StackedAndSeparate(*LAYERS[layer], 3, convolutions=method))
-
-
-@pytest.mark.parametrize(
-    ("method", "layer", "count", "convolutions"),
-    [
-        (None, "1x1", MAX_BMM_HOSTS["cpu"], 0),
-        (None, "1x1", MAX_BMM_HOSTS["cpu"] + 1, 1),
-        (None, "3x3", 2, 1),
-        ("grouped", "1x1", 2, 1),
-        ("products", "1x1", MAX_BMM_HOSTS["cpu"] + 1, 0),
-        ("products", "3x3", 2, 0),
-        ("products", "3x3", 1, 1),
-        ("products", "3x3, groups", 2, 1),
-        ("products", "same", 2, 1),
-    ],
-)
-def test_the_method_and_the_layer_decide_whether_it_is_a_convolution_or_a_product(
-    method: ConvolutionMethod | None, layer: str, count: int, convolutions: int
-) -> None:
-    pair = StackedAndSeparate(*LAYERS[layer], count, convolutions=method)
-    pair.stack_index.select_all(count)
-    pair.weights.bind(requires_grad=True)
-    with patch("torch.nn.functional.conv2d", wraps=torch.nn.functional.conv2d) as convolve:
-        pair.stacked_outputs()
-
-    assert convolve.call_count == convolutions
-
-
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_products_compute_in_half_precision_where_convolutions_do(
-    device_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(stacking.CHANNELS_LAST, "cpu", stacking.CHANNELS_LAST[device_type])
-    found = []
-    for method in get_args(ConvolutionMethod):
-        index = StackIndex(method)
-        index.select_all(2)
-        layer = stack_layers(nn.Conv2d(4, 6, 3), index)
-        draw = generator_of(0)
-        layer.bound = {"weight": torch.randn(2, 6, 4, 3, 3, generator=draw), "bias": torch.randn(2, 6, generator=draw)}
-        with torch.autocast("cpu", torch.bfloat16):
-            found.append(layer(torch.randn(3, 2 * 4, 5, 5, generator=draw)))
-
-    torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
-    assert found[1].dtype is torch.bfloat16
-
-
-@pytest.mark.parametrize("layer", ["linear, vector", "linear, vector, no bias", "layer norm, vector, no bias"])
+@pytest.mark.parametrize("layer", ["linear, vector, no bias", "layer norm, vector, no bias"])
 def test_what_an_image_left_side_by_side_stays_so(layer: str) -> None:
-    assert_same_in_training(StackedAndSeparate(*LAYERS[layer], 3), columns=True)
+    StackedAndSeparate(*LAYERS[layer], 3).assert_same_in_training(columns=True)
 
 
 @pytest.mark.thinned(5)
@@ -250,19 +169,68 @@ def test_in_evaluation_a_host_may_be_there_several_times(layer: str, entries: li
         module.eval()
     with torch.inference_mode():
         pair.weights.bind(requires_grad=False)
-        pair.stack_index.select_rows(torch.tensor(entries))
+        pair.index.select_rows(torch.tensor(entries))
         close(pair.stacked_outputs(), pair.separate_outputs())
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_the_words_are_judged_by_each_hosts_own_vectors(count: int) -> None:
-    pair = StackedAndSeparate(partial(TokenEmbedding, 9, 4), SEQUENCE, count)
-    pair.stack_index.select_all(count)
+def test_the_words_are_judged_by_each_hosts_own_vectors() -> None:
+    pair = StackedAndSeparate(partial(TokenEmbedding, 9, 4), SEQUENCE, 3)
+    pair.index.select_all(3)
     pair.weights.bind(requires_grad=True)
-    alone = torch.cat([layer.logits(part) for layer, part in zip(pair.layers, pair.x.chunk(count), strict=True)])
 
-    close(pair.stack.logits(pair.x), alone)
+    alone = [layer.logits(part) for layer, part in zip(pair.layers, pair.x.chunk(3), strict=True)]
+    close(pair.stack.logits(pair.x), torch.cat(alone))
 
 
 def test_all_kinds_of_layers_were_tried() -> None:
     assert {type(module) for make, _ in LAYERS.values() for module in make().modules()} >= set(STACKED_TYPES)
+
+
+SHAPES = {"image": (3, 4, 2), "sequence": (4, 3), "vector": (3,)}
+"""Shapes of one sample: [C, H, W], [T, C], [C]."""
+
+
+def entries_of(x: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Return the part of each entry of a stacked feature."""
+    return (x if x.ndim != 4 else unstack_outputs(x, count, len(x))).chunk(count)
+
+
+@pytest.mark.usefixtures("as_on_each_device")
+@pytest.mark.parametrize("shape", SHAPES)
+@given(data=st.data())
+def test_features_are_selected_distributed_and_merged_entry_by_entry(shape: str, data: st.DataObject) -> None:
+    """Outputs and gradients are those of the same operations on the entries one by one."""
+    count, samples = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
+    x = torch.randn((count * samples, *SHAPES[shape]), generator=generator_of(), requires_grad=True)
+    own, stacked = x.chunk(count), stack_inputs(x, count)
+    chosen = data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=7))
+    order = data.draw(st.permutations(range(count)))
+    cuts = sorted(data.draw(st.sets(st.integers(1, count - 1)))) if count > 1 else []
+    parts = [order[a:b] for a, b in zip([0, *cuts], [*cuts, count], strict=True)]
+    sizes, inverse = [len(part) for part in parts], sorted(range(count), key=order.__getitem__)
+    numbers = torch.arange(1.0, count + 1)
+    split_up = split(stacked, sizes, torch.tensor(order))
+    factor = {entry: i + 2 for i, part in enumerate(parts) for entry in part}  # each part has a different function
+    changed = merge([part * (i + 2) for i, part in enumerate(split_up)], sizes, torch.tensor(inverse))
+    cases = [
+        (stacked, own),
+        (select_entries(stacked, count, torch.tensor(chosen)), [own[i] for i in chosen]),
+        (merge(split_up, sizes, torch.tensor(inverse)), own),
+        (changed, [part * factor[i] for i, part in enumerate(own)]),
+        (stacked * broadcast_per_entry(numbers, stacked), [part * n for part, n in zip(own, numbers, strict=True)]),
+    ]
+    for ours, theirs in cases:
+        assert ours.ndim < 4 or ours.is_contiguous(memory_format=memory_format())
+        found, expected = torch.cat(entries_of(ours, len(theirs))), torch.cat(list(theirs))
+        weights = torch.arange(float(expected.numel())).view(expected.shape)
+        gradients = [torch.autograd.grad((y * weights).sum(), x, retain_graph=True)[0] for y in (found, expected)]
+        assert torch.equal(found, expected) and torch.equal(*gradients)
+
+
+@given(count=st.integers(1, 5), samples=st.integers(1, 3))
+def test_what_an_image_leaves_behind_becomes_rows_and_columns_again(count: int, samples: int) -> None:
+    x = torch.randn((count * samples, 3, 4, 2), generator=generator_of(), dtype=torch.float64)
+    means = stack_inputs(x, count).mean((2, 3))
+
+    close(columns_to_rows(means, count), x.mean((2, 3)))
+    assert torch.equal(rows_to_columns(columns_to_rows(means, count), count), means)

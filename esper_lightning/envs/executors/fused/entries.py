@@ -14,7 +14,7 @@ class StackEntries:
 
     def __init__(self) -> None:
         self.variants: Sequence[Sequence[SeedVariant]] = []
-        self.items: list[tuple[int, list[int]]] = []
+        self.items: list[tuple[int, list[int]]] = []  # host index, and indices of its combinations
         self.on_split: Callable[[int], None] | None = None  # called with the number of entries before it grows
 
     def begin_pass(self, variants: Sequence[Sequence[SeedVariant]], off_trunk: Mapping[str, Collection[int]]) -> None:
@@ -28,7 +28,7 @@ class StackEntries:
         self.variants = variants
         self.items = [(host, list(range(len(combinations)))) for host, combinations in enumerate(variants)]
         for slot, seeded in off_trunk.items():
-            self.split_at(slot, [seeded])
+            self.regroup(slot, [seeded])
 
     @property
     def count(self) -> int:
@@ -40,37 +40,17 @@ class StackEntries:
         """Host index of each entry."""
         return [host for host, _ in self.items]
 
-    def split_at(self, slot: str, groups: Sequence[Collection[int]]) -> tuple[list[int], list[int]]:
+    def regroup(self, slot: str, groups: Sequence[Collection[int]], divide: bool = True) -> tuple[list[int], list[int]]:
         """Divide the entries whose combinations differ in `slot`, and order the entries by group.
 
         Args:
             slot: Name of the slot.
             groups: Indices of the hosts with a seed there, by kind of seed; a host is in at most one group.
+            divide: False to leave the entries as they are. For slots off the trunk, whose entries were divided at the
+                input: the shortcut around the slot needs them in the present order.
 
         Returns for each new entry the index of the entry it came from, and the number of entries of each group. An
         entry belongs to its host's group if the seed takes part, and otherwise to one more group at the end.
-        """
-        parts = self._grouped(slot, groups)
-        entries = [entry for part in parts for entry in part]
-        if self.on_split is not None and len(entries) > self.count:
-            self.on_split(self.count)
-        self.items = [(host, combinations) for _, host, combinations in entries]
-        return [source for source, _, _ in entries], [len(part) for part in parts]
-
-    def group_at(self, slot: str, groups: Sequence[Collection[int]]) -> tuple[list[int], list[int]]:
-        """Return what `split_at` returns, but leave the entries as they are.
-
-        For slots off the trunk, whose entries were divided at the input: the shortcut around the slot needs them in the
-        present order.
-        """
-        parts = self._grouped(slot, groups)
-        return [source for part in parts for source, _, _ in part], [len(part) for part in parts]
-
-    def _grouped(self, slot: str, groups: Sequence[Collection[int]]) -> list[list[tuple[int, int, list[int]]]]:
-        """Return the new entries of each group, those without the seed last.
-
-        An entry is (index of the entry it came from, host index, indices of its combinations). Host 0 with the
-        combinations [0, 1], of which only 0 uses the seed, gives [[(0, 0, [0])], [(0, 0, [1])]].
         """
         group_of = {host: group for group, hosts in enumerate(groups) for host in hosts}
         parts: list[list[tuple[int, int, list[int]]]] = [[] for _ in range(len(groups) + 1)]
@@ -81,7 +61,12 @@ class StackEntries:
                 parts[group_of[host]].append((source, host, with_seed))
             if without_seed:
                 parts[-1].append((source, host, without_seed))
-        return parts
+        entries = [entry for part in parts for entry in part]
+        if divide:
+            if self.on_split is not None and len(entries) > self.count:
+                self.on_split(self.count)
+            self.items = [(host, combinations) for _, host, combinations in entries]
+        return [source for source, _, _ in entries], [len(part) for part in parts]
 
     def entry_of_variant(self) -> list[list[int]]:  # [N][V]
         """Return the index of the entry that holds each combination of each host."""

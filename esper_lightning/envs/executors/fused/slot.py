@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.envs.device_transfer import upload
+from esper_lightning.envs.executors.fused.entries import StackEntries
+from esper_lightning.envs.executors.fused.flat import StackedModule
 from esper_lightning.envs.executors.fused.layers import stack_layers
-from esper_lightning.envs.executors.fused.stacking import (
-    Partition,
+from esper_lightning.envs.executors.fused.layout import (
     StackIndex,
     broadcast_per_entry,
     columns_to_rows,
@@ -22,8 +23,6 @@ from esper_lightning.envs.executors.fused.stacking import (
     split,
     unflatten_entries,
 )
-from esper_lightning.envs.executors.fused.variant_batch import StackEntries
-from esper_lightning.envs.host_training import ConvolutionMethod
 from esper_lightning.growth.blend import BlendStyle, add, mix, proximal_gradient
 from esper_lightning.growth.slot import SeedSlot
 
@@ -74,92 +73,92 @@ class _Isolate(torch.autograd.Function):
         return grad if isinstance(flags, bool) else torch.where(flags, grad, 0.0), to_mixed, None, None, None
 
 
+def _effective_alpha(slot: SeedSlot) -> float:
+    """Return the slot's alpha; 1 for an isolated seed, which learns for full alpha."""
+    return 1.0 if slot.isolated else slot.alpha_now
+
+
 class StackedSeeds:
     """Seeds of one kind in one slot of several hosts, computed by one module.
 
     Args:
         seed: A seed of this kind, of which a copy is stacked.
         style: How the seeds' outputs are blended into the hosts' features.
-        convolutions: How they compute convolutions; see `HostTraining.convolutions`.
 
     Attributes:
         row_of_host: Row of the stacked weights for each host index that has such a seed.
     """
 
-    def __init__(self, seed: nn.Module, style: BlendStyle, convolutions: ConvolutionMethod | None = None) -> None:
+    def __init__(self, seed: nn.Module, style: BlendStyle) -> None:
         self.style: BlendStyle = style
-        self.stack_index = StackIndex(convolutions)
+        self.index = StackIndex()
         with torch.inference_mode(False):  # tensors of the seed are used in training too
-            self.module = stack_layers(deepcopy(seed), self.stack_index).eval()
+            self.stacked = StackedModule(stack_layers(deepcopy(seed), self.index).eval())
+        self.release()
+
+    def release(self) -> None:
+        """Drop the assignment: no host has such a seed."""
+        self.index.select_all(0)
+        self.isolated: Flags = False
+        self.detached: Flags = False
+        self.alphas: Tensor | None = None  # with style "add" the slot blends
 
     def assign(self, slots: Mapping[int, SeedSlot]) -> None:
         """Assign the hosts that have such a seed in the coming epoch, given as slot by host index."""
         self.row_of_host = {host: i for i, host in enumerate(slots)}
-        alpha = next(iter(slots.values())).alpha
-        is_isolated = [slot.isolated for slot in slots.values()]
-        is_detached = [
-            isolated or (slot.live and slot.detach_input)
-            for isolated, slot in zip(is_isolated, slots.values(), strict=True)
-        ]
-        self.isolated_flags, self.detach_flags = (
-            _compact_flags(is_isolated, alpha.device),
-            _compact_flags(is_detached, alpha.device),
-        )
+        own = list(slots.values())
+        alpha = own[0].alpha
+        self.isolated = _compact_flags([slot.isolated for slot in own], alpha.device)
+        is_detached = [slot.isolated or (slot.live and slot.detach_input) for slot in own]
+        self.detached = _compact_flags(is_detached, alpha.device)
         if self.style != "add":
-            self.alphas = upload([_effective_alpha(slot) for slot in slots.values()], alpha.device, alpha.dtype)
-
-    def release(self) -> None:
-        """Drop the assignment: no host has such a seed."""
-        self.stack_index.select_all(0)
-        self.isolated_flags = self.detach_flags = False
-        self.alphas = None
+            self.alphas = upload([_effective_alpha(slot) for slot in own], alpha.device, alpha.dtype)
 
     def train(self, x: Tensor) -> Tensor:
-        """Apply the seeds in training mode to the features of their hosts, one entry each; see `_apply_seeds`."""
-        self.stack_index.select_all(len(self.row_of_host))
-        return self._apply_seeds(_detach(x, self.isolated_flags), _detach(x, self.detach_flags))
+        """Apply the seeds in training mode to the features of their hosts, one entry each; see `_apply`."""
+        self.index.select_all(len(self.row_of_host))
+        return self._apply(_detach(x, self.isolated), _detach(x, self.detached))
 
     def evaluate(self, x: Tensor, hosts: Sequence[int]) -> Tensor:
-        """Apply the seed of host `hosts[i]` to entry i of `x`; hosts may be listed repeatedly. See `_apply_seeds`."""
-        self.stack_index.select_rows(upload([self.row_of_host[host] for host in hosts], x.device))
-        return self._apply_seeds(x, x)
+        """Apply the seed of host `hosts[i]` to entry i of `x`; hosts may be listed repeatedly. See `_apply`."""
+        self.index.select_rows(upload([self.row_of_host[host] for host in hosts], x.device))
+        return self._apply(x, x)
 
-    def _apply_seeds(self, x: Tensor, seed_inputs: Tensor) -> Tensor:
+    def _apply(self, x: Tensor, seed_inputs: Tensor) -> Tensor:
         """Return the seeds' outputs for `seed_inputs`; with styles other than "add", already blended into `x`."""
-        if self.style == "add":
-            return self.module(seed_inputs)
-        assert self.alphas is not None, "assign has set them"
-        return mix(
-            self.style,
-            x,
-            self.module,
-            seed_input=seed_inputs,
-            alpha=broadcast_per_entry(self.stack_index.gather(self.alphas), x),
-        )
-
-
-def _effective_alpha(slot: SeedSlot) -> float:
-    """Return the slot's alpha; 1 for an isolated seed, which learns for full alpha."""
-    return 1.0 if slot.isolated else slot.alpha_now
+        if self.alphas is None:
+            return self.stacked.module(seed_inputs)
+        alphas = broadcast_per_entry(self.index.gather(self.alphas), x)
+        return mix(self.style, x, self.stacked.module, seed_input=seed_inputs, alpha=alphas)
 
 
 class StackedSlot:
     """One slot of many hosts, each with its own seed or none. Replaces the forward pass of a `SeedSlot`.
 
     Args:
-        stack_index: The stack's selection of weight rows.
+        index: The stack's selection of weight rows.
         entries: Combinations of seeds that the stack entries stand for in evaluation.
 
     Attributes:
         seed_modules: Stacked seeds of every kind, so that a search for buffers finds theirs.
+        active_seeds: Stacked seeds in the coming epoch.
     """
 
-    def __init__(self, stack_index: StackIndex, entries: StackEntries) -> None:
-        self.stack_index = stack_index
+    def __init__(self, index: StackIndex, entries: StackEntries) -> None:
+        self.index = index
         self.entries = entries
         self.seed_modules = nn.ModuleList()
         self.seeds_by_kind: dict[SeedKind, StackedSeeds] = {}  # of every kind so far
-        self.active_seeds: list[StackedSeeds] = []  # in the coming epoch
+        self.active_seeds: list[StackedSeeds] = []
+        self.orders: tuple[Tensor, Tensor] | None = None
+        self.isolated: Flags = False
+        self.blend_weights: Tensor | None = None
+
+    def release(self) -> None:
+        """Drop all assignments: no host has a seed in this slot."""
+        for seeds in self.active_seeds:
+            seeds.release()
+        self.active_seeds, self.orders, self.isolated, self.blend_weights = [], None, False, None
 
     def assign(self, slots: Sequence[SeedSlot]) -> None:
         """Assign the seeds of all hosts to stacked seeds by kind. Raises ValueError for a folded seed.
@@ -173,30 +172,27 @@ class StackedSlot:
             if slot.occupied:
                 assert slot.blueprint is not None, "the seed's"
                 slots_by_kind.setdefault((slot.blueprint, slot.style), {})[host] = slot
-        self.active_seeds = [self._seeds_of_kind(kind, slots_of_kind) for kind, slots_of_kind in slots_by_kind.items()]
+        for kind, own in slots_by_kind.items():
+            if kind not in self.seeds_by_kind:
+                self.seeds_by_kind[kind] = seeds = StackedSeeds(next(iter(own.values())).seed, kind[1])
+                self.seed_modules.append(seeds.stacked.module)
+            self.seeds_by_kind[kind].assign(own)
+            self.active_seeds.append(self.seeds_by_kind[kind])
         if slots_by_kind:
-            self._plan_routing(slots)
+            self._plan_training(slots)
 
-    def _seeds_of_kind(self, kind: SeedKind, slots: Mapping[int, SeedSlot]) -> StackedSeeds:
-        """Return the stacked seeds of one kind, assigned to these slots by host index."""
-        if kind not in self.seeds_by_kind:
-            seed = next(iter(slots.values())).seed
-            self.seeds_by_kind[kind] = StackedSeeds(seed, kind[1], self.stack_index.convolutions)
-            self.seed_modules.append(self.seeds_by_kind[kind].module)
-        self.seeds_by_kind[kind].assign(slots)
-        return self.seeds_by_kind[kind]
-
-    def _plan_routing(self, slots: Sequence[SeedSlot]) -> None:
-        """Plan how features are partitioned by kind of seed, and the weight of each host's seed output."""
+    def _plan_training(self, slots: Sequence[SeedSlot]) -> None:
+        """Plan how features are distributed by kind of seed, and the weight of each host's seed output."""
         device, dtype = slots[0].alpha.device, slots[0].alpha.dtype
         parts = [list(seeds.row_of_host) for seeds in self.active_seeds]
         without_seed = [host for host, slot in enumerate(slots) if not slot.occupied]
-        self.partition = (
-            Partition(parts + ([without_seed] if without_seed else []), device)
-            if len(parts) > 1 or without_seed
-            else None
-        )
-        self.isolated_flags = _compact_flags([slot.isolated for slot in slots], device)
+        parts += [without_seed] if without_seed else []
+        order = [host for part in parts for host in part]
+        self.sizes = [len(part) for part in parts]
+        # Order of the hosts by part, and the order in which they are hosts again. None: all are in one part.
+        inverse = sorted(range(len(order)), key=order.__getitem__)
+        self.orders = (upload(order, device), upload(inverse, device)) if len(parts) > 1 else None
+        self.isolated = _compact_flags([slot.isolated for slot in slots], device)
         self.is_proximal = slots[0].isolation == "proximal"  # all hosts of a pool share their lifecycle
         # By host index; 1 for styles other than "add", whose outputs are blended already.
         self.output_weights = {
@@ -208,72 +204,53 @@ class StackedSlot:
         weights = [self.output_weights.get(host, 0.0) for host in range(len(slots))]
         self.blend_weights = None if set(self.output_weights.values()) == {1.0} else upload(weights, device, dtype)
 
-    def release(self) -> None:
-        """Drop all assignments: no host has a seed in this slot."""
-        for seeds in self.active_seeds:
-            seeds.release()
-        self.active_seeds, self.partition, self.isolated_flags, self.blend_weights = [], None, False, None
-
-    @property
-    def seeded_hosts(self) -> list[int]:
-        """Indices of the hosts that have a seed here."""
-        return [host for seeds in self.active_seeds for host in seeds.row_of_host]
-
     def __call__(self, slot: SeedSlot, x: Tensor) -> Tensor:
         """Return a stacked feature with all seeds applied; `slot` is the slot in the stack's network."""
         if not self.active_seeds:
             return x
         side_by_side = slot.layout == "vector" and x.shape[1] != slot.width  # [B, V·C], flattened from an image
-        x = columns_to_rows(x, self.stack_index.count) if side_by_side else x
+        x = columns_to_rows(x, self.index.count) if side_by_side else x
         x = self._train(x) if slot.training else self._evaluate(slot, x)
-        return rows_to_columns(x, self.stack_index.count) if side_by_side else x
+        return rows_to_columns(x, self.index.count) if side_by_side else x
 
     def _train(self, x: Tensor) -> Tensor:
         """Apply every host's seed in training mode, according to its stage and alpha."""
-        parts = [x] if self.partition is None else self.partition.split(x)
-        outputs = [seeds.train(part) for seeds, part in zip(self.active_seeds, parts, strict=False)]
-        output = outputs[0] if self.partition is None else self.partition.merge([*outputs, *parts[len(outputs) :]])
-        mixed = (
-            output.to(x.dtype)
-            if self.blend_weights is None
-            else add(x, output, broadcast_per_entry(self.blend_weights, x))
-        )
-        if self.isolated_flags is False:
+        if self.orders is None:
+            output = self.active_seeds[0].train(x)
+        else:
+            parts = split(x, self.sizes, self.orders[0])
+            outputs = [seeds.train(part) for seeds, part in zip(self.active_seeds, parts, strict=False)]
+            output = merge([*outputs, *parts[len(outputs) :]], self.sizes, self.orders[1])
+        mixed = self._blend(x, output, self.blend_weights)
+        if self.isolated is False:
             return mixed
-        return _Isolate.apply(x, mixed, self.isolated_flags, self.stack_index.count, self.is_proximal)
+        return _Isolate.apply(x, mixed, self.isolated, self.index.count, self.is_proximal)
+
+    def _blend(self, x: Tensor, output: Tensor, weights: Tensor | None) -> Tensor:
+        return output.to(x.dtype) if weights is None else add(x, output, broadcast_per_entry(weights, x))
 
     def _evaluate(self, slot: SeedSlot, x: Tensor) -> Tensor:
         """Apply seeds to the entries that use them; an entry that stands for both cases becomes two."""
         entry_hosts = self.entries.hosts
-        regroup = self.entries.split_at if slot.on_single_path else self.entries.group_at
-        sources, sizes = regroup(slot.name, [list(seeds.row_of_host) for seeds in self.active_seeds])
+        groups = [list(seeds.row_of_host) for seeds in self.active_seeds]
+        sources, sizes = self.entries.regroup(slot.name, groups, divide=slot.on_single_path)
         if not any(sizes[:-1]):
             return x
-        hosts = [entry_hosts[source] for source in sources]
+        hosts = [entry_hosts[source] for source in sources]  # of each entry, by kind of seed
         x = select_entries(x, len(entry_hosts), upload(sources, x.device))
-        output = self._apply_seeds(x, hosts, sizes)
-        if slot.on_single_path:
-            self.stack_index.select_rows(upload(hosts, x.device))
-            return output
-        inverse_order = sorted(range(len(sources)), key=sources.__getitem__)
-        return select_entries(output, len(sources), upload(inverse_order, x.device))
-
-    def _apply_seeds(self, x: Tensor, hosts: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Apply seeds to entries ordered by kind of seed.
-
-        Args:
-            hosts: Host index of each entry.
-            sizes: Number of entries for each of the active seeds, then of entries without a seed.
-        """
         parts = [(seeds, size) for seeds, size in zip([*self.active_seeds, None], sizes, strict=True) if size]
-        part_sizes = [size for _, size in parts]
-        remaining_hosts = iter(hosts)
+        part_sizes, remaining_hosts = [size for _, size in parts], iter(hosts)
         outputs = [
-            piece if seeds is None else seeds.evaluate(piece, list(islice(remaining_hosts, size)))
-            for (seeds, size), piece in zip(parts, split(x, part_sizes), strict=True)
+            part if seeds is None else seeds.evaluate(part, list(islice(remaining_hosts, size)))
+            for (seeds, size), part in zip(parts, split(x, part_sizes), strict=True)
         ]
-        output = merge(outputs, part_sizes)
-        if self.blend_weights is None:
-            return output.to(x.dtype)
-        weights = [self.output_weights[host] for host in hosts[: len(hosts) - sizes[-1]]] + [0.0] * sizes[-1]
-        return add(x, output, broadcast_per_entry(upload(weights, x.device, self.blend_weights.dtype), x))
+        weights = None
+        if self.blend_weights is not None:
+            seeded = [self.output_weights[host] for host in hosts[: len(hosts) - sizes[-1]]]
+            weights = upload(seeded + [0.0] * sizes[-1], x.device, self.blend_weights.dtype)
+        output = self._blend(x, merge(outputs, part_sizes), weights)
+        if slot.on_single_path:
+            self.index.select_rows(upload(hosts, x.device))
+            return output
+        inverse = sorted(range(len(sources)), key=sources.__getitem__)
+        return select_entries(output, len(sources), upload(inverse, x.device))

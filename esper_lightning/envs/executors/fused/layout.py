@@ -9,9 +9,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from esper_lightning.envs.device_transfer import upload
-from esper_lightning.envs.host_training import ConvolutionMethod
-
 CHANNELS_LAST: dict[str, bool] = {"cpu": True, "cuda": False}
 """Memory format of stacked image features by type of device; True: channels last.
 
@@ -21,20 +18,15 @@ On CUDA cuDNN has slow kernels for grouped convolutions with channels last
 
 
 class StackIndex:
-    """Rows of the stacked weights that the entries of a stacked feature are computed with, and how.
-
-    Args:
-        convolutions: How stacked layers compute convolutions; see `HostTraining.convolutions`.
+    """Rows of the stacked weights that the entries of a stacked feature are computed with.
 
     Attributes:
         count: Number of entries V in the present features.
         rows: Row of the stacked weights for each entry, [V] int64. None: each row once, in order.
     """
 
-    def __init__(self, convolutions: ConvolutionMethod | None = None) -> None:
-        self.convolutions: ConvolutionMethod | None = convolutions
-        self.count = 0
-        self.rows: Tensor | None = None
+    count: int = 0
+    rows: Tensor | None = None
 
     def select_all(self, count: int) -> None:
         """Select each of the `count` rows once, in order."""
@@ -119,26 +111,3 @@ def merge(parts: Sequence[Tensor], sizes: Sequence[int], entries: Tensor | None 
     axis = unflattened[0][1]
     whole = torch.cat([part for part, _ in unflattened], axis)
     return flatten_entries(whole if entries is None else whole.index_select(axis, entries), axis)
-
-
-class Partition:
-    """Partition of the entries of a stacked feature.
-
-    Args:
-        parts: Indices of the entries in each part; every entry is in exactly one.
-        device: Device of the features.
-    """
-
-    def __init__(self, parts: Sequence[Sequence[int]], device: torch.device) -> None:
-        order = [entry for part in parts for entry in part]
-        self.sizes = [len(part) for part in parts]
-        self.order = upload(order, device)
-        self.inverse_order = upload(sorted(range(len(order)), key=order.__getitem__), device)
-
-    def split(self, x: Tensor) -> list[Tensor]:
-        """Return the parts of a stacked feature, as stacked features."""
-        return split(x, self.sizes, self.order)
-
-    def merge(self, parts: Sequence[Tensor]) -> Tensor:
-        """Merge the parts into one stacked feature: the inverse of `split`."""
-        return merge(parts, self.sizes, self.inverse_order)

@@ -8,13 +8,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper_lightning.envs.device_transfer import upload
-from esper_lightning.envs.executors.fused.arena import Arena
-from esper_lightning.envs.executors.fused.flat_params import Assignment, FlatParameters, StackedModule
+from esper_lightning.envs.executors.fused.entries import StackEntries
+from esper_lightning.envs.executors.fused.flat import Arena, Assignment, FlatWeights, StackedModule
 from esper_lightning.envs.executors.fused.layers import stack_layers
-from esper_lightning.envs.executors.fused.stacked_slot import StackedSeeds, StackedSlot
-from esper_lightning.envs.executors.fused.stacking import StackIndex, stack_inputs, unstack_outputs
-from esper_lightning.envs.executors.fused.variant_batch import StackEntries
-from esper_lightning.envs.host_training import ConvolutionMethod
+from esper_lightning.envs.executors.fused.layout import StackIndex, stack_inputs, unstack_outputs
+from esper_lightning.envs.executors.fused.slot import StackedSlot
 from esper_lightning.growth.attach import attach_at, attached_places, detach_slots
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.lifecycle import slots_of
@@ -27,43 +25,44 @@ class HostStack:
 
     Args:
         host: One of the hosts; its seeds are ignored.
-        convolutions: How hosts and seeds compute convolutions; see `HostTraining.convolutions`.
+
+    Attributes:
+        seed_slots: Host index and slot name of each seed in the coming epoch, by stacked seeds.
 
     Raises ValueError if a layer cannot be stacked.
     """
 
-    def __init__(self, host: nn.Module, convolutions: ConvolutionMethod | None = None) -> None:
-        self.stack_index = StackIndex(convolutions)
+    def __init__(self, host: nn.Module) -> None:
+        self.index = StackIndex()
         self.entries = StackEntries()
-        self.slots: dict[str, StackedSlot] = {}
         with torch.inference_mode(False):
             network = deepcopy(host)
         attached = attached_places(network)
         if attached:
             detach_slots(network)  # from layers that are about to be replaced
-        self.network = stack_layers(network, self.stack_index).eval()
+        self.network = stack_layers(network, self.index).eval()
         attach_at(self.network, attached)
         self.stacked_host = StackedModule(self.network)
         self.dropouts = {path: layer for path, layer in self.network.named_modules() if isinstance(layer, Dropout)}
+        self.slots: dict[str, StackedSlot] = {}
         for name, slot in slots_of(self.network).items():
             slot.empty()
-            self.slots[name] = slot.override = StackedSlot(self.stack_index, self.entries)
+            self.slots[name] = slot.override = StackedSlot(self.index, self.entries)
             slot.seed, slot.folded = slot.override.seed_modules, None
-        self.seed_modules: dict[StackedSeeds, StackedModule] = {}
         self.assignments: list[Assignment] = []
         self.arena = Arena()
         self.hosts: list[nn.Module] = []  # of the last assignment; below the slots of each
         self.host_slots: list[dict[str, SeedSlot]] = []
 
-    def load(self, hosts: Sequence[nn.Module]) -> FlatParameters:
+    def load(self, hosts: Sequence[nn.Module]) -> FlatWeights:
         """Assign N hosts with their seeds. Returns copies of their weights, to be bound to the stacked layers."""
         self._assign(hosts)
-        return FlatParameters(self.assignments)
+        return FlatWeights(self.assignments)
 
-    def load_resident(self, hosts: Sequence[nn.Module]) -> FlatParameters:
+    def load_resident(self, hosts: Sequence[nn.Module]) -> FlatWeights:
         """Assign N hosts with their seeds, to run them only. Returns their weights: those in the arena, or copies."""
         self._assign(hosts)
-        return self.arena if self.arena.holds(self.assignments) else FlatParameters(self.assignments)
+        return self.arena if self.arena.holds(self.assignments) else FlatWeights(self.assignments)
 
     def settle(self, hosts: Sequence[nn.Module], optimizers: Sequence[Optimizer], state_names: Sequence[str]) -> Arena:
         """Assign N hosts with their seeds, to train them. Returns the arena, where they live from now on.
@@ -81,36 +80,34 @@ class HostStack:
         self.release()
         if len(self.hosts) != len(hosts) or any(a is not b for a, b in zip(hosts, self.hosts, strict=True)):
             self.hosts, self.host_slots = list(hosts), [slots_of(host) for host in hosts]
-        self.n_hosts = len(hosts)
         for path, layer in self.dropouts.items():
-            layer.generators = [generator for host in hosts for generator in _dropout(host, path).generators]
-        self.assignments = [Assignment(self.stacked_host, self.hosts, range(self.n_hosts))]
-        self.seed_slots: list[list[tuple[int, str]]] = []  # (host index, slot name) of each seed, by stacked seeds
+            owners = [host.get_submodule(path) for host in hosts]
+            layer.generators = [generator for own in owners if isinstance(own, Dropout) for generator in own.generators]
+        self.assignments = [Assignment(self.stacked_host, self.hosts, range(len(hosts)))]
+        self.seed_slots: list[list[tuple[int, str]]] = []
         for name, slot in self.slots.items():
             slot.assign([slots[name] for slots in self.host_slots])
-            for stacked_seeds in slot.active_seeds:
-                if stacked_seeds not in self.seed_modules:
-                    self.seed_modules[stacked_seeds] = StackedModule(stacked_seeds.module)
-                seed_hosts = list(stacked_seeds.row_of_host)
-                seeds = [self.host_slots[host][name].seed for host in seed_hosts]
-                self.assignments.append(Assignment(self.seed_modules[stacked_seeds], seeds, seed_hosts))
+            for seeds in slot.active_seeds:
+                seed_hosts = list(seeds.row_of_host)
+                own = [self.host_slots[host][name].seed for host in seed_hosts]
+                self.assignments.append(Assignment(seeds.stacked, own, seed_hosts))
                 self.seed_slots.append([(host, name) for host in seed_hosts])
 
     def release(self) -> None:
         """Drop the bound weights and the callback: copies free their memory, and the arena keeps those of its hosts."""
         self.entries.on_split = None
         for assignment in self.assignments:
-            assignment.stacked_module.release()
+            assignment.stacked.release()
         for slot in self.slots.values():
             slot.release()
-        self.stack_index.select_all(0)
+        self.index.select_all(0)
         self.assignments = []
 
     def train(self, inputs: Tensor) -> Tensor:  # [N·B, …], host by host -> [N·B, …]
         """Run the N hosts in training mode, each on its own minibatch."""
         self._set_training(True)
-        self.stack_index.select_all(self.n_hosts)
-        return self._run(inputs, self.n_hosts)
+        self.index.select_all(len(self.hosts))
+        return self._run(inputs, len(self.hosts))
 
     def evaluate(
         self, inputs: Tensor, variants: Sequence[Sequence[SeedVariant]], data_variants: Sequence[int] | None = None
@@ -124,31 +121,27 @@ class HostStack:
         """
         self._set_training(False)
         off_trunk = {
-            name: slot.seeded_hosts for name, slot in self.slots.items() if not self.host_slots[0][name].on_single_path
+            name: [host for seeds in slot.active_seeds for host in seeds.row_of_host]
+            for name, slot in self.slots.items()
+            if not self.host_slots[0][name].on_single_path
         }
         self.entries.begin_pass(variants, off_trunk)
-        if self.entries.hosts == list(range(self.n_hosts)):
-            self.stack_index.select_all(self.n_hosts)
+        hosts, count = self.entries.hosts, self.entries.count
+        if hosts == list(range(len(self.hosts))):
+            self.index.select_all(len(self.hosts))
         else:
-            self.stack_index.select_rows(upload(self.entries.hosts, inputs.device))
+            self.index.select_rows(upload(hosts, inputs.device))
         if data_variants is None:
-            return self._run(inputs.repeat(self.entries.count, *[1] * (inputs.ndim - 1)), self.entries.count)
-        entry_variants = upload([data_variants[host] for host in self.entries.hosts], inputs.device)
-        return self._run(inputs.index_select(0, entry_variants).flatten(0, 1), self.entries.count)
+            return self._run(inputs.repeat(count, *[1] * (inputs.ndim - 1)), count)
+        entry_variants = upload([data_variants[host] for host in hosts], inputs.device)
+        return self._run(inputs.index_select(0, entry_variants).flatten(0, 1), count)
 
     def _set_training(self, training: bool) -> None:
         """Set the training mode of the modules where it changes, because a call visits many modules."""
         for assignment in self.assignments:
-            if assignment.stacked_module.module.training != training:
-                assignment.stacked_module.module.train(training)
+            if assignment.stacked.module.training != training:
+                assignment.stacked.module.train(training)
 
     def _run(self, inputs: Tensor, count: int) -> Tensor:
-        samples = len(inputs) // count
         outputs = self.network(stack_inputs(inputs, count))
-        return unstack_outputs(outputs, self.stack_index.count, samples)
-
-
-def _dropout(host: nn.Module, path: str) -> Dropout:
-    layer = host.get_submodule(path)
-    assert isinstance(layer, Dropout), "hosts of one architecture have the same layers"
-    return layer
+        return unstack_outputs(outputs, self.index.count, len(inputs) // count)

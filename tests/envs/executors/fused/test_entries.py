@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import build_on
-from esper_lightning.envs.executors.fused.stacked_host import HostStack
+from esper_lightning.envs.executors.fused.host import HostStack
 from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.counterfactual import SeedVariant, forward_variants
-from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from tests.growth.grown import CPU, LIFE, STYLES, generator_of, grow
@@ -61,6 +60,7 @@ def hosts(draw: st.DrawFn) -> tuple[list[nn.Module], list[list[SeedVariant]]]:
 def test_each_host_has_as_many_entries_as_in_a_pass_of_its_own_and_they_say_the_same(
     drawn: tuple[list[nn.Module], list[list[SeedVariant]]],
 ) -> None:
+    """Equal combinations are computed once, and hosts keep their own weights, in whatever order entries are."""
     networks, wanted = drawn
     x = torch.randn(SAMPLES, 3, generator=generator_of(), dtype=torch.float64)
     stack, lengths = HostStack(networks[0]), []
@@ -78,31 +78,3 @@ def test_each_host_has_as_many_entries_as_in_a_pass_of_its_own_and_they_say_the_
 
     assert lengths == sorted(set(lengths)), "reported once for several"
     assert len(ours) == stack.entries.count
-
-
-def test_equal_variants_are_computed_once() -> None:
-    networks = [build_on(CPU, lambda: Chain([True, True, False]), generator_of(i)) for i in range(3)]
-    grow(slots_of(networks[1])["a"], Stage.TRAINING, "norm")
-    grow(slots_of(networks[2])["b"], Stage.BLENDING, "norm")
-    everything = frozenset(SLOTS)
-    stack = HostStack(networks[0])
-    with torch.inference_mode():
-        stack.load(networks).bind(requires_grad=False)
-        stack.evaluate(torch.zeros(1, 3), [[everything, *(everything - {name} for name in SLOTS)]] * 3)
-
-    assert sorted(stack.entries.hosts) == [0, 1, 1, 2, 2]
-    assert [len(set(places)) for places in stack.entries.entry_of_variant()] == [1, 2, 2]
-
-
-def test_hosts_that_change_places_at_the_input_keep_their_own_weights() -> None:
-    """Hosts whose seed is bypassed by a shortcut and takes part come first."""
-    networks = [build_on(CPU, lambda: Chain([True, False, True]), generator_of(i)).eval() for i in range(2)]
-    grow(slots_of(networks[1])["b"], Stage.BLENDING, "norm")
-    x, everything = torch.randn(SAMPLES, 3, generator=generator_of()), frozenset(SLOTS)
-    stack = HostStack(networks[0])
-    with torch.inference_mode():
-        stack.load(networks).bind(requires_grad=False)
-        ours = stack.evaluate(x, [[everything]] * 2).unflatten(0, (-1, SAMPLES))
-
-    assert stack.entries.entry_of_variant() == [[1], [0]]
-    torch.testing.assert_close(ours[[1, 0]], torch.stack([network(x) for network in networks]))

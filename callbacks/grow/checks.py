@@ -1,6 +1,6 @@
-"""Trainers, modules and optimizers that cannot grow: each is refused in one line, before training begins."""
+"""What grows in a training, and for how long; what cannot grow is refused in one line, before training begins."""
 
-from collections.abc import Iterator
+import math
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
@@ -15,10 +15,7 @@ from esper_lightning.growth.attach import parse_slot_names
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.param_groups import check_optimizer
 
-PRECISIONS = ("32-true", "bf16-true", "16-mixed", "bf16-mixed")
-
 AVERAGES = "averages parameters by their place, which growth changes"
-
 CONFLICTING_CALLBACKS = {
     WeightAveraging: AVERAGES,
     StochasticWeightAveraging: AVERAGES,
@@ -26,50 +23,40 @@ CONFLICTING_CALLBACKS = {
 }
 
 
-def check_trainer(trainer: Trainer, module: LightningModule) -> None:
+def check_trainer(trainer: Trainer, module: LightningModule, network: nn.Module, name: str) -> None:
     """Raise ValueError if a part of the trainer or of the module does not follow a network that grows."""
-    for refusal in _refusals(trainer, module):
-        raise ValueError(f"Grow: {refusal}")
-
-
-def _refusals(trainer: Trainer, module: LightningModule) -> Iterator[str]:
     if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
-        name = type(trainer.strategy).__name__
-        yield f"{name} keeps parameters in a form that cannot grow; use one device, or strategy='ddp'"
-    if module._compiler_ctx is not None or _is_compiled(module):
-        yield (
-            f"{type(module).__name__} is compiled, which hides its parts; compile its training_step, or a function "
-            f"that calls the network"
+        raise ValueError(
+            f"Grow: {type(trainer.strategy).__name__} keeps parameters in a form that cannot grow; use one device, or "
+            f"strategy='ddp'"
         )
-    if trainer.precision not in PRECISIONS:
-        yield f"precision {trainer.precision!r} cannot grow; use one of {', '.join(PRECISIONS)}"
+    if module._compiler_ctx is not None:
+        _refuse_compiled(module, type(module).__name__, always=True)
+    _refuse_compiled(module, type(module).__name__)
+    for part_name, part in network.named_modules():
+        _refuse_compiled(part, f"{name}.{part_name}" if part_name else name)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for conflicting, reason in CONFLICTING_CALLBACKS.items():
             if isinstance(callback, conflicting):
-                yield f"{type(callback).__name__} {reason}; leave one of the two callbacks out"
+                raise ValueError(f"Grow: {type(callback).__name__} {reason}; leave one of the two callbacks out")
     if any(isinstance(part, AveragedModel) for part in module.modules()):
-        yield f"the module holds an AveragedModel, which {AVERAGES}; average the grown network in a second run"
+        raise ValueError(
+            f"Grow: the module holds an AveragedModel, which {AVERAGES}; average the grown network in a second run"
+        )
     if not trainer.enable_validation:
-        yield (
-            "each validation is followed by a decision, and this run has none; define validation_step and "
+        raise ValueError(
+            "Grow: each validation is followed by a decision, and this run has none; define validation_step and "
             "val_dataloader, and leave limit_val_batches above 0"
         )
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    """Return True if torch.compile made the module, or compiled it in place."""
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
-
-
-def check_network(network: nn.Module, name: str) -> None:
-    """Raise ValueError if the network or a part of it is compiled."""
-    for part_name, part in network.named_modules():
-        if _is_compiled(part):
-            where = f"{name}.{part_name}" if part_name else name
-            raise ValueError(
-                f"Grow: {where!r} is compiled, which hides its parts; compile training_step, or a function that calls "
-                f"the network"
-            )
+def _refuse_compiled(module: nn.Module, name: str, *, always: bool = False) -> None:
+    """Raise ValueError if torch.compile made the module, or compiled it in place."""
+    if always or module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+        raise ValueError(
+            f"Grow: {name} is compiled, which hides its parts; compile training_step, or a function that calls the "
+            f"network"
+        )
 
 
 def find_network(module: LightningModule, name: str | None, slots: list[str]) -> tuple[str, nn.Module]:
@@ -86,15 +73,15 @@ def find_network(module: LightningModule, name: str | None, slots: list[str]) ->
             raise ValueError(f"Grow: unknown network {name!r}; {suggest_name(name, [n for n in modules if n])}")
         return name, modules[name]
     children = {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
-    refusals = {name: _slot_refusal(child, slots) for name, child in children.items()}
-    fitting = {name: child for name, child in children.items() if refusals[name] is None}
+    reasons = {name: _reason_against(child, slots) for name, child in children.items()}
+    fitting = {name: child for name, child in children.items() if reasons[name] is None}
     # Single layers are no networks.
     networks = {name: child for name, child in children.items() if any(True for _ in child.children())}
     if slots and networks and not fitting:
         for name, child in children.items():
-            check_network(child, name)  # a compiled network hides the names of its modules
+            _refuse_compiled(child, name)  # a compiled network hides the names of its modules
         raise ValueError(
-            f"Grow: {'; '.join(f'in {name!r}, {refusals[name]}' for name in networks)} (slots are named within the "
+            f"Grow: {'; '.join(f'in {name!r}, {reasons[name]}' for name in networks)} (slots are named within the "
             f"network: 'layer1' for self.net.layer1)"
         )
     candidates = fitting or children
@@ -107,11 +94,10 @@ def find_network(module: LightningModule, name: str | None, slots: list[str]) ->
     return next(iter(candidates.items()))
 
 
-def _slot_refusal(network: nn.Module, slots: list[str]) -> str | None:
+def _reason_against(network: nn.Module, slots: list[str]) -> str | None:
     """Return the reason why a network cannot have these slots, or None if it can, or has them already."""
     existing = slots_of(network)
-    missing = [name for name in slots if name not in existing]
-    if not missing:
+    if not (missing := [name for name in slots if name not in existing]):
         return None if existing else "no slot is named"
     try:
         parse_slot_names(network, missing)
@@ -121,10 +107,7 @@ def _slot_refusal(network: nn.Module, slots: list[str]) -> str | None:
 
 
 def find_optimizer(trainer: Trainer, network: nn.Module, name: str) -> Optimizer:
-    """Return the optimizer that trains the network.
-
-    Raises ValueError if there is none, if several train a part of it, or if its kind cannot grow.
-    """
+    """Return the only optimizer that trains the network. Raises ValueError if there is none that can grow."""
     parameters = {id(parameter) for parameter in network.parameters()}
     owners = [
         optimizer
@@ -144,3 +127,28 @@ def find_optimizer(trainer: Trainer, network: nn.Module, name: str) -> Optimizer
             "with fused=False"
         )
     return optimizer
+
+
+def count_ticks(trainer: Trainer, every: int, *, epochs_over: int) -> int:
+    """Return the ticks of a training after its first epochs. Raises ValueError if the settings do not tell."""
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return 1
+    epochs, batches, interval = trainer.max_epochs, trainer.num_training_batches, trainer.val_check_batch
+    if epochs is None or epochs < 1 or trainer.max_steps != -1 or interval is None:
+        raise ValueError(
+            "Grow: the length of the training is unknown without max_epochs, and with max_steps or validations by the "
+            "clock; give Grow(horizon=…), in validations"
+        )
+
+    def validations_in(epochs: int) -> float:
+        if trainer.check_val_every_n_epoch is None:
+            return epochs * batches // interval
+        return epochs // trainer.check_val_every_n_epoch * (1 if math.isinf(interval) else batches // interval)
+
+    validations = validations_in(epochs) - validations_in(epochs_over)
+    if not math.isfinite(validations) or validations < every:
+        raise ValueError(
+            f"Grow: {epochs - epochs_over} epochs have {validations:g} validations, and a tick takes {every}; train "
+            f"for longer, or give Grow(horizon=…)"
+        )
+    return int(validations) // every

@@ -1,8 +1,9 @@
-"""Hosts that live in an arena are in every respect as if each had memory of its own."""
+"""Hosts that live in an arena, and their optimizer, are in every respect as if each had memory of its own."""
 
 import io
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -16,12 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.executors import FusedExecutor, LoopExecutor
-from esper_lightning.envs.executors.fused import flat_params
-from esper_lightning.envs.executors.fused.arena import leave_arena
+from esper_lightning.envs.executors.fused.flat import ALIGNMENT, leave_arena
+from esper_lightning.envs.executors.fused.host import HostStack
+from esper_lightning.envs.executors.fused.optimizer import STATE_NAMES, StackedOptimizer
 from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.growth.param_groups import HOST_GROUP, find_group, seed_group_name
 from esper_lightning.growth.stages import Stage
 from tests.envs.breaking import set_weight_to_nan
-from tests.envs.executors.fused.hosts import HOSTS, distance, make, precision
+from tests.envs.executors.fused.hosts import FAST_CONFIG, HOSTS, distance, make, precision
+from tests.growth.grown import generator_of
 
 N = 3
 
@@ -40,19 +44,8 @@ def tensors_of(env: HostEnv) -> Iterator[Tensor]:
             yield from (value for _, value in sorted(env.optimizer.state.get(p, {}).items()))
 
 
-def memory_of(tensors: Iterator[Tensor]) -> int:
-    """Return the bytes of all memory that tensors keep alive."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
 def shares_memory(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() > tensor.nbytes
-
-
-def saved_bytes(state: Any) -> int:
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.tell()
 
 
 class Twins:
@@ -98,12 +91,10 @@ class Twins:
                 pass
 
     def compare(self) -> None:
-        measured = [pool.executor.validate(pool.envs, pool.data.validation) for pool in (self.fused, self.loop)]
-        close(*measured)
+        close(*[pool.executor.validate(pool.envs, pool.data.validation) for pool in (self.fused, self.loop)])
         for ours, theirs in zip(self.fused.envs, self.loop.envs, strict=True):
             assert ours.network.state_dict().keys() == theirs.network.state_dict().keys()
-            a, b = list(tensors_of(ours)), list(tensors_of(theirs))
-            close(a, b)
+            close(list(tensors_of(ours)), list(tensors_of(theirs)))
         parameters = [p for env in self.fused.envs for p in tensors_of(env) if p.numel()]
         places = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in parameters)
         assert all(end <= begin for (_, end), (begin, _) in pairwise(places)), "no two overlap"
@@ -202,8 +193,7 @@ def test_an_epoch_of_settled_hosts_copies_no_tensor_of_a_single_host() -> None:
         counts.append(copied.tensors)
         assert [tensor.data_ptr() for env in pool.envs for tensor in tensors_of(env)] == places
 
-    tensors_of_a_host = len(places) / 6
-    assert counts[1] - counts[0] < 4 * 0.25 * tensors_of_a_host, "four more hosts"
+    assert counts[1] - counts[0] < 4 * 0.25 * len(places) / 6, "four more hosts"
 
 
 def test_what_is_saved_of_a_host_holds_nothing_of_others() -> None:
@@ -213,13 +203,11 @@ def test_what_is_saved_of_a_host_holds_nothing_of_others() -> None:
         pool.reset(range(6))
         pool.envs[0].growing.germinate("block1", "conv_small")
         pool.train_without_actions(1)
-        state = pool.envs[0].state_dict()
-        state["monitor"] = None
-        sizes.append(saved_bytes(state))
-    network = deepcopy(pool.envs[0].network)
+        file = io.BytesIO()
+        torch.save(pool.envs[0].state_dict() | {"monitor": None}, file)
+        sizes.append(file.tell())
 
     assert sizes[0] < 1.02 * sizes[1]
-    assert memory_of(iter(network.parameters())) == sum(p.nbytes for p in network.parameters())
 
 
 def test_hosts_that_leave_the_arena_have_memory_of_their_own() -> None:
@@ -231,29 +219,25 @@ def test_hosts_that_leave_the_arena_have_memory_of_their_own() -> None:
     assert any(shares_memory(tensor) for tensor in tensors_of(env))
     before = [tensor.clone() for tensor in tensors_of(env)]
     leave_arena(env.network, env.optimizer)
-    assert all(map(torch.equal, tensors_of(env), before))
 
+    assert all(map(torch.equal, tensors_of(env), before))
     assert not any(shares_memory(tensor) for tensor in tensors_of(env))
 
 
-def test_rows_begin_where_a_gpu_needs_them_whatever_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(flat_params.ALIGNMENT_BYTES, "cpu", flat_params.ALIGNMENT_BYTES["cuda"])
-    fused, loop = make("fused", "mlp", N), make("loop", "mlp", N)
-    for pool in (fused, loop):
-        pool.reset(range(N))
-        for host, slot, blueprint in [(0, "layer1", "norm"), (1, "layer2", "lora"), (2, "layer1", "lora")]:
-            pool.envs[host].growing.germinate(slot, blueprint)
-            with precision(torch.float64):
-                pool.executor.train_epoch(pool.envs, pool.data.train)
+def test_stacked_tensors_are_aligned_whatever_grows() -> None:
+    pool = make("fused", "mlp", N)
+    pool.reset(range(N))
+    for host, slot, blueprint in [(0, "layer1", "norm"), (1, "layer2", "lora"), (2, "layer1", "lora")]:
+        pool.envs[host].growing.germinate(slot, blueprint)
+        with precision(torch.float64):
+            pool.executor.train_epoch(pool.envs, pool.data.train)
 
-    (stack,) = fused.executor.stacks.values()  # type: ignore[attr-defined]
+    (stack,) = pool.executor.stacks.values()  # type: ignore[attr-defined]
     for numbers in (stack.arena.values, stack.arena.grads, *list(stack.arena.states.values())[:2]):
         places = [view.data_ptr() for views in stack.arena.views(numbers) for view in views]
-        assert len(places) > 8 and {(place - numbers.data_ptr()) % 256 for place in places} == {0}
-    assert distance(fused, loop) < EXACT
+        assert len(places) > 8 and {(place - numbers.data_ptr()) % ALIGNMENT for place in places} == {0}
 
 
-@pytest.mark.slow
 def test_weights_keep_their_memory_format(monkeypatch: pytest.MonkeyPatch) -> None:
     def in_channels_last(*args: Any, **kwargs: Any) -> nn.Module:
         return HOSTS["cnn, gradients through seeds"](*args, **kwargs).to(memory_format=torch.channels_last)
@@ -270,3 +254,92 @@ def test_weights_keep_their_memory_format(monkeypatch: pytest.MonkeyPatch) -> No
     assert formats[0] == formats[1]
     assert formats[0].count(False) > 4, "weights and moments"
     assert distance(fused, loop) < EXACT
+
+
+RULES: list[dict[str, Any]] = [
+    {"optimizer": "adam"},
+    {"optimizer": "adam", "weight_decay": 0.1},
+    {"optimizer": "adamw", "weight_decay": 0.1},
+    {"optimizer": "sgd", "weight_decay": 0.1},
+]
+
+
+def grown_pool(**training: Any) -> HostPool:
+    """Return a pool of 3 hosts, 2 of them with a seed; every group has its own learning rate and weight decay."""
+    pool = make("loop", "mlp", 3, training=replace(FAST_CONFIG.training, **training))
+    pool.reset(range(3))
+    for env, blueprint in zip(pool.envs, ("norm", "lora"), strict=False):
+        grow(env, "layer1", blueprint)
+    return pool
+
+
+def grow(env: HostEnv, slot: str, blueprint: str) -> None:
+    env.growing.germinate(slot, blueprint)
+    for i, group in enumerate(env.optimizer.param_groups):
+        group["lr"] *= 0.5 ** (i + env.rng_seed)
+        group["weight_decay"] *= 2.0**i
+
+
+def stacked_optimizer(stack: HostStack, pool: HostPool) -> StackedOptimizer:
+    """Return the optimizer of an epoch of a pool's hosts."""
+    envs, training = pool.envs, pool.config.training
+    networks, optimizers = [env.network for env in envs], [env.optimizer for env in envs]
+    arena = stack.settle(networks, optimizers, STATE_NAMES[training.optimizer])
+    arena.bind(requires_grad=True)
+    groups = [(i, HOST_GROUP) for i in range(len(envs))]
+    groups += [(i, seed_group_name(slot)) for members in stack.seed_slots for i, slot in members]
+    options = [find_group(optimizers[host], name) for host, name in groups]
+    return StackedOptimizer(arena, training, [host for host, _ in groups], options)
+
+
+def learn(pool: HostPool, steps: range, stack: HostStack | None) -> None:
+    """Take steps with the same gradients, stacked in one epoch or each host alone."""
+    number = {p: i for env in pool.envs for i, p in enumerate(env.network.parameters())}
+
+    def gradient(p: nn.Parameter, step: int) -> Tensor:
+        return (step + 1) * torch.randn(p.shape, generator=generator_of(100 * step + number[p]), dtype=p.dtype)
+
+    if stack is not None:
+        optimizer = stacked_optimizer(stack, pool)
+        for step in steps:
+            arena = optimizer.arena
+            arena.grads.copy_(arena.gather([gradient(p, step) for p in arena.parameters]))
+            optimizer.step()
+        return
+    for env in pool.envs:
+        for step in steps:
+            for p in env.network.parameters():
+                p.grad = gradient(p, step)
+            for group in env.optimizer.param_groups:
+                if env.training.max_grad_norm is not None:
+                    nn.utils.clip_grad_norm_(group["params"], env.training.max_grad_norm)
+            env.optimizer.step()
+
+
+@pytest.mark.parametrize("limit", [None, 3.0])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_any_rule_any_rates_and_any_number_of_steps(rule: dict[str, Any], limit: float | None) -> None:
+    stacked, alone = (grown_pool(max_grad_norm=limit, **rule) for _ in range(2))
+    for pool, stack in ((stacked, HostStack(stacked.envs[0].network)), (alone, None)):
+        learn(pool, range(3), stack)
+        grow(pool.envs[2], "layer2", "norm")  # its step count begins here
+        learn(pool, range(3, 5), stack)
+        pool.envs[0].growing.remove_seed("layer1")
+        learn(pool, range(5, 7), stack)
+
+    for ours, theirs in zip(stacked.envs, alone.envs, strict=True):
+        torch.testing.assert_close(list(tensors_of(ours)), list(tensors_of(theirs)), rtol=1e-10, atol=1e-12)
+
+
+def test_hosts_that_are_not_healthy_stay_as_they_are() -> None:
+    pool, same = grown_pool(), grown_pool()
+    optimizer = stacked_optimizer(HostStack(pool.envs[0].network), pool)
+    for healthy in (True, False):
+        optimizer.arena.grads.fill_(1.0 if healthy else float("nan"))
+        optimizer.step(torch.tensor([True, healthy, True]))
+
+    counted = [[env.optimizer.state[p]["step"].item() for p in env.network.parameters()] for env in pool.envs]
+    assert [set(steps) for steps in counted] == [{2.0}, {1.0}, {2.0}]
+    for i, env in enumerate(pool.envs):
+        assert all(p.isfinite().all() == (i == 1) for p in env.network.parameters())
+        assert not any(map(torch.equal, env.network.parameters(), same.envs[i].network.parameters()))

@@ -1,0 +1,226 @@
+"""Check before training that a stack computes the same as its hosts by themselves, on the host at hand."""
+
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from esper_lightning.blueprints import blueprint_names
+from esper_lightning.envs.executors.fused.host import HostStack
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.spaces.actions import STYLES
+from esper_lightning.growth.blend import BlendStyle, Ramp
+from esper_lightning.growth.counterfactual import forward_variants, leave_one_out
+from esper_lightning.growth.lifecycle import germinate, slots_of
+from esper_lightning.growth.probe import probe_seeds
+from esper_lightning.growth.stages import Stage
+from esper_lightning.hosts.dropout import dropout_generators
+
+N_HOSTS, N_SAMPLES = 3, 4
+"""Numbers of hosts in the stack and of samples per host.
+
+They differ, so that a mix-up of the two axes shows. With three hosts the first and the last have seeds of one kind, so
+that the stack has to reorder the hosts."""
+
+TOLERANCE, LOOSE_TOLERANCE = 1e-7, 1e-2
+"""Largest allowed difference within a tensor, relative to its largest absolute value.
+
+In float64 rounding errors stay far below and wrong results far above. The loose tolerance is for hosts and seeds that
+do not run in float64."""
+
+CANCELLATION_FLOOR = 1e-3
+"""Fraction of the largest value of all tensors below which a tensor may hold only rounding errors."""
+
+NOISE_SCALE = 0.1
+"""Scale of the noise added to weights and inputs, so that hosts differ, no weight is zero and no two pixels are equal.
+
+With equal pixels rounding would decide which of them a max-pool selects, and so where its gradient goes."""
+
+TRIAL_RAMP = Ramp(2)
+"""Ramp of the blended seeds, whose alpha begins at 1/2: both the host's and the seed's part of the output count."""
+
+HOST_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors that the host's code, or torch, may raise for stacked shapes."""
+
+
+def check_stack(env: HostEnv, inputs: Tensor) -> None:
+    """Compare a few stacked hosts with the same hosts by themselves, with every kind of seed that can grow on them.
+
+    Args:
+        env: Environment of the host, which is not changed.
+        inputs: Some inputs of the host.
+
+    Raises ValueError if the host cannot be stacked: a layer is not supported, or the results differ.
+    """
+    gpus = [env.device] if env.device.type == "cuda" else []
+    try:
+        with torch.inference_mode(False), torch.random.fork_rng(gpus):
+            trial = _most_exact_trial(env, inputs)
+            stack = HostStack(trial.hosts[0])
+            for blueprints, style in seed_cases(env):
+                trial.germinate(blueprints, style)
+                trial.compare(stack, f"{style} seeds {blueprints[0]}" if blueprints else "no seeds")
+    except HOST_ERRORS as error:
+        first, *_ = str(error).splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"executor fused cannot stack this host: {first}; use env.executor loop, threads or streams"
+        ) from error
+
+
+def seed_cases(env: HostEnv) -> Iterator[tuple[list[str], BlendStyle]]:
+    """Yield blueprints and style of each comparison: no blueprint, then every rotation of all blueprints.
+
+    Only the first two blueprints that fit are grown (see `Trial.germinate`), so the list is rotated until each
+    blueprint has been the first. The first rotation comes with every style, the others with the first style only.
+    """
+    blueprints = list(env.space.blueprint)
+    styles: list[BlendStyle] = list(dict.fromkeys(STYLES[style][1] for style in env.space.style))
+    yield [], styles[0]
+    for i in range(len(blueprints)):
+        for style in styles if i == 0 else styles[:1]:
+            yield blueprints[i:] + blueprints[:i], style
+
+
+def _most_exact_trial(env: HostEnv, inputs: Tensor) -> "Trial":
+    """Return a trial in float64 if all growable seeds run in it, else in the host's precision."""
+    slots = slots_of(env.network).values()
+    fits = [(slot.name, name, blueprint_names(slot.layout)) for slot in slots for name in env.space.blueprint]
+    possible = {(slot, name) for slot, name, fitting in fits if name in fitting}
+    try:
+        exact = Trial(env, inputs, torch.float64, TOLERANCE)
+    except RuntimeError:  # the host requires its own precision
+        exact = None
+    if exact is not None and exact.growable == possible:
+        return exact
+    native = Trial(env, inputs, next(env.network.parameters()).dtype, LOOSE_TOLERANCE)
+    return native if exact is None or exact.growable != native.growable else exact
+
+
+class Trial:
+    """Hosts and inputs for the comparison.
+
+    Attributes:
+        hosts: Copies of the host with different weights.
+        growable: Pairs (slot, blueprint) that can grow.
+    """
+
+    def __init__(self, env: HostEnv, inputs: Tensor, dtype: torch.dtype, tolerance: float) -> None:
+        self.device, self.tolerance = env.device, tolerance
+        self.generator = torch.Generator(env.device).manual_seed(0)
+        self.inputs = inputs[torch.arange(N_HOSTS * N_SAMPLES, device=inputs.device) % len(inputs)]
+        if self.inputs.is_floating_point():
+            noise = torch.randn(self.inputs.shape, generator=self.generator, device=inputs.device)
+            self.inputs = (self.inputs + NOISE_SCALE * noise).to(dtype)
+        self.hosts: list[nn.Module] = [deepcopy(env.network).to(dtype) for _ in range(N_HOSTS)]
+        for host in self.hosts:
+            for slot in slots_of(host).values():
+                slot.empty()
+            self._randomise(host)
+        reasons = probe_seeds(
+            deepcopy(self.hosts[0]), env.space.blueprint, lambda host: host(self.inputs).square().mean(), birth="random"
+        )
+        self.growable = {key for key, against in reasons.items() if not against}
+
+    @torch.no_grad()
+    def _randomise(self, network: nn.Module) -> None:
+        """Add noise to all weights, and positive noise to running statistics, because variances must stay positive."""
+        for weight in network.parameters():
+            weight += NOISE_SCALE * torch.randn(weight.shape, generator=self.generator, device=weight.device)
+        for number in network.buffers():
+            if number.is_floating_point():
+                number += NOISE_SCALE * torch.rand(number.shape, generator=self.generator, device=number.device)
+
+    def germinate(self, blueprints: Sequence[str], style: BlendStyle) -> None:
+        """Germinate seeds in every second slot of the first host and in every slot of the others.
+
+        They alternate between the first two blueprints that can grow. One seed is isolated, all others are blended.
+        """
+        for i, host in enumerate(self.hosts):
+            slots = slots_of(host).values()
+            for k, slot in enumerate(slots):
+                slot.empty()
+                fitting = [name for name in blueprints if (slot.name, name) in self.growable]
+                if fitting and (i or k % 2 == 0):
+                    blueprint = fitting[(i + k) % min(2, len(fitting))]
+                    germinate(slot, blueprint, TRIAL_RAMP, generator=self.generator, style=style, birth="random")
+                    self._randomise(slot.seed)
+                    is_isolated = i == 1 and k == len(slots) - 1
+                    for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY)[: 1 if is_isolated else 3]:
+                        slot.move_to(stage)
+
+    def compare(self, stack: HostStack, seeds: str) -> None:
+        """Raise ValueError if the stack cannot compute these hosts, or computes something else."""
+        check_weights(self.hosts[-1])
+        before = self._random_state()
+        for result, stacked, separate in chain(self._training_results(stack), self._evaluation_results(stack)):
+            if not torch.equal(self._random_state(), before):
+                raise ValueError("it draws random numbers (Dropout?), and a stack would draw others")
+            off = difference(stacked, separate)
+            if not off <= self.tolerance:
+                raise ValueError(f"{result} with {seeds} are off by {off:.1g} of the largest number")
+
+    def _random_state(self) -> Tensor:
+        """Return the state of torch's global random generators."""
+        cuda = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
+        return torch.cat([torch.get_rng_state(), *cuda])
+
+    def _training_results(self, stack: HostStack) -> Iterator[tuple[str, Sequence[Tensor], Sequence[Tensor]]]:
+        """Yield the name of each result, its tensors from the stack, and its tensors from the separate hosts."""
+        weights = stack.load(self.hosts)
+        weights.bind(requires_grad=True)
+        generators = [one for host in self.hosts for one in dropout_generators(host)]  # copies, as the hosts are
+        states = [generator.get_state() for generator in generators]
+        stacked_outputs = stack.train(self.inputs)
+        stacked_outputs.square().mean().backward()
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)  # the separate hosts must draw the same masks
+        for host in self.hosts:
+            host.train().zero_grad()
+        parts = zip(self.hosts, self.inputs.chunk(N_HOSTS), strict=True)
+        separate_outputs = torch.cat([host(own) for host, own in parts])
+        separate_outputs.square().mean().backward()
+        yield "outputs in training", [stacked_outputs], [separate_outputs]
+        for name, weight in chain.from_iterable(host.named_parameters() for host in self.hosts):
+            if weight.grad is None:
+                raise ValueError(f"{name} is not used in training")
+        separate = weights.gather([weight.grad for weight in weights.parameters if weight.grad is not None])
+        ours, theirs = (list(chain.from_iterable(weights.views(grads))) for grads in (weights.grads, separate))
+        yield "gradients", ours, theirs
+        sections = weights.sections
+        statistics = [one for section in sections for one in section.statistics]
+        yield "running statistics", statistics, [one for section in sections for one in section.gather_statistics()]
+
+    @torch.inference_mode()
+    def _evaluation_results(self, stack: HostStack) -> Iterator[tuple[str, Sequence[Tensor], Sequence[Tensor]]]:
+        inputs = self.inputs[:N_SAMPLES]
+        stack.load(self.hosts).bind(requires_grad=False)
+        variants = leave_one_out(slots_of(self.hosts[0]))
+        outputs = stack.evaluate(inputs, [variants] * N_HOSTS).unflatten(0, (-1, N_SAMPLES))
+        for host, entries in zip(self.hosts, stack.entries.entry_of_variant(), strict=True):
+            separate, indices = forward_variants(host.eval(), variants, inputs)
+            yield "outputs in evaluation", [outputs[entries]], [separate.unflatten(0, (-1, N_SAMPLES))[indices]]
+            # Validation data may be processed in pieces, so samples must not affect each other.
+            yield "outputs for a sample by itself", [host(inputs[:1])], [host(inputs)[:1]]
+
+
+def check_weights(host: nn.Module) -> None:
+    """Raise ValueError if a weight cannot be stacked: shared by two layers, or not trainable."""
+    first_name: dict[nn.Parameter, str] = {}
+    for name, weight in host.named_parameters(remove_duplicate=False):
+        if first_name.setdefault(weight, name) != name:
+            raise ValueError(f"{first_name[weight]} and {name} are one weight")
+        if not weight.requires_grad:
+            raise ValueError(f"{name} does not learn (its requires_grad is off)")
+
+
+def difference(stacked: Sequence[Tensor], separate: Sequence[Tensor]) -> float:
+    """Return the largest difference in any tensor, relative to the tensor's largest absolute value."""
+    if any(a.shape != b.shape for a, b in zip(stacked, separate, strict=True)):
+        return float("inf")
+    sizes = [b.abs().max().item() for b in separate]
+    floor = CANCELLATION_FLOOR * max(sizes, default=0.0)
+    pairs = zip(stacked, separate, sizes, strict=True)
+    differences = [(a - b).abs().max().item() / (max(size, floor) or 1.0) for a, b, size in pairs]
+    return torch.tensor(differences or [0.0]).max().item()  # NaN if any difference is NaN

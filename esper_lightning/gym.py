@@ -1,0 +1,194 @@
+"""Hosts in training as a vector environment of Gymnasium, for other people's algorithms. Needs the extra `gym`.
+
+Importing this module registers one id for each shipped config of one task, as `esper_lightning/Digits-v0`, and
+`esper_lightning/Growth-v0`, which takes a config. `gymnasium.make_vec` makes them. N environments, K slots.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from esper_lightning.cli import governor_of, load_config
+from esper_lightning.config_files import config_paths
+from esper_lightning.envs import HostPool, Op
+from esper_lightning.envs.device_transfer import download
+from esper_lightning.envs.host_pool import WAIT_ACTION
+from esper_lightning.envs.seeding import TRAINING, draw_rng_seed
+from esper_lightning.envs.spaces.actions import to_action
+
+try:
+    import gymnasium
+    from gymnasium.spaces import Box, MultiDiscrete
+    from gymnasium.utils import seeding
+    from gymnasium.vector import AutoresetMode, VectorEnv
+    from gymnasium.vector.utils import batch_space
+except ModuleNotFoundError as error:
+    if error.name != "gymnasium":
+        raise
+    raise ImportError("esper_lightning.gym needs gymnasium; pip install 'esper-lightning[gym]'") from None
+
+LARGEST_FEATURE = 3.0
+"""Bound of all features in an observation."""
+
+CONFIGS_OF_SEVERAL_TASKS = frozenset({"general", "mixed"})
+"""Shipped configs without an id, because an environment has hosts of one task."""
+
+
+class GrowthVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
+    """N hosts that are trained together. A step is one host epoch; the reward is that of the config.
+
+    An action that is not possible is executed as WAIT. An environment whose episode ends is reset in the same step. Its
+    RNG seeds are drawn from its own generator; no comparison of this project evaluates these hosts.
+
+    Args:
+        pool: The hosts.
+    """
+
+    metadata: dict[str, Any] = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012  # as in Gymnasium
+
+    def __init__(self, pool: HostPool) -> None:
+        self.pool = pool
+        self.num_envs = pool.n_envs
+        self.observation_names = observation_names(pool)
+        self.single_action_space = MultiDiscrete(list(pool.space.sizes.values()))
+        shape = (len(self.observation_names),)
+        self.single_observation_space = Box(-LARGEST_FEATURE, LARGEST_FEATURE, shape, np.float32)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self._generators = [seeding.np_random(None)[0] for _ in range(self.num_envs)]
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """Start an episode in every environment.
+
+        Args:
+            seed: Seed of each environment; None for one that continues its generator. A single number s stands for s,
+                s + 1, s + 2 … None: all continue.
+            options: Not used.
+        """
+        if isinstance(seed, int | np.integer):
+            seed = [int(seed) + i for i in range(self.num_envs)]
+        for i, own in enumerate([None] * self.num_envs if seed is None else seed):
+            if own is not None:
+                self._generators[i] = seeding.np_random(int(own))[0]
+        self._begin(range(self.num_envs))
+        return self._observe(), self._info()
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        """Train every host for one epoch, and reset those whose episode ends.
+
+        Where an episode ends, observation and info are those of the next one; the last ones are in the info under
+        `final_obs` and `final_info`.
+        """
+        if actions not in self.action_space:
+            raise ValueError(f"{actions!r} is no row of {self.single_action_space} for each environment")
+        rows = np.asarray(actions).tolist()
+        possible = [self.pool.masks_on_cpu.allows(i, row) for i, row in enumerate(rows)]
+        executed = [row if allowed else WAIT_ACTION for row, allowed in zip(rows, possible, strict=True)]
+        step = self.pool.step(to_action(executed, self.pool.device))
+        rolled_back, at_horizon = (flags.cpu().numpy().copy() for flags in (step.terminated, step.truncated))
+        terminated = rolled_back | at_horizon if self.pool.config.reward.horizon_is_end else rolled_back
+        ended = terminated | at_horizon
+        verdicts = {verdict.host: str(verdict) for verdict in step.verdicts}
+        of_step = {
+            "action_possible": np.array(possible),
+            "verdict": np.array([verdicts.get(i, "") for i in range(self.num_envs)], dtype=object),
+        }
+        observation, info = self._observe(), self._info(**of_step)
+        if ended.any():
+            final = {"final_obs": observation, "_final_obs": ended, "final_info": info, "_final_info": ended}
+            self._begin(ended.nonzero()[0].tolist())
+            observation, info = self._observe(), self._info(**of_step) | final
+        return observation, step.metrics.reward.double().numpy(), terminated, at_horizon & ~terminated, info
+
+    def action_masks(self) -> np.ndarray:  # [N, sum of choices] bool
+        """Return the choices of each head, one head after the other, that have an effect in a possible action.
+
+        A head without any has choice 0. The masks of one head know nothing of the choices of the others, so not every
+        combination is a possible action; `slot_mask` and `blueprint_mask` of the info do.
+        """
+        masks, space = self.pool.masks_on_cpu, self.pool.space
+        acting = masks.slot.clone()  # [N, ops, K]
+        acting[:, Op.WAIT] = False
+        germinating = acting[:, Op.GERMINATE]  # [N, K]
+        blueprints = (masks.blueprint & germinating[..., None]).any(1)
+        whole = [germinating.any(1, keepdim=True).expand(-1, len(head)) for head in (space.style, space.tempo)]
+        heads = [head.numpy().copy() for head in (masks.op, acting.any(1), blueprints, *whole)]
+        for head in heads:
+            head[:, 0] |= ~head.any(1)
+        return np.concatenate(heads, 1)
+
+    def _begin(self, hosts: Sequence[int]) -> None:
+        """Start an episode of these hosts."""
+        self.pool.reset_hosts(hosts, [draw_rng_seed(self._generators[i], TRAINING) for i in hosts])
+
+    def _observe(self) -> np.ndarray:  # [N, features]
+        """Return the features of each host, then those of its slots, then those of the blueprints in each slot."""
+        parts = self.pool.rows.split(download(self.pool.observation.features))
+        return torch.cat([part.flatten(1) for part in parts], 1).to(torch.float32).numpy()
+
+    def _info(self, **more: np.ndarray) -> dict[str, Any]:
+        """Return one array per key, and under `_key` which environments have it: all."""
+        envs, masks = self.pool.envs, self.pool.masks_on_cpu
+        info = {
+            "action_mask": self.action_masks(),
+            "slot_mask": masks.slot.numpy().copy(),  # [N, ops, K]
+            "blueprint_mask": masks.blueprint.numpy().copy(),  # [N, K, blueprints]
+            "accuracy": np.array([env.update_objective().accuracy for env in envs]),
+            "objective": np.array([env.objective for env in envs]),
+            "parameters": np.array([env.fossilized_parameters for env in envs]),
+            "rng_seed": np.array([env.rng_seed for env in envs]),
+            **more,
+        }
+        return info | {f"_{key}": np.ones(self.num_envs, dtype=np.bool_) for key in info}
+
+
+def observation_names(pool: HostPool) -> list[str]:
+    """Return the name of each number of an observation."""
+    host, slot, _ = pool.rows
+    names, space = pool.feature_names, pool.space
+    of_slot = [name.removeprefix("slot.") for name in names[host : host + slot]]
+    of_blueprint = [name.removeprefix("blueprint.") for name in names[host + slot :]]
+    return [
+        *names[:host],
+        *(f"{place}.{name}" for place in space.slot for name in of_slot),
+        *(f"{place}.{kind}.{name}" for place in space.slot for kind in space.blueprint for name in of_blueprint),
+    ]
+
+
+def make_vector_env(config: str | Path, num_envs: int = 1) -> GrowthVectorEnv:
+    """Return `num_envs` hosts as `fit` would train them with this config, watched by its Governor.
+
+    The device of the hosts is the one on which a Trainer with the accelerator of the config trains.
+
+    Args:
+        config: Path of a YAML file, or the name of a config of the package, as `digits`.
+        num_envs: Number of hosts, in place of `data.n_envs`.
+
+    Raises ValueError, naming the file, if a setting is not valid or the hosts are of several tasks.
+    """
+    made = load_config(config, f"--data.n_envs={num_envs}")
+    data = made.datamodule
+    if len(data.task_configs) > 1:
+        raise ValueError(f"{config}: data.also names further tasks; an environment has one, leave data.also out")
+    data.oversee(governor_of(made.trainer))
+    data.build_for(made.trainer)
+    return GrowthVectorEnv(data.pool)
+
+
+def register_configs() -> None:
+    """Register `DigitsFamily-v0` for `digits_family.yaml`, so each shipped config of one task, and `Growth-v0`."""
+    kwargs: dict[str, dict[str, str]] = {"Growth": {}}
+    for config in (path.stem for path in config_paths()):
+        if config not in CONFIGS_OF_SEVERAL_TASKS:
+            kwargs["".join(word.capitalize() for word in config.split("_"))] = {"config": config}
+    for name, own in kwargs.items():
+        entry = f"{__name__}:make_vector_env"
+        gymnasium.register(f"esper_lightning/{name}-v0", vector_entry_point=entry, kwargs=own)
+
+
+register_configs()
