@@ -5,7 +5,6 @@ import re
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,7 +23,6 @@ from esper_lightning.controllers.learned import Hosts
 from esper_lightning.controllers.random import RandomValid, WaitOnly
 from esper_lightning.datamodules.hosts import TaskConfig
 from esper_lightning.envs import Action, ActionConfig
-from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.evaluation.comparison import Comparison, ComparisonResult, EvaluationConfig
 from esper_lightning.evaluation.search import SearchConfig
 from esper_lightning.growth.gates import LifecycleConfig
@@ -214,9 +212,8 @@ def test_the_policy_of_the_package_is_compared_on_any_hosts(run: TrainedRun) -> 
 
 
 def test_of_several_tasks_one_is_named_and_played() -> None:
-    env = replace(hosts().env, sight=ObservationConfig(layout="rows"))
     data = HostPoolData(
-        Digits(), HOST, env, n_envs=2, also={"wine": TaskConfig(task=Tabular("wine"), host=MLP, n_envs=2)}
+        Digits(), HOST, hosts().env, n_envs=2, also={"wine": TaskConfig(task=Tabular("wine"), host=MLP, n_envs=2)}
     )
 
     with pytest.raises(ValueError, match="returns the result of one task; give task: Digits, wine"):

@@ -1,6 +1,7 @@
 """Observations and action masks of a pool's environments. N environments, K slots, B blueprints."""
 
 from collections.abc import Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -77,6 +78,13 @@ class ObservationBuilder:
         ]
         self.observation = Observation(torch.zeros(self._build_rows().shape, device=device))
         self.privileged = torch.zeros(len(envs), num_privileged, device=device) if num_privileged else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the descriptions, which are made again: weak references do not go to other processes."""
+        return vars(self) | {"descriptions": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, descriptions=WeakKeyDictionary())
 
     def update_growable(self, growable: Tensor) -> None:
         """Update the masks of the blueprints, at the start of episodes, from `growable` [N, K, blueprints] bool."""
