@@ -187,7 +187,7 @@ def register_configs() -> None:
         if config not in CONFIGS_OF_SEVERAL_TASKS:
             kwargs["".join(word.capitalize() for word in config.split("_"))] = {"config": config}
     for name, own in kwargs.items():
-        entry = f"{__name__}:make_vector_env"
+        entry = f"{__name__}:{make_vector_env.__name__}"
         gymnasium.register(f"esper_lightning/{name}-v0", vector_entry_point=entry, kwargs=own)
 
 

@@ -35,23 +35,6 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-@torch.no_grad()
-def copy_parts(numbers: Tensor, targets: Sequence[Tensor]) -> None:
-    """Copy consecutive parts of a flat tensor into tensors of any shape: on CUDA by few kernels, not one for each.
-
-    Args:
-        numbers: All numbers, [sum of the targets' sizes].
-        targets: Tensors of the same dtype, on the same device.
-    """
-    # A tensor with gaps, or in another memory format, is written through a contiguous one.
-    contiguous = [target if target.is_contiguous() else target.new_empty(target.shape) for target in targets]
-    rows = [target.detach().view(-1) for target in contiguous]
-    torch.split_with_sizes_copy(numbers, [len(row) for row in rows], out=rows)
-    for target, written in zip(targets, contiguous, strict=True):
-        if target is not written:
-            target.copy_(written)
-
-
 def download(tensor: Tensor) -> Tensor:
     """Copy a tensor to the CPU. Only here does an environment step read from its device and wait for it.
 

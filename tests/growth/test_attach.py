@@ -14,19 +14,7 @@ from esper_lightning.growth.attach import attach_at, attach_slots, attached_plac
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from tests.growth.attached import WIDTH, Residual, grown_network, images, small_network
-from tests.growth.grown import TinyHost, generator_of, grow
-
-
-class Twice(nn.Module):
-    """Network that applies one layer twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = nn.Linear(5, 5)
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:  # [B, 5] -> [B, 3]
-        return self.head(torch.tanh(self.shared(torch.tanh(self.shared(x)))))
+from tests.growth.grown import grow
 
 
 def test_names_may_come_in_any_order_and_slots_come_in_the_datas() -> None:
@@ -97,32 +85,11 @@ def test_attaching_again_adds_slots_and_leaves_what_grew() -> None:
     assert list(network.state_dict()) == list(small_network().state_dict())
 
 
-def test_a_host_with_slots_of_its_own_gets_more() -> None:
-    host = TinyHost("vector")
-    slots = attach_slots(host, ["layers.1"], torch.randn(3, 5))
-    assert list(slots) == ["first", "second", "layers.1"]
-    detach_slots(host)
-    assert list(slots_of(host)) == ["first", "second"]
-
-
 @pytest.mark.parametrize(
     ("place", "trunk"), [("stem", True), ("body", False), ("body.0", False), ("aside", False), ("head", True)]
 )
 def test_the_trunk_is_where_all_data_passes(place: str, trunk: bool) -> None:
     assert attach_slots(Residual(), [place], torch.randn(3, 5))[place].on_single_path is trunk
-
-
-def test_a_module_that_is_called_twice_has_one_slot_at_both_places_and_is_no_trunk() -> None:
-    network, x = Twice(), torch.randn(4, 5, generator=generator_of())
-    slot = attach_slots(network, ["shared"], x)["shared"]
-    assert not slot.on_single_path
-    grow(slot, Stage.FOSSILIZED, "lora")
-    layer, seed = network.shared, slot.seed
-    detach_slots(network)
-    expected = network.head(torch.tanh(seed(layer(torch.tanh(seed(layer(x)))))))
-    attach_slots(network, ["shared"], x)
-    slots_of(network)["shared"].seed, slots_of(network)["shared"].stage = seed, Stage.FOSSILIZED
-    torch.testing.assert_close(network(x), expected)
 
 
 def test_attaching_leaves_modes_statistics_and_gradients_alone() -> None:
@@ -189,15 +156,6 @@ def test_a_copy_grows_in_its_own_slots(copied: Callable[[nn.Module], nn.Module])
     assert torch.equal(twin(images()), small_network().eval()(images()))
     assert torch.equal(network(images()), before)
     assert [place["slot"] for place in attached_places(network)] == ["2", "5"]
-
-
-def test_a_sequential_network_goes_on_with_a_slot_behind_its_last_layer() -> None:
-    network = small_network().eval()
-    plain = network(images())
-    slot = attach_slots(network, ["6"], images())["6"]
-    assert torch.equal(network(images()), plain)
-    grow(slot, Stage.FOSSILIZED, "lora")
-    torch.testing.assert_close(network(images()), slot.seed(plain))
 
 
 def test_where_slots_are_is_enough_to_attach_them_again() -> None:

@@ -10,9 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision import models
 from torchvision.models.convnext import CNBlockConfig, ConvNeXt
-from torchvision.models.densenet import DenseNet
-from torchvision.models.efficientnet import EfficientNet, MBConvConfig
-from torchvision.models.regnet import BlockParams, RegNet
 
 from esper_lightning.growth.attach import CONTAINER_NAME, attach_slots, detach_slots
 from esper_lightning.growth.gates import LifecycleConfig
@@ -53,11 +50,6 @@ def sequential() -> nn.Module:
 def convnext() -> nn.Module:
     blocks = [CNBlockConfig(16, 32, 2), CNBlockConfig(32, None, 1)]
     return ConvNeXt(blocks, stochastic_depth_prob=0.2, layer_scale=1.0, num_classes=2)
-
-
-def efficientnet() -> nn.Module:
-    blocks = [MBConvConfig(1, 3, 1, 8, 8, 1), MBConvConfig(4, 3, 2, 8, 16, 2)]
-    return EfficientNet(blocks, dropout=0.2, stochastic_depth_prob=0.2, num_classes=2, last_channel=32)
 
 
 def transformer_encoder() -> nn.Module:
@@ -127,45 +119,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             "features.3.block.0": ("image", 48, False),
             "features.3": ("image", 16, True),
             "classifier.0": ("vector", 512, True),
-        },
-    ),
-    "efficientnet": Architecture(
-        efficientnet,
-        {
-            "features.1.0.block.1": ("image", 8, False),
-            "features.1": ("image", 8, True),
-            "features.2.1.block.0": ("image", 64, False),
-            "features.2": ("image", 16, True),
-            "classifier.0": ("vector", 32, True),
-        },
-    ),
-    "densenet": Architecture(
-        lambda: DenseNet(8, (2, 2), 16, 2, drop_rate=0.1, num_classes=2),
-        {
-            "features.pool0": ("image", 16, True),
-            "features.denseblock1.denselayer1": ("image", 8, False),
-            "features.denseblock1": ("image", 32, True),
-            "features.transition1": ("image", 16, True),
-            "classifier": ("vector", 2, True),
-        },
-    ),
-    "regnet": Architecture(
-        lambda: RegNet(BlockParams([1, 2], [16, 32], [8, 8], [1, 1], [2, 2], 0.25), num_classes=2, stem_width=16),
-        {
-            "stem": ("image", 16, True),
-            "trunk_output.block2.block2-1.f.b": ("image", 32, False),
-            "trunk_output.block2": ("image", 32, True),
-            "fc": ("vector", 2, True),
-        },
-    ),
-    "shufflenet": Architecture(
-        lambda: models.shufflenet_v2_x0_5(num_classes=2),
-        {
-            "maxpool": ("image", 24, True),
-            "stage2.0.branch1": ("image", 24, False),
-            "stage2.0.branch2": ("image", 24, False),
-            "stage2": ("image", 48, True),
-            "stage3": ("image", 96, True),
         },
     ),
     "transformer encoder": Architecture(
@@ -294,9 +247,7 @@ def classify(network: nn.Module, x: Tensor) -> Tensor:  # -> [B, 2]
     return outputs if outputs.ndim == 2 else outputs.mean(1)[:, :2]
 
 
-@pytest.mark.parametrize(
-    ("name", "place"), rest_is_slow(last_sites(), lambda case: not case[0].startswith(("resnet", "densenet")))
-)
+@pytest.mark.parametrize(("name", "place"), rest_is_slow(last_sites(), lambda case: not case[0].startswith("resnet")))
 def test_a_network_that_is_not_ours_learns_with_a_seed(name: str, place: str) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -136,18 +136,6 @@ def test_every_vector_seed_is_exported(blueprint: str) -> None:
     torch.testing.assert_close(program.module()(vectors(5)), network(vectors(5)), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "stage",
-    rest_is_slow([Stage.DORMANT, Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY], {Stage.TRAINING, Stage.BLENDING}),
-)
-def test_a_network_may_be_exported_in_the_middle_of_growth(stage: Stage) -> None:
-    network = small_cnn(["block1"]).eval()
-    if stage is not Stage.DORMANT:
-        grow(slot_named(network, "block1"), stage, "conv_light", HALF)
-    program = exported(network, digits(2))
-    torch.testing.assert_close(program.module()(digits(5)), network(digits(5)), rtol=1e-5, atol=1e-6)
-
-
 def resnet_with_a_kept_and_a_folded_seed() -> nn.Module:
     network = resnet()
     network(images(8))  # moves BatchNorm's statistics
@@ -240,23 +228,6 @@ def test_an_onnx_model_gives_the_same_outputs_without_this_package_and_without_t
     for samples in (1, 5):
         outputs = outputs_of(MODEL_ALONE, inputs(samples), tmp_path)
         torch.testing.assert_close(outputs, network(inputs(samples)), rtol=1e-4, atol=1e-5)
-
-
-class Decomposes(nn.Module):
-    """Network with an operation that ONNX has not."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.linalg.svdvals(x.flatten(2))
-
-
-@pytest.mark.slow
-def test_an_operation_that_onnx_has_not_is_named_in_one_line(tmp_path: Path) -> None:
-    for package in ONNX_PACKAGES:
-        pytest.importorskip(package)
-    with pytest.raises(ValueError, match=r"^the network cannot be exported: DispatchError: .*svd") as refusal:
-        export(Decomposes(), digits(2), tmp_path / "grown.onnx", "onnx")
-    assert "\n" not in str(refusal.value)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -14,12 +14,11 @@ from esper_lightning.growth.counterfactual import contributions
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import EXPLODED_NORM, NO_GRADIENT, VANISHED_NORM, GradientStats
 from esper_lightning.growth.growing_network import GrowingNetwork, SeedMeasurements
-from esper_lightning.growth.lifecycle import count_parameters, slots_of
+from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.param_groups import group_names
-from esper_lightning.growth.slot import Layout, SeedSlot
+from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from tests.growth.by_hand import (
-    EAGER,
     check_optimizer_matches,
     check_refused,
     describe_events,
@@ -31,9 +30,7 @@ from tests.growth.by_hand import (
 from tests.growth.grown import (
     CALM,
     CPU,
-    LAYOUTS,
     LIFE,
-    STYLES,
     add_noise,
     batch_of,
     generator_of,
@@ -92,33 +89,6 @@ def test_a_seed_that_does_not_help_is_culled_and_its_slot_opens_again() -> None:
     assert group_names(network.optimizer) == [""]
     check_optimizer_matches(network)
     network.germinate("block1", "conv_small")
-
-
-def test_seeds_in_several_slots_live_their_own_lives() -> None:
-    network = growing(LifecycleConfig(training_ticks=1, min_gradient_health=0.0, auto_cull=False))
-    network.germinate("block2.pool", "norm", ticks=1)
-    epoch(network)
-    network.germinate("block1", "attention", ticks=1)
-    assert [describe_events(epoch(network)) for _ in range(3)] == [
-        ["block1: TRAINING", "block2.pool: BLENDING"],
-        ["block1: BLENDING", "block2.pool: PROBATIONARY"],
-        ["block1: PROBATIONARY"],
-    ]
-
-
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_grows(layout: Layout, style: str) -> None:
-    host = host_of(layout)
-    optimizer = Adam(host.parameters(), lr=0.01)
-    network = GrowingNetwork(host, optimizer, horizon=9, lifecycle=EAGER)
-    slot = next(iter(slots_of(host)))
-    network.germinate(slot, "norm", ticks=2, style=style, curve="sigmoid12")
-    for step in range(4):
-        learn(host, optimizer, step, layout)
-        network.end_epoch({slot: 1.0})
-    assert network.fossilize(slot).after is Stage.FOSSILIZED
-    check_optimizer_matches(network)
 
 
 def test_a_seed_may_be_blended_from_the_start_without_any_gate() -> None:

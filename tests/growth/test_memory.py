@@ -171,29 +171,6 @@ def test_seeds_learn_under_their_own_options() -> None:
     assert (network.optimizer.param_groups[0]["lr"], network.optimizer.param_groups[0]["weight_decay"]) == (0.05, 0)
 
 
-def test_an_optimizer_with_groups_or_names_of_its_own_keeps_them() -> None:
-    host = host_of("image")
-    head = list(host.head.parameters())
-    body = [p for p in host.parameters() if not any(p is q for q in head)]
-    optimizer = SGD([{"params": body}, {"params": head, "lr": 0.3}], lr=0.1, momentum=0.9)
-    network = GrowingNetwork(host, optimizer, horizon=9, lifecycle=EAGER)
-    for slot in network.slots:
-        network.germinate(slot, "norm")
-    epoch(network)
-    network.cull("block1")
-    assert group_names(optimizer) == ["", "", "seed.block2.pool"]
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.3, 0.1]
-    host = host_of("image")
-    network = GrowingNetwork(host, SGD(host.named_parameters(), lr=0.1), horizon=9, lifecycle=EAGER)
-    network.germinate("block1", "conv_small")
-    epoch(network)
-    names = [name for name, _ in network.slots["block1"].seed.named_parameters()]
-    assert find_group(network.optimizer, "seed.block1")["param_names"] == [f"seed.block1.{name}" for name in names]
-    network.cull("block1")
-    epoch(network)
-    check_optimizer_matches(network)
-
-
 @pytest.mark.parametrize("stage", LIFE, ids=lambda stage: stage.name)
 @pytest.mark.parametrize("named", [False, True], ids=["parameters", "named parameters"])
 def test_a_loaded_seed_moves_into_a_group_of_its_own_with_what_is_remembered_of_it(

@@ -76,19 +76,6 @@ def test_nothing_is_left_of_a_removed_seed(make: Make) -> None:
     assert torch.equal(seed.weight, before)
 
 
-@every_optimizer
-def test_a_seed_that_comes_back_under_an_old_name_starts_without_momentum(make: Make) -> None:
-    host, returning, newcomer = linear(0), linear(1), linear(1)
-    optimizer, fresh = make(host), make(newcomer)
-    add_group(optimizer, "block1", linear(5))
-    learn(optimizer, [host], range(3))
-    remove_group(optimizer, "block1")
-    add_group(optimizer, "block1", returning)
-    learn(optimizer, [host, returning], range(3, 6))
-    learn(fresh, [newcomer], range(3, 6))
-    assert same((optimizer, returning), (fresh, newcomer))
-
-
 class Pair(nn.Module):
     """Module that contains another module."""
 

@@ -3,15 +3,10 @@
 import io
 import os
 import pickle
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from copy import deepcopy
 from itertools import product
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import lightning
@@ -47,7 +42,6 @@ from tests.growth.grown import (
     small_cnn,
     story,
 )
-from tests.runs import ROOT
 
 HALF = Ramp(4)
 
@@ -370,34 +364,3 @@ def test_a_file_that_does_not_fit_is_refused_in_one_line_and_the_network_stays_a
         assert story(network) == before
         assert list(network.state_dict()) == list(state)
         assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
-
-
-SAVES_FOREVER = """
-import sys, torch
-from tests.growth.test_state import blending, kept, network_in, save
-torch.set_num_threads(1)
-networks = network_in(kept), network_in(blending)
-while True:
-    for network in networks:
-        save(network, sys.argv[1])
-        print("saved", flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_a_save_that_is_killed_leaves_one_of_two_whole_networks(tmp_path: Path) -> None:
-    """Two networks of different growth are saved in turn to one file, by two processes, which are killed ten times."""
-    path, chance, networks = tmp_path / "grown", Random(0), (network_in(kept), network_in(blending))
-    for _ in range(5):
-        command = [sys.executable, "-c", SAVES_FOREVER, str(path)]
-        savers = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) for _ in range(2)]
-        for saver in savers:
-            assert saver.stdout.readline() == b"saved\n"
-        for saver in savers:
-            time.sleep(chance.uniform(0.0, 0.02))
-            saver.send_signal(signal.SIGKILL)
-            saver.communicate()
-        load(fresh := small_network(), path)
-        assert any(same(deepcopy(network), deepcopy(fresh), images()) for network in networks)
-    save(networks[0], path)
-    assert [file.name for file in tmp_path.iterdir()] == ["grown"]  # drafts of killed processes are gone

@@ -1,14 +1,10 @@
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from esper_lightning.envs import Masks, Op
-from esper_lightning.envs.spaces.masks import op_frequency
 from esper_lightning.ppo.collector import RolloutCollector
-from esper_lightning.ppo.rollout_buffer import Experience, Rollout, RolloutBuffer
+from esper_lightning.ppo.rollout_buffer import Rollout
 
 
 @pytest.fixture(scope="module")
@@ -23,32 +19,6 @@ def loop(
 @pytest.fixture(scope="module")
 def rollout(loop: RolloutCollector) -> Rollout:
     return loop.finish()[0]
-
-
-def empty_buffer(loop: RolloutCollector) -> RolloutBuffer:
-    return RolloutBuffer(loop.pool, loop.policy)
-
-
-def frequency(buffer: RolloutBuffer) -> dict[str, float]:
-    ticks = slice(buffer.length)
-    return op_frequency(buffer.action.op[ticks], Masks(*(part[ticks] for part in buffer.masks)))
-
-
-def step_of(source: RolloutBuffer, t: int) -> Experience:
-    """Return one stored step."""
-
-    def row(field: Any) -> Any:
-        return field[t] if isinstance(field, Tensor) else type(field)(*(part[t] for part in field))
-
-    stored = set(Experience._fields) - {"state", "privileged"}
-    return Experience(**{name: row(getattr(source, name)) for name in stored}, state=source.state)
-
-
-def refill(buffer: RolloutBuffer, source: RolloutBuffer, ticks: int) -> None:
-    """Store the first `ticks` steps of `source` again."""
-    buffer.clear(source.state)
-    for t in range(ticks):
-        buffer.add(step_of(source, t))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
@@ -79,17 +49,3 @@ def test_the_sequences_of_some_environments_are_those_columns_of_everything(roll
         assert torch.equal(getattr(some, name), getattr(rollout, name)[:, [3, 0]])
     # The recurrent state has no time axis.
     assert (some.state.hidden.flatten().tolist(), some.state.cell.flatten().tolist()) == ([3.0, 0.0], [13.0, 10.0])
-
-
-def test_op_frequencies_are_shares_of_the_free_decisions(loop: RolloutCollector) -> None:
-    buffer = empty_buffer(loop)
-    refill(buffer, loop.buffer, 4)
-    buffer.action.op.fill_(Op.CULL)
-    buffer.action.op[0] = torch.tensor([Op.WAIT, Op.GERMINATE, Op.GERMINATE, Op.FOSSILIZE, Op.WAIT])
-    buffer.masks.slot.fill_(True)
-    buffer.masks.slot[1:, :, 1:] = False  # from the second step on only WAIT is possible
-    buffer.masks.slot[0, 4, 1:] = False
-
-    assert frequency(buffer) == {"WAIT": 0.25, "GERMINATE": 0.5, "CULL": 0.0, "FOSSILIZE": 0.25}
-    buffer.clear(buffer.state)
-    assert set(frequency(buffer).values()) == {0.0}

