@@ -8,13 +8,12 @@ from torch import nn
 
 from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
-from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.evaluation import inspection
-from esper_lightning.evaluation.inspection import credit_fossilized_seeds, layer_gradients
+from esper_lightning.evaluation.inspection import credit_fossilized_seeds
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.slot import SeedSlot
-from esper_lightning.tasks import Digits, fetch
+from esper_lightning.tasks import Digits
 from tests.runs import differences, tiny_host
 
 
@@ -48,32 +47,10 @@ def test_nothing_is_changed_by_a_look(host: object, executor: str) -> None:
     pool = played(host, executor, ticks=3)
     before, random = pool.state_dict(), torch.get_rng_state()
 
-    layer_gradients(pool, 0)
     credit_fossilized_seeds(pool, 4, 3)
 
     assert differences(before, pool.state_dict()) == []
     assert torch.equal(random, torch.get_rng_state())
-
-
-def test_norms_are_those_of_the_next_minibatch_and_a_failing_seed_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = played(tiny_host, ticks=3)
-    host = next(i for i, env in enumerate(pool.envs) if any(slot.occupied for slot in env.slots))
-    env = pool.envs[host]
-    found = layer_gradients(pool, host)
-    monkeypatch.setattr(HostEnv, "failing_slots", property(lambda env: [slot for slot in env.slots if slot.occupied]))
-    failing = layer_gradients(pool, host)
-
-    batch = env.draw_batches(pool.data.train.samples).minibatch(0)
-    data = fetch(pool.data.train, batch, env.training.augment)
-    env.network.train().zero_grad()
-    pool.task.measure(env.network(data.inputs), data.targets).loss.mean().backward()
-    expected = {
-        name: 0.0 if parameter.grad is None else parameter.grad.norm().item()
-        for name, parameter in env.network.named_parameters()
-    }
-    assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
-    assert any(found[name] > 0.0 for name in found if ".seed." in name)
-    assert failing == {name: 0.0 if ".seed." in name else norm for name, norm in found.items()}
 
 
 def test_kept_seeds_share_what_they_add_on_validation_data(monkeypatch: pytest.MonkeyPatch) -> None:

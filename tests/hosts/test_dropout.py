@@ -8,7 +8,6 @@ from torch import Tensor
 
 from esper_lightning.blueprints import build_on
 from esper_lightning.envs import HostPool
-from esper_lightning.evaluation.inspection import layer_gradients
 from esper_lightning.hosts import GPT
 from esper_lightning.hosts.dropout import Dropout
 from tests.envs.executors.fused.hosts import FAST_CONFIG, distance, make, play
@@ -117,7 +116,6 @@ def test_a_host_with_dropout_resumes_bit_for_bit(played: HostPool) -> None:
 def test_measurements_draw_no_mask_and_have_none(played: HostPool) -> None:
     before = played.state_dict()
 
-    layer_gradients(played, 0)
     once, again = (played.executor.validate(played.envs, played.data.validation) for _ in range(2))
 
     assert any(slot.blended for env in played.envs for slot in env.slots), "there are counterfactual passes"
