@@ -66,7 +66,7 @@ def forward_times(setting: Setting, batch: int, repeats: int) -> dict[str, float
         name: build_seed(
             name, setting.layout, setting.width, device=CPU, generator=torch.Generator().manual_seed(0), birth="random"
         ).eval()
-        for name in blueprint_names(setting.layout, CPU)
+        for name in blueprint_names(setting.layout)
     }
     x = setting.feature(batch)
     rounds = [{name: seconds(seed, x) for name, seed in seeds.items()} for _ in range(WARM_UP + repeats)]
@@ -105,7 +105,7 @@ def preface(batch: int, repeats: int) -> list[str]:
         f"The command made this page with PyTorch {version('torch')} on one thread of a shared {os.cpu_count()}-core "
         f"virtual machine. Its load average was {os.getloadavg()[0]:.1f} at the start, and other work on it disturbs "
         f"the times. A time is that of one forward pass of {batch} samples under `torch.inference_mode`, median of "
-        f"{repeats} rounds; – means that the blueprint does not run on a CPU.",
+        f"{repeats} rounds.",
         "",
         "FLOPs are those of the forward pass of one sample: two per multiply-add of matrix products, convolutions and "
         "attention. Normalisation and elementwise work take time, but do not count. A causal mask or a window saves "

@@ -174,7 +174,7 @@ def make_pool(
     for i, env in enumerate(pool.envs if seeds != "none" else ()):
         row = 0 if seeds == "equal" else i
         for k, slot in enumerate(env.slots):
-            blueprints = blueprint_names(slot.layout, pool.device)
+            blueprints = blueprint_names(slot.layout)
             if (row + k) % 2 == 0:
                 env.growing.germinate(slot.name, blueprints[(row // 2 + k) % len(blueprints)])
                 for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY):

@@ -20,8 +20,8 @@ from esper_lightning.config_files import find_config
 from esper_lightning.datamodules import HostPoolData
 from esper_lightning.evaluation.comparison import Comparison
 from esper_lightning.module import TamiyoModule
-from esper_lightning.plugins import is_of_this_package
 from esper_lightning.ranks import local_world
+from esper_lightning.registry import is_of_this_package
 
 PROGRAM = "esper-lightning"
 CHECKPOINTS_FOLDER = "checkpoints"

@@ -150,7 +150,7 @@ def forgotten_parts() -> Iterator[None]:
     """Forget at the end of the context what has been registered and imported in it."""
     tables: list[Any] = [registry._BLUEPRINTS]
     for parts in (REWARDS, CONTROLLERS, EXECUTORS):
-        tables += [parts, parts.registered, parts._found]
+        tables += [parts, parts.registered]
     with ExitStack() as stack:
         for table in tables:
             stack.enter_context(patch.dict(table))

@@ -32,7 +32,6 @@ from esper_lightning.evaluation.search.search import SearchConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.hosts import CNN, MLP
 from esper_lightning.parallel import Mapper, Processes
-from esper_lightning.plugins import PartError
 from esper_lightning.tasks import Digits, Tabular
 from tests.runs import HORIZON, ROOT, Run, differences, fit, load, only_run
 
@@ -192,7 +191,7 @@ def test_an_executor_of_threads_is_refused(run: TrainedRun) -> None:
 def test_a_controller_that_no_other_process_can_be_given_is_refused_in_one_line() -> None:
     own = f"{__name__}.FileHolder"
     with pytest.raises(
-        PartError, match=r"FileHolder cannot be sent to another process: cannot pickle .*; give one job"
+        ValueError, match=r"FileHolder cannot be sent to another process: cannot pickle .*; give one job"
     ):
         evaluate(None, hosts(), alone(against=[own]), executor=Processes(1))
 

@@ -7,9 +7,8 @@ A custom blueprint takes three lines:
         return Residual(nn.Conv2d(channels, channels, 1))
 """
 
-from esper_lightning.blueprints import conv as conv  # importing these three registers their blueprints
+from esper_lightning.blueprints import conv as conv  # importing these two registers their blueprints
 from esper_lightning.blueprints import dense as dense
-from esper_lightning.blueprints import transformer as transformer
 from esper_lightning.blueprints.initialise import build_on, initialise
 from esper_lightning.blueprints.registry import (
     Birth,
@@ -21,9 +20,9 @@ from esper_lightning.blueprints.registry import (
     find_blueprint,
     get_blueprint,
     register,
-    suggest_name,
 )
 from esper_lightning.blueprints.residual import Residual
+from esper_lightning.registry import suggest_name
 
 __all__ = [
     "Birth",

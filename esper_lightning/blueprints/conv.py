@@ -11,11 +11,8 @@ from torch.nn import functional as F
 from esper_lightning.blueprints.registry import register
 from esper_lightning.blueprints.residual import LearnedNorm, Residual
 
-MIN_INNER = 8
-"""Minimum number of inner channels of a bottleneck; fewer carry too little information."""
-
-MIN_SQUEEZE = 4
-"""Minimum number of inner channels of the squeeze, whose input is only C means: fewer than for a bottleneck."""
+MIN_INNER, MIN_SQUEEZE = 8, 4
+"""Minimum number m of inner channels of a bottleneck, and of the squeeze, whose input is only C means."""
 
 
 def group_norm_groups(channels: int) -> int:
@@ -24,11 +21,7 @@ def group_norm_groups(channels: int) -> int:
 
 
 class GroupNorm(nn.GroupNorm):
-    """nn.GroupNorm without a crash of torch 2.11.
-
-    On the CPU, torch crashes in the backward pass of nn.GroupNorm if its input is in channels_last and has
-    requires_grad=False.
-    """
+    """nn.GroupNorm without a crash of torch 2.11: see `group_norm`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return group_norm(input, self.num_groups, weight=self.weight, bias=self.bias, eps=self.eps)
@@ -37,7 +30,7 @@ class GroupNorm(nn.GroupNorm):
 def group_norm(
     x: Tensor, groups: int, *, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:  # [B, C, H, W]
-    """Apply F.group_norm. Works around a crash of torch 2.11 on the CPU: see `GroupNorm`."""
+    """Apply F.group_norm, whose backward pass crashes torch 2.11 on the CPU for channels_last without requires_grad."""
     if torch.is_grad_enabled() and not x.requires_grad:
         # Not contiguous(), which leaves a feature of one position in channels_last, as it fits both formats.
         x = x.clone(memory_format=torch.contiguous_format)
@@ -81,10 +74,7 @@ def conv_small(channels: int) -> nn.Module:
 
 
 @register(
-    "depthwise",
-    {"image"},
-    parameters=lambda c: 9 * c + c + c * c + c,
-    flops=lambda c, n: 2 * n * (9 * c + c * c),
+    "depthwise", {"image"}, parameters=lambda c: 9 * c + c + c * c + c, flops=lambda c, n: 2 * n * (9 * c + c * c)
 )
 def depthwise(channels: int) -> nn.Module:
     """Build a residual depthwise-separable convolution: 3×3 per channel, then 1×1 (https://arxiv.org/abs/1704.04861)."""
@@ -100,10 +90,7 @@ def depthwise(channels: int) -> nn.Module:
     flops=lambda c, n: 2 * n * (2 * c * (m := max(MIN_INNER, c // 4)) + 9 * m * m),
 )
 def bottleneck(channels: int) -> nn.Module:
-    """Build a residual bottleneck: 1×1 to m channels, 3×3, 1×1 back to c (https://arxiv.org/abs/1512.03385).
-
-    m is a quarter of c, but at least `MIN_INNER`.
-    """
+    """Build a residual bottleneck: 1×1 to c / 4 channels, 3×3, 1×1 back to c (https://arxiv.org/abs/1512.03385)."""
     inner = max(MIN_INNER, channels // 4)
     return Residual(
         nn.Conv2d(channels, inner, 1),

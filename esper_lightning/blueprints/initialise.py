@@ -7,67 +7,12 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-WEIGHTED_LAYERS = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
-"""Layers initialised uniformly within 1/sqrt(fan in)."""
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
-CONSTANT_LAYERS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-    nn.GroupNorm,
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.PReLU,
-)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+CONSTANT_LAYERS = (*BATCH_NORMS, *INSTANCE_NORMS, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.PReLU)
 """Layers whose `reset_parameters` sets constants and draws no random numbers."""
-
-
-def _initialise_weighted(
-    module: nn.Linear
-    | nn.Conv1d
-    | nn.Conv2d
-    | nn.Conv3d
-    | nn.ConvTranspose1d
-    | nn.ConvTranspose2d
-    | nn.ConvTranspose3d,
-    generator: torch.Generator,
-) -> None:
-    # PyTorch's default for these layers: uniform within 1/sqrt(fan in), for weight and bias.
-    bound = 1.0 / math.sqrt(module.weight[0].numel())
-    nn.init.uniform_(module.weight, -bound, bound, generator=generator)
-    if module.bias is not None:
-        nn.init.uniform_(module.bias, -bound, bound, generator=generator)
-
-
-def _initialise_embedding(module: nn.Embedding | nn.EmbeddingBag, generator: torch.Generator) -> None:
-    nn.init.normal_(module.weight, generator=generator)
-    if module.padding_idx is not None:
-        nn.init.zeros_(module.weight[module.padding_idx])
-
-
-def _initialise_attention(module: nn.MultiheadAttention, generator: torch.Generator) -> None:
-    # The output projection is a child and initialised already; as in PyTorch, its bias starts at zero.
-    for name, parameter in module.named_parameters(recurse=False):
-        if name == "in_proj_bias":
-            nn.init.zeros_(parameter)
-        elif name in ("bias_k", "bias_v"):
-            nn.init.xavier_normal_(parameter, generator=generator)
-        else:
-            nn.init.xavier_uniform_(parameter, generator=generator)
-    if module.out_proj.bias is not None:
-        nn.init.zeros_(module.out_proj.bias)
 
 
 @torch.no_grad()
@@ -88,12 +33,27 @@ def initialise(network: nn.Module, generator: torch.Generator) -> None:
     initialise_own: Callable[[torch.Generator], None] | None = getattr(network, "initialise", None)
     if initialise_own is not None:
         initialise_own(generator)
-    elif isinstance(network, WEIGHTED_LAYERS):
-        _initialise_weighted(network, generator)
+    elif isinstance(network, (nn.Linear, *CONVOLUTIONS)):
+        # PyTorch's default for these layers: uniform within 1/sqrt(fan in), for weight and bias.
+        bound = 1.0 / math.sqrt(network.weight[0].numel())
+        nn.init.uniform_(network.weight, -bound, bound, generator=generator)
+        if network.bias is not None:
+            nn.init.uniform_(network.bias, -bound, bound, generator=generator)
     elif isinstance(network, nn.Embedding | nn.EmbeddingBag):
-        _initialise_embedding(network, generator)
+        nn.init.normal_(network.weight, generator=generator)
+        if network.padding_idx is not None:
+            nn.init.zeros_(network.weight[network.padding_idx])
     elif isinstance(network, nn.MultiheadAttention):
-        _initialise_attention(network, generator)
+        # The output projection is a child and initialised already; as in PyTorch, its bias starts at zero.
+        for name, parameter in network.named_parameters(recurse=False):
+            if name == "in_proj_bias":
+                nn.init.zeros_(parameter)
+            elif name in ("bias_k", "bias_v"):
+                nn.init.xavier_normal_(parameter, generator=generator)
+            else:
+                nn.init.xavier_uniform_(parameter, generator=generator)
+        if network.out_proj.bias is not None:
+            nn.init.zeros_(network.out_proj.bias)
     elif isinstance(network, CONSTANT_LAYERS):
         network.reset_parameters()
     elif [*network.parameters(recurse=False), *network.buffers(recurse=False)]:

@@ -8,10 +8,8 @@ import torch
 from torch import nn
 
 from esper_lightning.blueprints.initialise import build_on
-from esper_lightning.plugins import (
-    PartError,
+from esper_lightning.registry import (
     check_part_name,
-    check_takes,
     import_installed,
     import_object,
     is_of_this_package,
@@ -39,12 +37,6 @@ class Blueprint(NamedTuple):
     image, T of a sequence, 1 for a vector): two per multiply-add of a matrix product, convolution or attention, as in
     PyTorch's FlopCounterMode. A causal mask does not lower the count; normalisation and elementwise operations are
     not counted."""
-    devices: frozenset[str] | None
-    """Supported device types. None: all."""
-
-    def runs_on(self, device: torch.device) -> bool:
-        """Return True if the blueprint supports the type of `device`."""
-        return self.devices is None or device.type in self.devices
 
 
 Builder = TypeVar("Builder", bound=Callable[[int], nn.Module])
@@ -53,55 +45,37 @@ _BLUEPRINTS: dict[tuple[str, str], Blueprint] = {}  # by (layout, name)
 
 
 def register(
-    name: str,
-    layouts: AbstractSet[str],
-    *,
-    parameters: Callable[[int], int],
-    flops: Callable[[int, int], int],
-    devices: AbstractSet[str] | None = None,
+    name: str, layouts: AbstractSet[str], *, parameters: Callable[[int], int], flops: Callable[[int, int], int]
 ) -> Callable[[Builder], Builder]:
     """Return a decorator that registers a seed module as `name` for `layouts`; arguments are the fields of `Blueprint`.
 
     A second definition of the same function, as when a cell of a notebook runs again, replaces the first. Raises
-    ValueError if the name is already registered for one of the layouts, or has a dot, or if a
-    function takes other arguments.
+    ValueError if the name is already registered for one of the layouts, or has a dot.
     """
     check_part_name("blueprint", name)
     if isinstance(layouts, str) or not layouts:
-        raise PartError(f"blueprint {name!r}: layouts must be a set such as {{'image'}}, got {layouts!r}")
+        raise ValueError(f"blueprint {name!r}: layouts must be a set such as {{'image'}}, got {layouts!r}")
 
     def add(build: Builder) -> Builder:
         for layout in sorted(layouts):
             known = _BLUEPRINTS.get((layout, name))
             if known is not None and not is_same_definition(known.build, build):
-                raise PartError(f"blueprint {name!r} is already registered for {layout} features; choose another name")
-        check_takes(build, f"blueprint {name!r}", "channels")
-        check_takes(parameters, f"blueprint {name!r}: parameters", "channels")
-        check_takes(flops, f"blueprint {name!r}: flops", "channels", "positions")
-        device_types = None if devices is None else frozenset(devices)
-        blueprint = Blueprint(name, frozenset(layouts), build, parameters, flops, device_types)
+                raise ValueError(f"blueprint {name!r} is already registered for {layout} features; choose another name")
+        blueprint = Blueprint(name, frozenset(layouts), build, parameters, flops)
         _BLUEPRINTS.update({(layout, name): blueprint for layout in layouts})
         return build
 
     return add
 
 
-def blueprint_names(layout: str, device: torch.device | None = None) -> list[str]:
-    """Return the names of the blueprints for `layout` (and `device`, if given), in the order of registration."""
-    return [
-        name
-        for (known_layout, name), blueprint in _BLUEPRINTS.items()
-        if known_layout == layout and (device is None or blueprint.runs_on(device))
-    ]
+def blueprint_names(layout: str) -> list[str]:
+    """Return the names of the blueprints for `layout`, in the order of registration."""
+    return [name for known_layout, name in _BLUEPRINTS if known_layout == layout]
 
 
 def default_blueprints(layout: str) -> list[str]:
-    """Return the names of this package's blueprints for `layout` on every device: what settings offer that name none.
-
-    A blueprint that runs on some devices only must be named, so that the action space does not depend on the device.
-    """
-    blueprints = [_BLUEPRINTS[layout, name] for name in blueprint_names(layout)]
-    return [b.name for b in blueprints if b.devices is None and is_of_this_package(b.build)]
+    """Return the names of this package's blueprints for `layout`: what settings offer that name none."""
+    return [name for name in blueprint_names(layout) if is_of_this_package(_BLUEPRINTS[layout, name].build)]
 
 
 def find_blueprint(name: str) -> str:
@@ -121,14 +95,11 @@ def find_blueprint(name: str) -> str:
 
 def check_blueprint_name(name: str) -> None:
     """Raise ValueError, with a suggestion, if no layout has a blueprint called `name`, not even an installed one."""
-    if name not in _known_names():
+    if name not in {known for _, known in _BLUEPRINTS}:
         import_installed()
-    if name not in (known := _known_names()):
-        raise ValueError(f"unknown blueprint {name!r}; {suggest_name(name, known)}")
-
-
-def _known_names() -> list[str]:
-    return list(dict.fromkeys(name for _, name in _BLUEPRINTS))
+    known_names = list(dict.fromkeys(known for _, known in _BLUEPRINTS))
+    if name not in known_names:
+        raise ValueError(f"unknown blueprint {name!r}; {suggest_name(name, known_names)}")
 
 
 def get_blueprint(name: str, layout: str) -> Blueprint:
@@ -141,26 +112,18 @@ def get_blueprint(name: str, layout: str) -> Blueprint:
 
 
 def check_parameters(name: str, layout: str, width: int) -> None:
-    """Raise PartError if the modules of a blueprint of the user have other parameters than it declares."""
+    """Raise ValueError if the modules of a blueprint of the user have other parameters than it declares."""
     blueprint = get_blueprint(name, layout)
     if is_of_this_package(blueprint.build):
         return
     with torch.device("meta"):
-        counted = sum(parameter.numel() for parameter in _build(blueprint, width).parameters())
+        counted = sum(parameter.numel() for parameter in blueprint.build(width).parameters())
     declared = blueprint.parameters(width)
     if declared != counted:
-        raise PartError(
-            f"blueprint {name!r}: parameters({width}) returns {declared!r:.30}, and its module for {width} channels "
-            f"has {counted}; correct the function, since growth is charged for by it"
+        raise ValueError(
+            f"blueprint {name!r}: parameters({width}) returns {declared}, and its module for {width} channels has "
+            f"{counted}; correct the function, since growth is charged for by it"
         )
-
-
-def _build(blueprint: Blueprint, width: int) -> nn.Module:
-    """Build a module, still without initialised weights. Raises ValueError if the function returns something else."""
-    seed: object = blueprint.build(width)
-    if not isinstance(seed, nn.Module):
-        raise ValueError(f"blueprint {blueprint.name!r} built a {type(seed).__name__}; return an nn.Module")
-    return seed
 
 
 def build_seed(
@@ -173,10 +136,7 @@ def build_seed(
     the blueprint is unknown, does not fit, or lacks `start_as_identity` for birth "identity".
     """
     blueprint = get_blueprint(name, layout)
-    if not blueprint.runs_on(device):
-        supported = ", ".join(sorted(blueprint.devices or ()))
-        raise ValueError(f"blueprint {name!r} does not run on {device.type}; it runs on: {supported}")
-    seed = build_on(device, lambda: _build(blueprint, width), generator)
+    seed = build_on(device, lambda: blueprint.build(width), generator)
     if birth == "random":
         if (start_at_random := getattr(seed, "start_at_random", None)) is not None:
             start_at_random(generator)

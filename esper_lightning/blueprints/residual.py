@@ -54,8 +54,7 @@ class LearnedNorm(nn.Module):
         self.scale = nn.Parameter(torch.zeros(()))
 
     def initialise(self, generator: torch.Generator) -> None:
-        # Draws no random numbers, so that with birth "identity" later seeds do not depend on this one.
-        self.start_as_identity()
+        self.start_as_identity()  # draws nothing, so that with birth "identity" later seeds do not depend on this one
 
     def start_as_identity(self) -> None:
         """Set the scale to zero, so that the output equals the input."""

@@ -7,7 +7,7 @@ from typing import Any
 from esper_lightning.controllers.heuristic import Heuristic
 from esper_lightning.controllers.hill_climbing import HillClimbing
 from esper_lightning.controllers.periodic import Periodic
-from esper_lightning.plugins import Registry, check_takes
+from esper_lightning.registry import Registry
 
 METHODS = ("reset", "act")
 """Methods of a controller; each is called with the pool."""
@@ -42,4 +42,3 @@ def check_methods(controller: Any, what: str) -> None:
     for method in METHODS:
         if not callable(getattr(controller, method, None)):
             raise ValueError(f"{what}: {type(controller).__name__} has no method {method!r}; give it one")
-        check_takes(getattr(controller, method), f"{what}: {type(controller).__name__}.{method}", "pool")

@@ -20,8 +20,8 @@ from esper_lightning.envs.spaces.action_discovery import union_of_slots
 from esper_lightning.envs.spaces.actions import CHOICES_KEY
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.envs.vector_env import VectorEnv
-from esper_lightning.plugins import describe_factory
 from esper_lightning.ranks import Ranks, pack_state, unpack_state
+from esper_lightning.registry import describe_factory
 from esper_lightning.tasks import Task
 
 Result = TypeVar("Result")

@@ -14,7 +14,6 @@ from esper_lightning.envs.spaces.observation_builder import ObservationBuilder
 from esper_lightning.envs.subject import Subject
 from esper_lightning.envs.vector_env import VectorObservation
 from esper_lightning.growth.lifecycle import SeedEvent
-from esper_lightning.plugins import PartError
 
 CPU = torch.device("cpu")
 
@@ -78,19 +77,19 @@ class SinglePool:
     def choose(self, controller: ActsOnSinglePool) -> list[int]:
         """Return the action of a controller, an index per head.
 
-        Raises PartError if it is none, or if the masks forbid it.
+        Raises ValueError if it is none, or if the masks forbid it.
         """
         name = type(controller).__name__
         try:
             chosen = controller.act(self)
             check_is_action(chosen, self.n_envs)
         except ActionError as error:
-            raise PartError(f"{name}: {error}") from error
+            raise ValueError(f"{name}: {error}") from error
         action = [int(index) for index in download(torch.stack(chosen)).flatten().tolist()]
         in_range = all(0 <= choice < size for choice, size in zip(action, self.space.sizes.values(), strict=True))
         if not (in_range and self.masks_on_cpu.allows(0, action)):
             what = self.space.describe(action) if in_range else f"{action}"
-            raise PartError(f"{name} chose {what}, which is impossible now; choose within pool.masks_on_cpu")
+            raise ValueError(f"{name} chose {what}, which is impossible now; choose within pool.masks_on_cpu")
         return action
 
     def apply(self, action: list[int]) -> list[SeedEvent]:

@@ -271,7 +271,7 @@ class Comparison:
     def check_controllers(self, data: HostPoolData) -> None:
         """Let each controller of the user choose one action on each of two new hosts, before any training.
 
-        Raises PartError if that is none. What the controller raises passes.
+        Raises ValueError if that is none. What the controller raises passes.
         """
         for task in data.pools if self.own else ():
             for name in self.own:

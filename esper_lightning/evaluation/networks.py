@@ -27,7 +27,7 @@ from esper_lightning.growth.export import SUFFIXES, TOLERANCE, Format, export
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.saving import load, save
 from esper_lightning.growth.stages import Stage
-from esper_lightning.plugins import describe_factory, import_object
+from esper_lightning.registry import describe_factory, import_object
 from esper_lightning.serialization.replace import replace_durably
 from esper_lightning.tasks import Split
 

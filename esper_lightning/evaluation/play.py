@@ -15,7 +15,7 @@ from esper_lightning.evaluation.flops_meter import FlopsMeter
 from esper_lightning.evaluation.statistics import Interval, mean_interval
 from esper_lightning.growth.blend import BlendStyle
 from esper_lightning.growth.stages import Stage
-from esper_lightning.plugins import PartError, is_of_this_package
+from esper_lightning.registry import is_of_this_package
 
 
 class FossilizedSeed(NamedTuple):
@@ -116,19 +116,19 @@ def play_episode(
 
 @contextmanager
 def named_controller(name: str, controller: Controller) -> Iterator[None]:
-    """Turn the error of an action that a controller of the user has chosen into a PartError that names it."""
+    """Turn the error of an action that a controller of the user has chosen into a ValueError that names it."""
     try:
         yield
     except ActionError as error:
         if is_of_this_package(type(controller)):
             raise
-        raise PartError(f"controller {name!r}: {error}") from error
+        raise ValueError(f"controller {name!r}: {error}") from error
 
 
 def try_controller(pool: HostPool, name: str, controller: Controller) -> None:
     """Let a controller choose its first action in `pool`, whose state is overwritten.
 
-    Raises PartError if that is none.
+    Raises ValueError if that is none.
     """
     pool.reset(range(pool.n_envs))
     controller.reset(pool)

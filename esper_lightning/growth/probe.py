@@ -43,7 +43,7 @@ def probe_seeds(
         for slot in slots.values():
             slot.empty()
             slot.override = override
-            if blueprint in blueprint_names(slot.layout, slot.alpha.device):
+            if blueprint in blueprint_names(slot.layout):
                 override.try_germinate(slot, blueprint, generator, birth=birth)
         loss_of(network).backward()
         for slot in slots.values():

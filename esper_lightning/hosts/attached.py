@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from esper_lightning.growth.attach import attach_from_records, attach_slots, attachment_records
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.machine import check_memory
-from esper_lightning.plugins import import_object
+from esper_lightning.registry import import_object
 
 CPU = torch.device("cpu")
 """Device for trial networks; the host itself may be on the meta device, which has no values."""

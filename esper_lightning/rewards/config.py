@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
-from esper_lightning.plugins import PartError, Registry, check_part_name, check_takes
+from esper_lightning.registry import Registry, check_part_name
 from esper_lightning.rewards.tick import HostStep
 
 ModeName = Literal["objective", "kept", "sparse", "shaped", "basic", "basic_plus", "escrow"]
@@ -49,20 +49,18 @@ def register(
         needs_host_only: Validate every host with all seeds switched off, too: `HostStep.host_only_accuracy`.
 
     A second definition of the same function, as when a cell of a notebook runs again, replaces the first. Raises
-    PartError if the name is taken, if the terms are no list of different names, or if the function takes other
-    arguments.
+    ValueError if the name is taken, or if the terms are no list of different names.
     """
     check_part_name(REWARDS.kind, name)
 
     def add(compute: RewardFunction) -> RewardFunction:
         if not terms or isinstance(terms, str):
-            raise PartError(f"reward {name!r}: terms must be a list of names, got {terms!r}")
+            raise ValueError(f"reward {name!r}: terms must be a list of names, got {terms!r}")
         if len(set(terms)) < len(terms) or ROLLBACK_TERM in terms:
-            raise PartError(
+            raise ValueError(
                 f"reward {name!r}: terms must be different names, and none may be {ROLLBACK_TERM!r}, the Governor's "
                 f"penalty, got {list(terms)}"
             )
-        check_takes(compute, f"reward {name!r}", "step", "config")
         reward = Reward(tuple(terms), compute, needs_host_only=needs_host_only)
         REWARDS.add(name, reward, compute)
         return compute

@@ -11,7 +11,6 @@ from math import isfinite
 from typing import Any, NamedTuple, get_args
 
 from esper_lightning.growth.stages import BLENDED, LIVE, Stage
-from esper_lightning.plugins import PartError
 from esper_lightning.rewards import terms
 from esper_lightning.rewards.config import REWARDS, ModeName, Reward, RewardConfig
 from esper_lightning.rewards.terms import MAX_POINTS
@@ -230,7 +229,7 @@ def compute_terms(step: HostStep, config: RewardConfig) -> dict[str, float]:
     """Return every term of the config's reward for one step by name; their sum is the reward.
 
     In a step that ends with a rollback, terms are 0 unless they take back what earlier steps lent.
-    Raises PartError, a ValueError, if a reward of the user returns something else than a finite number for each term
+    Raises ValueError, if a reward of the user returns something else than a finite number for each term
     that it has declared.
     """
     reward = REWARDS.find(config.mode)
@@ -243,22 +242,22 @@ def compute_terms(step: HostStep, config: RewardConfig) -> dict[str, float]:
 def check_terms(terms: Any, declared: Sequence[str], step: HostStep, what: str) -> dict[str, float]:
     """Return the terms of a reward of the user as numbers, in the order in which they are declared.
 
-    A term may be NaN or infinite only if the host's own measurements are. Raises PartError, which begins with `what`,
+    A term may be NaN or infinite only if the host's own measurements are. Raises ValueError, which begins with `what`,
     for terms that are none.
     """
     if not isinstance(terms, Mapping):
         example = ", ".join(f"{name!r}: …" for name in declared)
-        raise PartError(f"{what} returned {_describe(terms)}, not its terms; return a dictionary {{{example}}}")
+        raise ValueError(f"{what} returned {_describe(terms)}, not its terms; return a dictionary {{{example}}}")
     if set(terms) != set(declared):
-        raise PartError(
+        raise ValueError(
             f"{what} returned the terms {list(terms)}, not those declared, {list(declared)}; name them alike"
         )
     numbers = {name: _as_number(terms[name]) for name in declared}
     for name, number in numbers.items():
         if number is None:
-            raise PartError(f"{what} returned {_describe(terms[name])} as its term {name!r}; return a number")
+            raise ValueError(f"{what} returned {_describe(terms[name])} as its term {name!r}; return a number")
         if not isfinite(number) and all(isfinite(part) for part in step if isinstance(part, float)):
-            raise PartError(f"{what} returned {number} as its term {name!r}; return a finite number")
+            raise ValueError(f"{what} returned {number} as its term {name!r}; return a finite number")
     return {name: number for name, number in numbers.items() if number is not None}
 
 

@@ -1,26 +1,25 @@
 """Features and blueprints of every layout, for tests."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from esper_lightning.blueprints import blueprint_names
+from esper_lightning.blueprints import Birth, blueprint_names, build_seed
 
 CPU = torch.device("cpu")
 
-LAYOUTS = ["image", "sequence", "vector"]
-
-EVERYTHING = [(layout, name) for layout in LAYOUTS for name in blueprint_names(layout)]
-"""Pairs of every layout and blueprint."""
-
-HERE = [(layout, name) for layout in LAYOUTS for name in blueprint_names(layout, CPU)]
-"""Pairs of layout and blueprint that run on a CPU."""
+EVERYTHING = [(layout, name) for layout in ("image", "sequence", "vector") for name in blueprint_names(layout)]
+"""Pairs of layout and blueprint."""
 
 
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def feature(layout: str, width: int, samples: int = 3, positions: tuple[int, int] = (5, 7)) -> Tensor:
+def seed_of(name: str, layout: str, width: int = 8, *, rng_seed: int = 0, birth: Birth = "random") -> nn.Module:
+    return build_seed(name, layout, width, device=CPU, generator=seeded(rng_seed), birth=birth)
+
+
+def feature(layout: str, width: int = 8, samples: int = 3, positions: tuple[int, int] = (5, 7)) -> Tensor:
     """Draw a feature [B, C, H, W], [B, T, C] with T = H·W, or [B, C], of mean 0.5 and standard deviation 2."""
     height, length = positions
     shapes = {

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
-from esper_lightning.blueprints import Birth, build_on, build_seed, initialise
+from esper_lightning.blueprints import build_on, build_seed, initialise
 from esper_lightning.hosts import CNN
-from tests.blueprints.features import CPU, HERE, seeded
+from tests.blueprints.features import CPU, EVERYTHING, seeded
 
 
 def cnn() -> CNN:
@@ -39,31 +39,17 @@ class Scaled(nn.Module):
 
 
 class Masked(nn.Module):
-    """Module with a buffer whose value only the constructor sets."""
+    """Module with a buffer whose value only the constructor sets: elsewhere it would be uninitialised memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(4, 4, 1)
         self.register_buffer("mask", torch.ones(4, 1, 1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x) * self.mask
-
 
 def test_the_same_generator_seed_gives_the_same_host() -> None:
     assert same(build_on(CPU, cnn, seeded(3)), build_on(CPU, cnn, seeded(3)))
     assert not same(build_on(CPU, cnn, seeded(3)), build_on(CPU, cnn, seeded(4)))
-
-
-@pytest.mark.parametrize(("layout", "name"), HERE)
-@pytest.mark.parametrize("birth", ["identity", "random"])
-def test_the_same_generator_seed_gives_the_same_seed(layout: str, name: str, birth: Birth) -> None:
-    first, second, other = (
-        build_seed(name, layout, 8, device=CPU, generator=seeded(i), birth=birth) for i in (3, 3, 4)
-    )
-    assert same(first, second)
-    assert birth == "identity" or not same(first, other)
-    assert all(torch.isfinite(value).all() for value in first.state_dict().values())
 
 
 def test_initialising_a_used_host_makes_it_new() -> None:
@@ -74,24 +60,6 @@ def test_initialising_a_used_host_makes_it_new() -> None:
     assert used.norms[0].num_batches_tracked == 1
     initialise(used, seeded(3))
     assert same(used, fresh)  # BatchNorm's running statistics too
-
-
-def test_the_global_random_state_is_left_alone() -> None:
-    torch.manual_seed(11)
-    before = torch.get_rng_state()
-    host = build_on(CPU, cnn, seeded())
-    initialise(host, seeded(1))
-    for layout, name in HERE:
-        build_seed(name, layout, 8, device=CPU, generator=seeded(), birth="random")
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_global_random_state_has_no_influence() -> None:
-    hosts = []
-    for state in (0, 1):
-        torch.manual_seed(state)
-        hosts.append(build_on(CPU, cnn, seeded()))
-    assert same(*hosts)
 
 
 @pytest.mark.parametrize(
@@ -122,12 +90,6 @@ def overwritten(module: nn.Module) -> nn.Module:
         for value in module.state_dict().values():
             value.fill_(9.0)
     return module
-
-
-def test_a_layer_without_bias_is_known() -> None:
-    layer = overwritten(nn.Linear(4, 4, bias=False))
-    initialise(layer, seeded())
-    assert layer.weight.abs().max() <= 0.5
 
 
 @pytest.mark.parametrize(
@@ -172,10 +134,8 @@ def test_multihead_attention_begins_as_pytorch_builds_it(options: dict[str, Any]
 @pytest.mark.parametrize(
     "layer",
     [
-        nn.Linear(3, 4),
-        nn.Conv1d(3, 4, 2),
+        nn.Linear(3, 4, bias=False),
         nn.ConvTranspose3d(3, 4, 2),
-        nn.Embedding(3, 4),
         nn.EmbeddingBag(3, 4),
         nn.MultiheadAttention(4, 2, add_bias_kv=True),
         nn.MultiheadAttention(4, 2, kdim=3, vdim=5),
@@ -190,7 +150,7 @@ def test_layers_draw_from_the_generator_alone(layer: nn.Module) -> None:
     assert same(layer, other)
 
 
-@given(seed=st.integers(0, 2**40), layout=st.sampled_from(HERE), width=st.integers(1, 20))
+@given(seed=st.integers(0, 2**40), layout=st.sampled_from(EVERYTHING), width=st.integers(1, 20))
 def test_weights_depend_on_the_generator_alone(seed: int, layout: tuple[str, str], width: int) -> None:
     on, name = layout
     before = torch.get_rng_state()
@@ -209,15 +169,9 @@ def test_a_module_with_its_own_method_has_the_last_word() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [nn.Bilinear(2, 3, 4), nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)), nn.GRUCell(4, 2)]
+    ("module", "unknown"),
+    [(nn.Bilinear(2, 3, 4), "Bilinear"), (nn.Sequential(nn.LSTM(2, 2)), "LSTM"), (Masked(), "Masked")],
 )
-def test_a_module_that_it_does_not_know_is_refused_by_name(module: nn.Module) -> None:
-    unknown = module[1] if isinstance(module, nn.Sequential) else module
-    message = rf"^cannot initialise a {type(unknown).__name__}: give it a method initialise\(generator\)$"
-    with pytest.raises(ValueError, match=message):
+def test_a_module_whose_parameters_or_buffers_are_unknown_is_refused_by_name(module: nn.Module, unknown: str) -> None:
+    with pytest.raises(ValueError, match=rf"^cannot initialise a {unknown}: give it a method initialise\(generator\)$"):
         initialise(module, seeded())
-
-
-def test_a_buffer_that_it_does_not_know_is_refused_too() -> None:
-    with pytest.raises(ValueError, match="cannot initialise a Masked"):
-        build_on(CPU, Masked, seeded())  # its mask would be uninitialised memory

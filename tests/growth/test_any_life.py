@@ -176,7 +176,7 @@ class TrackedNetwork:
 
     def operate(self, wish: Operation) -> SeedEvent:
         network, slot = self.network, self.named(wish)
-        known = blueprint_names(self.layout, CPU)
+        known = blueprint_names(self.layout)
         if wish.operation == "germinate":
             blueprint = known[wish.blueprint % len(known)]
             return network.germinate(slot, blueprint, ticks=wish.ticks, style=wish.style, curve=wish.curve)

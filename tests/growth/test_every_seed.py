@@ -13,12 +13,12 @@ from esper_lightning.growth.blend import BlendStyle, GatedSeed
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.growth.stages import Stage
-from tests.growth.grown import CPU, LAYOUTS, LIFE, STYLES, batch_of, generator_of, host_of, loss_on
+from tests.growth.grown import LAYOUTS, LIFE, STYLES, batch_of, generator_of, host_of, loss_on
 
 MATRIX = [
     pytest.param(layout, blueprint, style, birth, id=f"{layout}-{blueprint}-{style}-{birth}")
     for layout in LAYOUTS
-    for blueprint in blueprint_names(layout, CPU)
+    for blueprint in blueprint_names(layout)
     for style in STYLES
     for birth in get_args(Birth)
 ]

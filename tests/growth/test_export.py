@@ -28,7 +28,7 @@ from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.recorded import weights_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import GPT, MLP
-from tests.growth.grown import CPU, STYLES, generator_of, grow, slot_named, small_batch, small_cnn
+from tests.growth.grown import STYLES, generator_of, grow, slot_named, small_batch, small_cnn
 from tests.runs import ROOT
 from tests.tiers import rest_is_slow
 
@@ -111,13 +111,13 @@ def test_what_is_exported_is_the_grown_network_and_no_more() -> None:
     assert not torch.allclose(program.module()(digits(4)), cnn().eval()(digits(4)))
 
 
-IMAGE_SEEDS = list(zip(blueprint_names("image", CPU), cycle(STYLES), strict=False))
+IMAGE_SEEDS = list(zip(blueprint_names("image"), cycle(STYLES), strict=False))
 """Each of them in a style, and each style with some of them."""
 
 
 @pytest.mark.parametrize(
     ("blueprint", "style"),
-    rest_is_slow(product(blueprint_names("image", CPU), STYLES), lambda case: case in IMAGE_SEEDS),
+    rest_is_slow(product(blueprint_names("image"), STYLES), lambda case: case in IMAGE_SEEDS),
 )
 def test_every_image_seed_is_exported_in_every_style(blueprint: str, style: BlendStyle) -> None:
     network = small_cnn(["block1"]).eval()
@@ -126,7 +126,7 @@ def test_every_image_seed_is_exported_in_every_style(blueprint: str, style: Blen
     torch.testing.assert_close(program.module()(digits(5)), network(digits(5)), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("blueprint", rest_is_slow(blueprint_names("sequence", CPU), {"attention", "lora"}))
+@pytest.mark.parametrize("blueprint", rest_is_slow(blueprint_names("sequence"), {"attention", "lora"}))
 def test_every_sequence_seed_is_exported_for_sequences_of_any_length(blueprint: str) -> None:
     network = GPT((6,), 11, width=8, blocks=1, heads=2, context=8, slots=["layer1"]).eval()
     grow(slot_named(network, "layer1"), Stage.FOSSILIZED, blueprint, HALF, style="gate")
@@ -136,7 +136,7 @@ def test_every_sequence_seed_is_exported_for_sequences_of_any_length(blueprint: 
         torch.testing.assert_close(program.module()(x), network(x), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("blueprint", blueprint_names("vector", CPU))
+@pytest.mark.parametrize("blueprint", blueprint_names("vector"))
 def test_every_vector_seed_is_exported(blueprint: str) -> None:
     network = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
     grow(attach_slots(network, ["1"], vectors(2))["1"], Stage.FOSSILIZED, blueprint, HALF, style="multiply")
@@ -287,7 +287,7 @@ def test_every_seed_is_exported_to_onnx(
     """The export itself compares the outputs."""
     for package in ONNX_PACKAGES:
         pytest.importorskip(package)
-    names = blueprint_names(layout, CPU)
+    names = blueprint_names(layout)
     for part in (names[i : i + 3] for i in range(0, len(names), 3)):
         network = build()
         for slot, blueprint, style in zip(slots_of(network).values(), part, STYLES, strict=False):

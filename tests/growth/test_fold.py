@@ -152,7 +152,7 @@ def test_a_seed_that_scales_or_chooses_is_left_alone(layout: Layout, blueprint: 
     [
         (layout, name)
         for layout in ("image", "sequence", "vector")
-        for name in blueprint_names(layout, torch.device("cpu"))
+        for name in blueprint_names(layout)
         if (layout, name) not in FOLDABLE
     ],
 )

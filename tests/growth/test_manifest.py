@@ -11,7 +11,6 @@ from esper_lightning.growth.manifest import manifest, rebuild
 from esper_lightning.growth.slot import Layout
 from esper_lightning.growth.stages import Stage
 from tests.growth.grown import (
-    CPU,
     LAYOUTS,
     LIFE,
     SLOTS,
@@ -71,7 +70,7 @@ def test_an_empty_slot_is_rebuilt_with_its_stage_and_time(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "blueprint"), [(layout, name) for layout in LAYOUTS for name in blueprint_names(layout, CPU)]
+    ("layout", "blueprint"), [(layout, name) for layout in LAYOUTS for name in blueprint_names(layout)]
 )
 def test_every_blueprint_is_rebuilt(layout: Layout, blueprint: str) -> None:
     network = host_of(layout)

@@ -11,7 +11,6 @@ from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.growth.stages import Stage
 from tests.growth.grown import (
-    CPU,
     LAYOUTS,
     SLOTS,
     STYLES,
@@ -64,7 +63,7 @@ while_learning = pytest.mark.parametrize("stage", [Stage.GERMINATED, Stage.TRAIN
 @while_learning
 @every_style
 @pytest.mark.parametrize(
-    ("layout", "blueprint"), [(layout, name) for layout in LAYOUTS for name in blueprint_names(layout, CPU)]
+    ("layout", "blueprint"), [(layout, name) for layout in LAYOUTS for name in blueprint_names(layout)]
 )
 def test_a_training_seed_learns_without_touching_the_host(
     layout: Layout, blueprint: str, style: BlendStyle, stage: Stage

@@ -13,7 +13,7 @@ from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.growing_network import GrowingNetwork
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.hosts import Attached
-from esper_lightning.plugins import import_object
+from esper_lightning.registry import import_object
 from esper_lightning.tasks import Synthetic
 from tests.tiers import rest_is_slow
 

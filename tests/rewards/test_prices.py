@@ -43,9 +43,7 @@ def test_what_a_grown_host_computes_is_known_without_running_it(layout: str, sty
     build, x = HOSTS[layout]
     compute = measure_flops(build(), x)
     assert compute.host == count_flops(build().eval(), x) > 0
-    for blueprint in blueprint_names(layout, torch.device("cpu")):
-        if blueprint == "flex_attention":
-            continue
+    for blueprint in blueprint_names(layout):
         network = build().eval()
         for slot in slots_of(network).values():
             germinate(slot, blueprint, DEFAULT_RAMP, generator=torch.Generator().manual_seed(0), style=style)

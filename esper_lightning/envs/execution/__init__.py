@@ -4,7 +4,7 @@ from esper_lightning.envs.execution.fused import FusedExecutor
 from esper_lightning.envs.execution.loop import LoopExecutor
 from esper_lightning.envs.execution.streams import StreamsExecutor
 from esper_lightning.envs.execution.threads import ThreadsExecutor
-from esper_lightning.plugins import Registry
+from esper_lightning.registry import Registry
 
 EXECUTORS: Registry[type[LoopExecutor]] = Registry(
     "executor",

@@ -30,9 +30,7 @@ HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 in_half = pytest.mark.parametrize("precision", HALVES)
 
-MATRIX = [
-    (layout, blueprint, style) for layout in LAYOUTS for blueprint in blueprint_names(layout, CPU) for style in STYLES
-]
+MATRIX = [(layout, blueprint, style) for layout in LAYOUTS for blueprint in blueprint_names(layout) for style in STYLES]
 
 IN_EACH_HALF = rest_is_slow(
     [(*case, half) for case in MATRIX for half in HALVES],

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from esper_lightning import controllers, plugins
+from esper_lightning import controllers, registry
 from esper_lightning.blueprints import (
     blueprint_names,
     default_blueprints,
@@ -22,13 +22,11 @@ from esper_lightning.blueprints import (
 )
 from esper_lightning.callbacks.grow.deciders import make_decider
 from esper_lightning.controllers import make_controller
-from esper_lightning.controllers.registry import check_methods
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, StepResult, execution
 from esper_lightning.envs.execution import EXECUTORS
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.evaluation.play import play_episode
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.plugins import PartError
 from esper_lightning.rewards import REWARDS, RewardConfig, compute_terms
 from esper_lightning.rewards import register as register_reward
 from tests.rewards.ticks import host_step
@@ -70,14 +68,6 @@ class FirstSlot:
         rows = [[int(op)] for op in (Op.FOSSILIZE, Op.GERMINATE, Op.WAIT)]
         allows = pool.masks_on_cpu.allows
         return to_action([next(a for a in rows if allows(host, a)) for host in range(pool.n_envs)], pool.device)
-
-
-class Deaf:
-    def reset(self, pool):
-        pass
-
-    def act(self):
-        pass
 
 
 class Needy:
@@ -195,19 +185,16 @@ def test_parts_that_are_not_what_they_should_be_are_refused_in_a_sentence(place:
         (lambda: make_controller("mine_parts.Needy"), "missing a required argument: 'speed'; give every argument a"),
         (lambda: make_controller("mine_parts.ParityOfDigits"), "ParityOfDigits has no method 'reset'; give it one"),
         (lambda: register_reward("thrifty", ["gain"])(lambda step, config: {}), "'thrifty' is already registered"),
-        (lambda: register_reward("a.b", ["gain"])(parts.thrifty), "a name has no dot"),
+        (lambda: register_reward("a.b", ["gain"])(parts.thrifty), "register it under a name without a dot"),
         (lambda: register_reward("none", [])(parts.thrifty), "terms must be a list of names"),
         (lambda: register_reward("twice", ["gain", "gain"])(parts.thrifty), "terms must be different names"),
         (lambda: register_reward("taken", ["gain", "rollback"])(parts.thrifty), "none may be 'rollback'"),
-        (lambda: register_reward("one", ["gain"])(parts.mixer), "reward 'one' is called with (step, config)"),
-        (lambda: controllers.register(parts.FirstSlot), "controller FirstSlot is registered without a name"),
-        (lambda: execution.register("mine")(parts.FirstSlot), "executor 'mine': FirstSlot is not one"),
+        (lambda: controllers.register(parts.FirstSlot), "'mine_parts.FirstSlot'>: register it under a name"),
         (
-            lambda: register("a", {"image"}, parameters=9, flops=len)(parts.mixer),
-            "parameters must be a function of (channels), got 9",
+            lambda: execution.register("mine")(parts.FirstSlot),
+            "mine_parts.FirstSlot'> is not one",
         ),
         (lambda: register("a", "image", parameters=len, flops=len), "layouts must be a set such as {'image'}"),
-        (lambda: check_methods(parts.Deaf(), "mine"), "mine: Deaf.act is called with (pool), which its arguments"),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):
             call()
@@ -221,7 +208,7 @@ def test_parts_that_are_not_what_they_should_be_are_refused_in_a_sentence(place:
         ({"gain": "0.5", "size": 0.0}, "returned a str, '0.5' as its term 'gain'"),
         ({"gain": math.nan, "size": 0.0}, "returned nan as its term 'gain'; return a finite number"),
     ):
-        with forgotten_parts(), pytest.raises(PartError, match=f"reward 'forgetful' {said}"):
+        with forgotten_parts(), pytest.raises(ValueError, match=f"reward 'forgetful' {said}"):
             register_reward("forgetful", ["gain", "size"])(lambda step, config, returned=returned: returned)
             compute_terms(step, RewardConfig(mode="forgetful"))
     assert compute_terms(step._replace(diverged=True), RewardConfig(mode="thrifty")) == {"gain": 0.0, "size": 0.0}
@@ -256,24 +243,12 @@ def test_what_no_setting_names_is_not_offered(place: Path) -> None:
 
 
 def test_an_installed_package_brings_parts(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    points = EntryPoints([EntryPoint("mine", "mine_parts", plugins.ENTRY_POINTS)])
-    monkeypatch.setattr(plugins, "entry_points", lambda group: points.select(group=group))
-    plugins.import_installed.cache_clear()
+    points = EntryPoints([EntryPoint("mine", "mine_parts", registry.ENTRY_POINTS)])
+    monkeypatch.setattr(registry, "entry_points", lambda group: points.select(group=group))
+    registry.import_installed.cache_clear()
     assert "mine_parts" not in sys.modules
 
     assert find_blueprint("mixer") == "mixer"
     assert RewardConfig(mode="thrifty").depends_on_seeds
 
-    missing = EntryPoints([EntryPoint("theirs", "not_installed_parts", plugins.ENTRY_POINTS)])
-    monkeypatch.setattr(plugins, "entry_points", lambda group: missing.select(group=group))
-    plugins.import_installed.cache_clear()
-    with pytest.raises(ValueError, match="'not_installed_parts' cannot be imported: ModuleNotFoundError: No module"):
-        RewardConfig(mode="thrifti")
-    (place / "broken_parts.py").write_text("undefined")
-    importlib.invalidate_caches()
-    broken = EntryPoints([EntryPoint("theirs", "broken_parts", plugins.ENTRY_POINTS)])
-    monkeypatch.setattr(plugins, "entry_points", lambda group: broken.select(group=group))
-    plugins.import_installed.cache_clear()
-    with pytest.raises(ValueError, match=r"'broken_parts' cannot be imported: NameError: .*repair or uninstall it"):
-        RewardConfig(mode="thrifti")
-    plugins.import_installed.cache_clear()
+    registry.import_installed.cache_clear()
