@@ -17,9 +17,7 @@ import yaml
 from esper_lightning.__main__ import main
 from esper_lightning.checkpointing.validate import SCHEMA
 from esper_lightning.envs import HEADS, Op
-from esper_lightning.growth.lifecycle import count_parameters, slots_of
 from esper_lightning.growth.stages import Stage
-from esper_lightning.hosts import CNN
 from esper_lightning.profiling import PHASES
 from tests.runs import (
     CONFIGS,
@@ -145,28 +143,6 @@ def test_every_config_trains(config: Path, tmp_path: Path, monkeypatch: pytest.M
     assert others or slots in (None, built.datamodule.pool.space.slot)
     assert bool(others) == (config.stem in ("general", "mixed"))
     assert only_run(tmp_path / "runs").last.is_file()
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters", "slots"),
-    [
-        ("cifar10", 6_418, 3),
-        ("cifar10_minimal", 164, 3),
-        ("cifar10_impaired", 77, 3),
-        ("cifar10_scale", 99_922, 5),
-        ("cifar10_six_slots", 6_418, 6),
-        ("cifar10_ten_slots", 99_922, 10),
-        ("cifar10_streams", 94_762, 3),
-    ],
-)
-def test_a_cifar_config_has_the_host_of_its_purpose(name: str, parameters: int, slots: int) -> None:
-    data = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["data"]
-    host = CNN((3, 32, 32), 10, **(data["host"]["init_args"] if isinstance(data["host"], dict) else {}))
-
-    assert (count_parameters(host), len(slots_of(host))) == (parameters, slots)
-    by_name = name == "cifar10_streams"
-    assert data["env"]["executor"] == ("streams" if by_name else "auto")
-    assert data["env"]["training"]["precision"] == ("fp16" if by_name else "auto")
 
 
 @pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
