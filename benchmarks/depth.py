@@ -134,7 +134,7 @@ class Host(NamedTuple):
 
 LETTERS = cache(lambda: Glyphs(32, train=24_000, validation=1_000, test=4_000).load())
 HOSTS = {
-    "gpt": Host(make_gpt, ("blocks",), ("attention.project", "mlp.2"), lambda: Source("data", length=128).load(), 4),
+    "gpt": Host(make_gpt, ("blocks",), ("attention.project", "mlp.2"), lambda: Source(length=128).load(), 4),
     "vit": Host(make_vit, ("encoder.layers",), ("self_attention.out_proj", "mlp.3"), LETTERS, 32),
     "cnn": Host(make_cnn, ("1", "3", "5"), ("narrow",), LETTERS, 32),
     "mlp": Host(make_mlp, ("1",), ("narrow",), lambda: Tabular("digits").load(), 32),

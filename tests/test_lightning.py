@@ -275,7 +275,7 @@ def test_a_governor_of_ones_own_replaces_the_usual_one(tmp_path: Path, capsys: p
     )
 
     (governor,) = (one for one in built.trainer.callbacks if isinstance(one, Governor))
-    assert governor.config.penalty == 7.0
+    assert governor.rules.penalty == 7.0
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("host ")]
     assert said and len(said) == len(set(said))
     rollback = [value for _, value in only_run(tmp_path).scalars()["reward/rollback"]]

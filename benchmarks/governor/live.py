@@ -54,9 +54,9 @@ BREAKS: dict[str, Callable[[HostEnv], None]] = {
 """Ways to break the weights or the optimizer of a host."""
 
 WRONG_LABELS: dict[str, Callable[[Split, int], Split]] = {
-    "labels off by one": lambda split, classes: split._replace(targets=(split.targets + 1) % classes),
-    "labels drawn at random": lambda split, classes: split._replace(
-        targets=torch.randint(classes, split.targets.shape, generator=torch.Generator().manual_seed(0))
+    "labels off by one": lambda split, classes: Split(split.inputs, (split.targets + 1) % classes),
+    "labels drawn at random": lambda split, classes: Split(
+        split.inputs, torch.randint(classes, split.targets.shape, generator=torch.Generator().manual_seed(0))
     ),
 }
 """Ways to break the training labels."""

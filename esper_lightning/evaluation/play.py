@@ -26,7 +26,6 @@ from esper_lightning.envs.device_transfer import download
 from esper_lightning.envs.flops import HostFlops, measure_flops
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.spaces.actions import ActionError
-from esper_lightning.evaluation.statistics import Interval, mean_interval
 from esper_lightning.growth.blend import BlendStyle, Ramp
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
@@ -239,8 +238,3 @@ def affordable_ticks(static: Outcome, spent_flops: np.ndarray) -> list[int]:
         int(budget) * int(ticks) // int(flops) if flops else 0
         for budget, ticks, flops in zip(spent_flops, static.ticks, static.flops, strict=True)
     ]
-
-
-def paired_difference(ours: Outcome, other: Outcome) -> Interval:
-    """Return the mean of the objective of `ours` minus that of `other`, paired by host, with its interval."""
-    return mean_interval(ours.objective - other.objective)

@@ -148,7 +148,7 @@ class GrowingNetwork:
         )
         try:
             self.sync_seed_groups()
-        except BaseException:  # an option that the optimizer does not accept
+        except (TypeError, ValueError):  # an option that the optimizer does not accept
             seed_slot.empty()
             raise
         self.measurements[slot] = SeedMeasurements()

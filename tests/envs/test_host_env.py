@@ -193,7 +193,6 @@ def test_learning_rates_fall_as_those_of_pytorchs_cosine_over_the_episode(make_p
         ({"batches": 2**63}, r"training\.batches must be at most 100000"),
         ({"max_grad_norm": -5.0}, "max_grad_norm must be positive"),
         ({"weight_decay": -0.1}, "weight_decay must not be negative"),
-        ({"momentum": 1.0}, r"momentum must lie in \[0, 1\)"),
         ({"micro_batches": 0}, r"training\.micro_batches must be positive, got 0"),
         ({"micro_batches": 5}, "micro_batches must divide batch_size, 5 does not divide 32"),
     ],

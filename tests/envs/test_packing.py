@@ -79,5 +79,3 @@ def test_a_state_without_a_part_is_refused() -> None:
         del packed[part]
         with pytest.raises(ValueError, match=f"a host lacks {part}"):
             unpack(packed)
-    with pytest.raises(ValueError, match="a host is a list"):
-        unpack([WHOLE])

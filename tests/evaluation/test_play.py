@@ -25,11 +25,9 @@ from esper_lightning.evaluation.play import (
     Topology,
     affordable_ticks,
     epoch_rng_seed,
-    paired_difference,
     play_episode,
     play_static,
 )
-from esper_lightning.evaluation.statistics import Interval
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import ObjectiveConfig
@@ -95,7 +93,6 @@ def test_an_episode_is_reproducible_whatever_was_played_before(pool: HostPool) -
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(first.trace, again.trace, strict=True))
     assert first.topologies == again.topologies
     assert not np.array_equal(first.accuracy, other.accuracy)
-    assert paired_difference(first, again) == Interval(0.0, 0.0, 0.0)
 
 
 def test_a_trace_says_what_was_done_and_what_came_of_it(pool: HostPool) -> None:
@@ -248,7 +245,7 @@ def test_a_static_host_is_the_plain_network_trained_by_hand(make_pool: MakePool)
     inputs, targets = pool.data.train
     for i, (network, seed) in enumerate(zip(controller.plain, SEEDS, strict=True)):
         assert not slots_of(network)
-        optimizer = torch.optim.SGD(network.parameters(), lr=training.lr, momentum=training.momentum)
+        optimizer = torch.optim.SGD(network.parameters(), lr=training.lr, momentum=0.9)
         network.train()
         for tick in range(6):
             order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(epoch_rng_seed(seed, tick)))

@@ -318,7 +318,7 @@ def test_a_rollout_begins_with_ratio_1_and_learns_from_all_hosts(ragged: HostPoo
         assert terms.ratio_error < 1e-5
 
     assert norm.host.count == 2 * 6 * ragged.horizon < norm.slot.count < norm.blueprint.count
-    terms.total(0.5, 0.01).backward()
+    (terms.policy + 0.5 * terms.value - 0.01 * terms.entropy).backward()
     assert [name for name, p in policy.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
@@ -390,7 +390,7 @@ def test_an_episode_offers_as_many_slots_and_blueprints_as_its_context_says(make
     offered: Tensor = pool.masks.blueprint.clone()
     for env, mask in zip(pool.envs, offered, strict=True):
         assert mask.any(-1).sum() == 2
-        assert mask.any(0).sum() == env.context.context.offered("offer.blueprints")
+        assert mask.any(0).sum() == env.context.context.value("offer.blueprints")
     assert torch.equal(pool.masks.slot[:, Op.GERMINATE], offered.any(-1))
     host, slot, blueprint = pool.rows.split(pool.observation.features)
     assert torch.equal(slot[..., 0] > 0, offered.any(-1)) and torch.equal(blueprint[..., 0] > 0, offered)

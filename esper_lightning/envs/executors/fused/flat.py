@@ -225,8 +225,8 @@ class Resident(Section):
         """
         for p, row in zip(self.parameters, self.rows(flat["values"]), strict=True):
             p.data = row
-        for name in self.state_names:
-            rows = flat[name].unbind() if name == STEP else self.rows(flat[name])
+        self._state_rows = {n: list(flat[n].unbind()) if n == STEP else self.rows(flat[n]) for n in self.state_names}
+        for name, rows in self._state_rows.items():
             for state, row in zip(self.states, rows, strict=True):
                 state[name] = row
         for (_, name, owner_layers), stacked in zip(self.buffers, self.statistics, strict=True):
@@ -234,10 +234,20 @@ class Resident(Section):
                 setattr(owner_layer, name, row)
         self._addresses, self._state_addresses = self._first_addresses(), self._first_state_addresses()
 
-    def is_in_place(self, with_state: bool) -> bool:
+    def is_in_place(self) -> bool:
         """Return whether the tensors of all owners still lie here, judged by the first tensor of each owner."""
-        is_here = self._addresses == self._first_addresses()
-        return is_here and (not with_state or self._state_addresses == self._first_state_addresses())
+        return self._addresses == self._first_addresses()
+
+    def take_back_states(self) -> None:
+        """Copy the state of optimizers that have loaded another one, as in a rollback, back into the section."""
+        for owner, address in enumerate(self._first_state_addresses()):
+            if address == self._state_addresses[owner]:
+                continue
+            for k in range(owner, len(self.parameters), self.owners):
+                state = self.states[k] = self.optimizers[owner].state[self.parameters[k]]
+                for name, rows in self._state_rows.items():
+                    row = rows[k].copy_(state[name]) if name in state else rows[k].zero_()
+                    state[name] = row
 
     def _first_addresses(self) -> list[int]:
         tensors: list[Tensor] = [*self.parameters[: self.owners]]
@@ -269,14 +279,14 @@ class Arena(FlatWeights):
         self.states: dict[str, Tensor] = {}
         self._flat: dict[str, Tensor] = {}  # "values", "grads" and optimizer state, with room for more seeds
 
-    def holds(self, assignments: Sequence[Assignment], with_state: bool = False) -> bool:
+    def holds(self, assignments: Sequence[Assignment]) -> bool:
         """Return whether exactly these owners live in the arena."""
-        return len(assignments) == len(self.residents) == self._kept(assignments, with_state)
+        return len(assignments) == len(self.residents) == self._kept(assignments)
 
-    def _kept(self, assignments: Sequence[Assignment], with_state: bool) -> int:
+    def _kept(self, assignments: Sequence[Assignment]) -> int:
         """Return how many of the first sections stay as they are."""
         for i, (section, assignment) in enumerate(zip(self.residents, assignments, strict=False)):
-            if not (section.assignment.is_same(assignment) and section.is_in_place(with_state)):
+            if not (section.assignment.is_same(assignment) and section.is_in_place()):
                 return i
         return min(len(self.residents), len(assignments))
 
@@ -291,9 +301,11 @@ class Arena(FlatWeights):
             optimizers: Optimizer of each host.
             state_names: Keys of the optimizer state, with `STEP` last if steps are counted.
         """
-        if self.holds(assignments, with_state=True):
+        kept = self._kept(assignments)
+        for section in self.residents[:kept]:
+            section.take_back_states()
+        if kept == len(assignments) == len(self.residents):
             return
-        kept = self._kept(assignments, with_state=True)
         # First all that needs memory: if there is too little, every tensor still has its numbers.
         arriving = [
             Resident(assignment, [optimizers[host] for host in assignment.hosts], state_names)

@@ -198,7 +198,7 @@ def test_seeds_with_running_statistics_in_hosts_that_are_computed_twice(monkeypa
     def normed(channels: int) -> nn.Module:
         return Residual(nn.BatchNorm2d(channels), nn.Conv2d(channels, channels, 1))
 
-    blueprint = Blueprint("normed", frozenset({"image"}), normed, lambda c: c * c + 3 * c, lambda c, n: 0, None)
+    blueprint = Blueprint("normed", frozenset({"image"}), normed, lambda c: c * c + 3 * c, lambda c, n: 0)
     monkeypatch.setitem(registry._BLUEPRINTS, ("image", "normed"), blueprint)
     monkeypatch.setitem(HOSTS, "twice", partial(CNN, base=4, pools=1, blocks=2, checkpoint_activations=True))
     pools = both("twice", actions=ActionConfig(blueprints=["normed", "norm"], tempos={"FAST": 1}))
