@@ -1,6 +1,6 @@
 """Write the generated parts of the reference pages.
 
-python -m benchmarks.reference          # writes docs/reference/telemetry.md and anomalies.md
+python -m benchmarks.reference          # writes docs/reference/telemetry.md
 python -m benchmarks.reference --check  # names the pages that are not up to date, and exits with 1
 """
 

@@ -33,8 +33,8 @@ EVENTS_FILE = "events.jsonl"
 class Telemetry(Callback):
     """Writes metrics, figures and events to the trainer's loggers and to events.jsonl, and prints anomalies.
 
-    docs/reference explains every plot (telemetry.md), every event (events.md) and every rule (anomalies.md). Processes
-    send what they see of their hosts to rank 0, which alone has statistics and writes.
+    docs/reference/telemetry.md explains every plot, event and rule. Processes send what they see of their hosts to
+    rank 0, which alone has statistics and writes.
 
     Args:
         every_n_ticks: Ticks between two writes of the hosts' metrics and of the mean seconds per tick.

@@ -77,7 +77,7 @@ def test_metrics_of_a_run_are_the_last_points_of_its_plots(run: TrainedRun) -> N
     shared = points.keys() & run.metrics.keys()
     assert points.keys() - {"hparams", "hp_metric"} >= run.metrics.keys() == shared
     documented = re.findall(
-        r"`((?:rollout|train|reward)/[\w./]+)`", (ROOT / "docs" / "guides" / "python.md").read_text()
+        r"`((?:rollout|train|reward)/[\w./]+)`", (ROOT / "docs" / "guides" / "lightning.md").read_text()
     )
     assert documented and set(documented) <= shared
     assert {tag: points[tag] for tag in shared} == pytest.approx({tag: run.metrics[tag] for tag in shared}, rel=1e-5)

@@ -93,18 +93,3 @@ def test_the_returns_on_the_page_of_ppo_are_those_of_the_kept_results() -> None:
     assert len(shown) == 5
     for seed, numbers in shown:
         assert [float(number) for number in numbers.split(" | ")] == pytest.approx(measured[seed], abs=0.051)
-
-
-@pytest.mark.slow
-def test_the_tables_of_transfer_are_those_of_the_kept_results() -> None:
-    tables = script("tables")
-    kept = {
-        line
-        for pattern in ("transfer_*.csv", "mixed_*.csv")
-        for path in (ROOT / "benchmarks" / "results").glob(pattern)
-        for line in tables.markdown(tables.read(path))
-    }
-    page = (RESULTS / "transfer.md").read_text()
-    rows = re.findall(r"^\| (?:tamiyo|random|small static|periodic|climbing) \|.*$", page, re.MULTILINE)
-    assert len(rows) == 9 * 5
-    assert set(rows) <= kept

@@ -177,7 +177,7 @@ class RewardConfig:
     """Name or import path of the reward. objective: the change of the objective in each tick. kept: the change of the
     objective with fossilized seeds only: the same sum, but a seed is rewarded when it is fossilized, not when it is
     blended. sparse: the objective at the end only. shaped: accuracy points attributed to seeds, shaping, rent,
-    warnings, costs of ops. See docs/concepts/rewards.md; docs/guides/extending.md shows how to add your own."""
+    warnings, costs of ops. See docs/concepts/environment.md; docs/guides/extending.md shows how to add your own."""
 
     shaping: float = 0.3
     """Weight of the shaping by stages (shaped)."""

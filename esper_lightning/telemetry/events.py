@@ -1,6 +1,6 @@
 """Events of a run as typed records: one line of JSON each in `events.jsonl`, in the run's folder.
 
-docs/reference/events.md describes every record. A number that is not finite becomes null, since JSON has none.
+docs/reference/telemetry.md describes every record. A number that is not finite becomes null, since JSON has none.
 """
 
 import json

@@ -11,7 +11,7 @@ from tests.rewards.ticks import ALL
 from tests.runs import EPOCHS, HORIZON, ROOT, cli, fit, only_run
 from tests.tiers import rest_is_slow
 
-PAGE = (ROOT / "docs" / "concepts" / "rewards.md").read_text()
+PAGE = (ROOT / "docs" / "concepts" / "environment.md").read_text().partition("## Rewards")[2]
 
 
 @pytest.mark.parametrize("mode", rest_is_slow(ALL, {"shaped"}))

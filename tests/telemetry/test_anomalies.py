@@ -10,7 +10,7 @@ import torch
 from esper_lightning.telemetry.anomalies import RULES, AnomalyDetector, AnomalyState, critic_floor, next_state
 from tests.runs import ROOT, load
 
-PAGE = (ROOT / "docs" / "reference" / "anomalies.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "telemetry.md").read_text().partition("## Anomalies")[2]
 
 Row = dict[str, float]
 

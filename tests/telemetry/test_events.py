@@ -24,7 +24,7 @@ from tests.tiers import rest_is_slow
 
 START = Started(0, SCHEMA, 2, 12, ["block1"], ["norm"])
 BORN = SeedChanged(3, 1, "block1", "norm", "DORMANT", "GERMINATED", "germinate", 0, None)
-PAGE = (ROOT / "docs" / "reference" / "events.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "telemetry.md").read_text()
 
 
 def write_events(path: Path, *events: Event) -> EventLog:
