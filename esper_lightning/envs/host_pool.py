@@ -341,7 +341,8 @@ class HostPool:
 
         with self.clock.measure("bookkeeping"):
             scores = [env.update_objective() for env in self.envs]
-            terms = self._reward_terms([i in rolled_back for i in range(self.n_envs)])
+            diverged = [i in rolled_back for i in range(self.n_envs)]
+            terms = self._reward_terms(diverged)
             loss, accuracy = torch.tensor(scores, dtype=self._score_dtype).unbind(1)
             metrics = PoolMetrics(
                 accuracy=accuracy,
@@ -351,15 +352,15 @@ class HostPool:
                 reward=torch.stack(list(terms.values())).sum(0).to(self._score_dtype),
             )
             self.observation_builder.update()
-            diverged = torch.tensor([i in rolled_back for i in range(self.n_envs)])
-            self.episode_starts.copy_(copy_to_device(diverged, self.device))
+            terminated = copy_to_device(torch.tensor(diverged), self.device)
+            self.episode_starts.copy_(terminated)
             truncated = torch.tensor([env.tick >= env.horizon for env in self.envs])
             result = StepResult(
                 action=action,
                 ops=torch.tensor([row[0] for row in executed]),
                 observation=self.observation,
                 reward=copy_to_device(metrics.reward, self.device),
-                terminated=copy_to_device(diverged, self.device),
+                terminated=terminated,
                 truncated=copy_to_device(truncated, self.device),
                 masks=self.masks,
                 events=events,
