@@ -279,7 +279,6 @@ def net_gain(env: Subject, k: int, config: ObjectiveConfig) -> float:
     parameters = torch.tensor([env.fossilized_parameters]) + torch.tensor([0, count_parameters(slot.seed)])
     compute: torch.Tensor | float = 0.0
     if config.charges_compute:
-        assert env.flops is not None, "they are counted where compute has a price"
         flops = torch.tensor([env.fossilized_flops]) + torch.tensor([0, env.flops.seed_flops(slot)])
         compute = compute_rent(flops, env.flops.host, torch.tensor(prices.compute))
     without, with_seed = rent(

@@ -43,7 +43,7 @@ class Subject:
         growing: Network with slots and its optimizer.
         space: Choices that the numbers of an action index.
         actions, objective: Settings.
-        flops: FLOPs of the host. None: compute has no price.
+        flops: FLOPs of the host.
 
     Attributes:
         host_parameters: Number of parameters of the network without its seeds.
@@ -62,7 +62,7 @@ class Subject:
         *,
         actions: ActionConfig,
         objective: ObjectiveConfig,
-        flops: HostFlops | None = None,
+        flops: HostFlops,
     ) -> None:
         self.growing = growing
         self.space = space
@@ -178,7 +178,6 @@ class Subject:
     @property
     def fossilized_flops(self) -> int:
         """FLOPs of the forward pass for one sample through the host and its fossilized seeds."""
-        assert self.flops is not None, "they are counted where compute has a price"
         fossilized = [slot for slot in self.slots if slot.stage is Stage.FOSSILIZED]
         return self.flops.host + sum(self.flops.seed_flops(slot) for slot in fossilized)
 
@@ -218,7 +217,7 @@ class HostEnv(Subject):
         config: Settings of the environments.
         device: Device of the network.
         timer: Timer of the work on this host.
-        flops: FLOPs of the host. None: compute has no price.
+        flops: FLOPs of the host.
         architecture: Name of the architecture; hosts of one architecture can be stacked.
 
     Attributes:
@@ -237,7 +236,7 @@ class HostEnv(Subject):
         config: "EnvConfig",
         device: torch.device,
         timer: "HostTimer",
-        flops: HostFlops | None = None,
+        flops: HostFlops,
         architecture: str = "",
     ) -> None:
         self.network = network
@@ -410,7 +409,6 @@ class HostEnv(Subject):
         dtype = torch.promote_types(next(self.network.parameters()).dtype, torch.float32)
         charge: torch.Tensor | float = 0.0
         if config.charges_compute:
-            assert self.flops is not None, "they are counted where compute has a price"
             flops = torch.tensor([[self.fossilized_flops], [self.flops.host]])
             charge = compute_rent(flops[0], flops[1], torch.tensor([prices.compute]))
         parameters = torch.tensor([[self.fossilized_parameters], [self.host_parameters]])

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from esper_lightning.envs.device_transfer import (
     unpack_epochs,
     unpack_validations,
 )
-from esper_lightning.envs.executors import AUTO, EXECUTORS, FusedExecutor, LoopExecutor
+from esper_lightning.envs.executors import AUTO, EXECUTORS, LoopExecutor
 from esper_lightning.envs.executors.out_of_memory import isolate_oom
 from esper_lightning.envs.executors.threads import usable_cores
 from esper_lightning.envs.host_env import HostEnv
@@ -187,9 +188,7 @@ class HostPool:
         self.envs = [self.env_factory.make(index, index) for index in range(n_envs)]
         self.growable = torch.stack(list(self.env_factory.growable.values())).any(0)
         kinds = self.env_factory.one_per_architecture()
-        self.executor_choice = self._fitting_executor(kinds) if config.executor == AUTO else config.executor
-        self.executor: LoopExecutor = EXECUTORS.find(self.executor_choice)(task, config.training)
-        self.executor.prepare(kinds, self.data.train)
+        self.executor_choice, self.executor = self._prepare_executor(config.executor, kinds)
         # Losses and accuracies have the precision of the hosts, at least float32.
         self._score_dtype = torch.promote_types(next(self.envs[0].network.parameters()).dtype, torch.float32)
         self.observation_builder = ObservationBuilder(
@@ -215,20 +214,23 @@ class HostPool:
         self.env_factory.oversee(governor)
         self._take_snapshots(self.envs)
 
-    def _fitting_executor(self, kinds: Sequence[HostEnv]) -> str:
-        """Return the name of the executor for which `auto` stands, given one environment of each architecture."""
+    def _prepare_executor(self, name: str, kinds: Sequence[HostEnv]) -> tuple[str, LoopExecutor]:
+        """Return the executor of this name, prepared for one environment of each architecture, with its own name.
+
+        `auto` stands for the one that fits hosts and device. Raises ValueError if the hosts cannot be executed.
+        """
+        if name != AUTO:
+            executor = EXECUTORS.find(name)(self.task, self.config.training)
+            executor.prepare(kinds, self.data.train)
+            return name, executor
         if self.device.type == "cuda":
-            return "streams"
+            return self._prepare_executor("streams", kinds)
         inputs = math.prod(self.data.input_shape)
-        are_small = all(env.host_parameters * inputs <= SMALL_HOST for env in kinds)
-        without = "threads" if self.device.type == "cpu" and min(self.n_envs, usable_cores()) > 1 else "loop"
-        if not are_small or self.n_envs == 1:
-            return without
-        try:
-            FusedExecutor(self.task, self.config.training).prepare(kinds, self.data.train)
-        except ValueError:  # these hosts cannot be stacked
-            return without
-        return "fused"
+        if self.n_envs > 1 and all(env.host_parameters * inputs <= SMALL_HOST for env in kinds):
+            with suppress(ValueError):  # these hosts cannot be stacked
+                return self._prepare_executor("fused", kinds)
+        has_workers = self.device.type == "cpu" and min(self.n_envs, usable_cores()) > 1
+        return self._prepare_executor("threads" if has_workers else "loop", kinds)
 
     def _offered(self) -> Tensor:  # [N, K, blueprints] bool
         """Return which blueprint can grow in which slot of each host in its present episode."""
@@ -339,7 +341,8 @@ class HostPool:
 
         with self.clock.measure("bookkeeping"):
             scores = [env.update_objective() for env in self.envs]
-            terms = self._reward_terms([i in rolled_back for i in range(self.n_envs)])
+            diverged = [i in rolled_back for i in range(self.n_envs)]
+            terms = self._reward_terms(diverged)
             loss, accuracy = torch.tensor(scores, dtype=self._score_dtype).unbind(1)
             metrics = PoolMetrics(
                 accuracy=accuracy,
@@ -349,15 +352,15 @@ class HostPool:
                 reward=torch.stack(list(terms.values())).sum(0).to(self._score_dtype),
             )
             self.observation_builder.update()
-            diverged = torch.tensor([i in rolled_back for i in range(self.n_envs)])
-            self.episode_starts.copy_(copy_to_device(diverged, self.device))
+            terminated = copy_to_device(torch.tensor(diverged), self.device)
+            self.episode_starts.copy_(terminated)
             truncated = torch.tensor([env.tick >= env.horizon for env in self.envs])
             result = StepResult(
                 action=action,
                 ops=torch.tensor([row[0] for row in executed]),
                 observation=self.observation,
                 reward=copy_to_device(metrics.reward, self.device),
-                terminated=copy_to_device(diverged, self.device),
+                terminated=terminated,
                 truncated=copy_to_device(truncated, self.device),
                 masks=self.masks,
                 events=events,

@@ -5,7 +5,7 @@ has a hundred of them.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -40,12 +40,7 @@ def pack(state: Any) -> dict[str, Any]:
 
 
 def unpack(packed: Any) -> Any:
-    """Return the state of `pack`; its tensors are views of the packed memory. Raises ValueError if it is damaged.
-
-    States of older checkpoints are not packed; they are returned as they are.
-    """
-    if isinstance(packed, Mapping) and PACKED_KEYS[0] not in packed:
-        return packed
+    """Return the state of `pack`; its tensors are views of the packed memory. Raises ValueError if it is damaged."""
     check_keys("a host", packed, PACKED_KEYS)
     numbers, layout = packed["numbers"], packed["layout"]
     if not isinstance(numbers, list) or not all(isinstance(one, Tensor) and one.is_contiguous() for one in numbers):

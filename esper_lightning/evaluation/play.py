@@ -23,7 +23,7 @@ from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.random import WaitOnly
 from esper_lightning.envs import Action, HostPool, StepResult
 from esper_lightning.envs.device_transfer import download
-from esper_lightning.envs.flops import HostFlops, measure_flops
+from esper_lightning.envs.flops import HostFlops
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.spaces.actions import ActionError
 from esper_lightning.growth.blend import BlendStyle, Ramp
@@ -105,11 +105,9 @@ def play_episode(
     flops, ticks, rollbacks = (np.zeros(pool.n_envs, dtype=np.int64) for _ in range(3))
     accuracies, ops, stages = [], [], []
     pool.reset(rng_seeds)
-    example = pool.data.train.inputs[:1]
-    costs = [env.flops or measure_flops(env.network, example.to(env.device)) for env in pool.envs]  # slots are empty
 
     def count_epoch(host: int, batches: Batches) -> None:
-        flops[host] += step_flops(costs[host], pool.envs[host].slots) * batches.indices.numel()
+        flops[host] += step_flops(pool.envs[host].flops, pool.envs[host].slots) * batches.indices.numel()
         ticks[host] += 1
 
     # All executors ask each host for its batches once per tick, after the actions and before it trains.

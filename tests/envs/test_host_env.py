@@ -13,7 +13,7 @@ from esper_lightning.envs.measurements import EpochResult, Score, TrainingStats,
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.stages import Stage
-from tests.decisions import WAIT, act, cull, fossilize, germinate
+from tests.decisions import WAIT, act, cull, germinate
 
 CALM = GradientStats(norm=1.0, rms=0.1, vanished=0.0, exploded=0.0)
 
@@ -108,14 +108,6 @@ def test_the_host_and_other_seeds_keep_their_momentum_through_germination_and_cu
     env.apply(cull(2))
     assert same(momenta(env, "host"), host) and same(momenta(env, "seed.block1.pool"), neighbour)
     assert len(env.optimizer.state) == sum(len(group["params"]) for group in env.optimizer.param_groups)
-
-
-MOVES = {
-    "germination": [germinate(0, 1)],
-    "fossilization": [germinate(0, 1), WAIT, WAIT, fossilize(0)],
-    "cull": [germinate(0, 1), WAIT, cull(0)],
-}
-"""Actions, of which the last one is named."""
 
 
 def test_contributions_are_those_of_the_last_two_ticks_in_which_the_seed_was_blended(

@@ -40,11 +40,6 @@ def test_axes_keep_their_order_in_memory() -> None:
     assert same(unpack(pack(with_gaps)), with_gaps)
 
 
-def test_states_of_older_checkpoints_are_not_packed() -> None:
-    state = {"tick": 3, "weights": torch.arange(4.0)}
-    assert unpack(state) is state
-
-
 WHOLE = {"weights": torch.arange(6.0).view(2, 3), "counts": [torch.tensor(3), 7], "empty": torch.empty(0, 5)}
 
 
@@ -74,7 +69,7 @@ def test_a_damaged_state_is_refused_in_a_line(part: str, value: Any) -> None:
 
 
 def test_a_state_without_a_part_is_refused() -> None:
-    for part in ("layout", "numbers"):
+    for part in ("template", "layout", "numbers"):
         packed = pack(WHOLE)
         del packed[part]
         with pytest.raises(ValueError, match=f"a host lacks {part}"):

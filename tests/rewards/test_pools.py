@@ -1,6 +1,5 @@
 """Every reward mode on real hosts: the reward is that of the measured events in any case."""
 
-import io
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -32,13 +31,6 @@ def pool_of(make_pool: Callable[..., HostPool]) -> Callable[..., HostPool]:
         return make_pool(n_envs, reward=RewardConfig(mode=mode), **changes)
 
     return make
-
-
-def reloaded_state(pool: HostPool) -> dict[str, Any]:
-    """Return the pool's state after a round trip through a checkpoint."""
-    file = io.BytesIO()
-    torch.save(pool.state_dict(), file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
 @pytest.mark.parametrize("mode", ALL)

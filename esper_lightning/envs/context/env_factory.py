@@ -16,7 +16,7 @@ from esper_lightning.envs.context.distribution import (
     select_offer,
     training_of,
 )
-from esper_lightning.envs.flops import measure_flops
+from esper_lightning.envs.flops import HostFlops, measure_flops
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.memory import check_host_memory
 from esper_lightning.envs.spaces.action_discovery import (
@@ -100,22 +100,22 @@ class EnvFactory:
 
         action_spaces = discover()
         first_space, first_growable = next(iter(action_spaces.values()))
-        for space, growable in action_spaces.values():
-            if space == first_space and torch.equal(growable, first_growable):
-                continue
-            if self.shared_space is None:
-                self.shared_space = union_of_slots(list(action_spaces.values()))
-                action_spaces = discover()
-            break
+        if self.shared_space is None and any(
+            space != first_space or not torch.equal(growable, first_growable)
+            for space, growable in action_spaces.values()
+        ):
+            self.shared_space = union_of_slots(list(action_spaces.values()))
+            action_spaces = discover()
         self.space = next(iter(action_spaces.values()))[0]
         self.growable = {architecture: growable for architecture, (_, growable) in action_spaces.items()}
-        self.host_flops = {
-            architecture: measure_flops(self._build_host(context, devices[0]), batch.inputs[:1])
-            for architecture, context in architectures.items()
-        }
-        of_training = {context.architecture_name: context for context in family.contexts()}
-        hosts = [describe_host(self._build_host(context, devices[0])) for context in of_training.values()]
-        self.host_kind = "; ".join([*hosts, f"family {family.checksum}"] if family.train else hosts)
+        self.host_flops: dict[str, HostFlops] = {}
+        kinds: dict[str, str] = {}
+        for architecture, context in architectures.items():
+            built = self._build_host(context, devices[0])
+            self.host_flops[architecture] = measure_flops(built, batch.inputs[:1])
+            kinds[architecture] = describe_host(built)
+        of_training = [kinds[name] for name in dict.fromkeys(one.architecture_name for one in family.contexts())]
+        self.host_kind = "; ".join([*of_training, f"family {family.checksum}"] if family.train else of_training)
         self.host_contexts = {
             repr(context): HostContext(
                 context,

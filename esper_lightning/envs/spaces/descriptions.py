@@ -53,7 +53,7 @@ class HostDescription(NamedTuple):
 
 
 def describe(env: Subject) -> HostDescription:
-    """Describe the slots of a host, and each blueprint in each slot. The FLOPs of the host must be known."""
+    """Describe the slots of a host, and each blueprint in each slot."""
     described = [[_describe_blueprint(env, slot, blueprint) for blueprint in env.space.blueprint] for slot in env.slots]
     return HostDescription(
         slots=torch.tensor([_describe_slot(env, slot) for slot in env.slots]),
@@ -64,7 +64,6 @@ def describe(env: Subject) -> HostDescription:
 
 
 def _describe_slot(env: Subject, slot: SeedSlot) -> list[float]:
-    assert env.flops is not None, "they are counted"
     depth = 1.0 - env.flops.behind.get(slot.name, 0) / max(env.flops.host, 1)
     layout = [float(slot.layout == layout) for layout in LAYOUTS]
     return [depth, *layout, math.log(slot.width) / LOG_SIZE_SCALE, math.log(_positions(env, slot)) / LOG_SIZE_SCALE]
@@ -72,7 +71,6 @@ def _describe_slot(env: Subject, slot: SeedSlot) -> list[float]:
 
 def _positions(env: Subject, slot: SeedSlot) -> int:
     """Return the largest number of positions with which the forward pass reaches a slot; 1 if it does not."""
-    assert env.flops is not None, "they are counted"
     return max(env.flops.positions.get(slot.name) or [1])
 
 
@@ -80,7 +78,6 @@ def _describe_blueprint(env: Subject, slot: SeedSlot, name: str) -> tuple[list[f
     """Return the description of a blueprint in a slot, and the parameters and FLOPs of such a seed."""
     if slot.layout == ABSENT or name not in blueprint_names(slot.layout):
         return [0.0] * len(BLUEPRINT_DESCRIPTION), 0, 0
-    assert env.flops is not None, "they are counted"
     blueprint, width, n = get_blueprint(name, slot.layout), slot.width, _positions(env, slot)
     parameters = blueprint.parameters(width)
     flops = sum(blueprint.flops(width, positions) for positions in env.flops.positions.get(slot.name, ()))

@@ -61,7 +61,8 @@ def possible_ops(
 
 
 def make_masks(n_envs: int, space: ActionSpace, growable: Tensor) -> Masks:
-    """Allocate masks of `n_envs` environments on the CPU; `growable` [K, blueprints] bool is constant."""
+    """Allocate masks of `n_envs` environments on the CPU; `growable` bool is [K, blueprints] for all of them, or
+    [N, K, blueprints]."""
     return Masks(
         slot=torch.zeros(n_envs, len(Op), len(space.slot), dtype=torch.bool),
         blueprint=growable.expand(n_envs, -1, -1),

@@ -102,7 +102,6 @@ def host_features(env: Subject) -> dict[str, float]:
     values["plateau"] = plateau_length(history.accuracy) / env.horizon
     values["price"] = min(1.0, prices.parameters)
     if env.objective_config.charges_compute:
-        assert env.flops is not None, "they are counted"
         values["price.compute"] = min(1.0, prices.compute)
         values["compute.committed"] = clip(math.log(env.fossilized_flops / env.flops.host) / LOG_SIZE_SCALE)
     values["parameters.committed"] = log_size(env.fossilized_parameters - env.host_parameters, env)

@@ -132,9 +132,8 @@ def _rents(envs: Sequence[Subject], described: Sequence[HostDescription]) -> tup
     sizes = [list(pair) for pair in zip(hosts, fossilized, strict=True)]
     rent = prices[..., 0] * growth(parameters, [one.parameters for one in described], sizes)
     if any(env.objective_config.charges_compute for env in envs):
-        counted = [(env, env.flops) for env in envs if env.flops is not None]
-        flops = [[one.seed_flops(slot) if slot.live else 0 for slot in env.slots] for env, one in counted]
-        compute = [[float(one.host), float(env.fossilized_flops - one.host)] for env, one in counted]
+        flops = [[env.flops.seed_flops(slot) if slot.live else 0 for slot in env.slots] for env in envs]
+        compute = [[float(env.flops.host), float(env.fossilized_flops - env.flops.host)] for env in envs]
         rent = rent + prices[..., 1] * growth(flops, [one.flops for one in described], compute)
     live = torch.tensor([[slot.live for slot in env.slots] for env in envs])
     return rent[..., 0] * live, rent[..., 1:]

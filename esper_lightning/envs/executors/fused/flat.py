@@ -4,9 +4,9 @@ A *stacked module* computes all hosts, or all seeds of one kind in one slot; its
 Their numbers lie in a *section*: by tensor, then by owner.
 
 Hosts in training live in the `Arena`: their parameters, optimizer state and running statistics are views of its rows,
-so that an epoch neither gathers them nor writes them back. Before each epoch the arena compares the addresses of these
-tensors with those of its rows. What has moved meanwhile is copied back: an optimizer state that was loaded, or a host
-that was trained in another arena.
+so that an epoch neither gathers them nor writes them back. Before each epoch the arena looks which of these tensors are
+still its rows. What has moved meanwhile is copied back: an optimizer state that was loaded, or a host that was trained
+in another arena.
 """
 
 from collections.abc import Iterator, Sequence
@@ -232,19 +232,23 @@ class Resident(Section):
         for (_, name, owner_layers), stacked in zip(self.buffers, self.statistics, strict=True):
             for owner_layer, row in zip(owner_layers, stacked, strict=True):
                 setattr(owner_layer, name, row)
-        self._addresses, self._state_addresses = self._first_addresses(), self._first_state_addresses()
+        self._addresses = self._first_addresses()
 
     def is_in_place(self) -> bool:
         """Return whether the tensors of all owners still lie here, judged by the first tensor of each owner."""
         return self._addresses == self._first_addresses()
 
     def take_back_states(self) -> None:
-        """Copy the state of optimizers that have loaded another one, as in a rollback, back into the section."""
-        for owner, address in enumerate(self._first_state_addresses()):
-            if address == self._state_addresses[owner]:
+        """Copy the state of optimizers that have loaded another one, as in a rollback, back into the section.
+
+        An owner's optimizer is judged by the first moment of the owner's first parameter.
+        """
+        first = self.state_names[0]
+        for owner, (optimizer, p) in enumerate(zip(self.optimizers, self.parameters, strict=False)):
+            if optimizer.state.get(p, {}).get(first) is self._state_rows[first][owner]:
                 continue
             for k in range(owner, len(self.parameters), self.owners):
-                state = self.states[k] = self.optimizers[owner].state[self.parameters[k]]
+                state = self.states[k] = optimizer.state[self.parameters[k]]
                 for name, rows in self._state_rows.items():
                     row = rows[k].copy_(state[name]) if name in state else rows[k].zero_()
                     state[name] = row
@@ -254,11 +258,6 @@ class Resident(Section):
         for _, name, owner_layers in self.buffers[:1]:
             tensors += [getattr(owner_layer, name) for owner_layer in owner_layers]
         return [tensor.data_ptr() for tensor in tensors]
-
-    def _first_state_addresses(self) -> list[int | None]:
-        pairs = zip(self.parameters[: self.owners], self.optimizers, strict=False)
-        first = [optimizer.state.get(p, {}).get(self.state_names[0]) for p, optimizer in pairs]
-        return [None if state is None else state.data_ptr() for state in first]
 
 
 class Arena(FlatWeights):
