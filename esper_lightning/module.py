@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import ExplainedVariance, MeanSquaredError, MetricCollection
 
 from esper_lightning.checkpointing.validate import (
+    HYPER_PARAMETERS_KEY,
     IDENTITY_KEY,
     MODULE_KEY,
     RULES_KEY,
@@ -376,7 +377,7 @@ class TamiyoModule(LightningModule):
         fresh = self.configure_optimizers().state_dict()["param_groups"]
         for group, own in zip(checkpoint["optimizer_states"][0]["param_groups"], fresh, strict=True):
             group.update(own)
-        print_status(*differences(checkpoint.get("hyper_parameters", {}), self.hparams))
+        print_status(*differences(checkpoint[HYPER_PARAMETERS_KEY], self.hparams))
 
     def _identity(self, data: PolicyData) -> dict[str, Any]:
         """Return the properties that a resumed run must share with the saved one, by setting name."""
