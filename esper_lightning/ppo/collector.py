@@ -18,6 +18,7 @@ from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.rollout_buffer import Experience, Rollout, RolloutBuffer, map_tensors
 from esper_lightning.ppo.running_norm import ObservationNorm, RunningMeanStd
 from esper_lightning.ranks import Ranks
+from esper_lightning.serialization.checks import check_generator_state
 from esper_lightning.tamiyo.policy import Policy, RecurrentState
 
 LARGEST_NUMBER = 1e15
@@ -312,10 +313,11 @@ class RolloutCollector:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from `state_dict`; its tensors may be on another device.
 
-        Numbers that are not finite are kept: `finish` leaves their environments out.
+        Numbers that are not finite are kept: `finish` leaves their environments out. Raises ValueError if the state of
+        the generator is of another type of device.
         """
         self.episode, self.ticks = state["episode"], state["ticks"]
-        self.generator.set_state(state["generator"].cpu())
+        self.generator.set_state(check_generator_state("the generator's state", state["generator"], self.generator))
         self.state = RecurrentState(*(part.to(self.pool.device) for part in state["state"]))
         self.starts.copy_(state["starts"])
         self.buffer.load_state_dict(state["buffer"])
