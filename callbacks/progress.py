@@ -29,9 +29,9 @@ class ProgressLines(Callback):
         if trainer.global_rank or (rollout % self.every and rollout != last):
             return
         means = ", ".join(
-            f"{name} {float(pl_module.means[name]):.3f}"
+            f"{name} {pl_module.metrics[tag]:.3f}"
             for name in ("objective", "accuracy", "return")
-            if name in pl_module.means
+            if (tag := f"rollout/{name}") in pl_module.metrics
         )
         speed = (collector.ticks - self._first_tick) / (time.perf_counter() - self._start)  # ticks per second
         left = ""

@@ -112,7 +112,7 @@ class EsperCLI(LightningCLI):
         trainer, evaluation = self.trainer, self.model.evaluation
         self.model.check(self.datamodule)
         self.datamodule.build_for(trainer)
-        if evaluation.hosts and isinstance(self.datamodule, HostPoolData):
+        if evaluation.hosts:
             comparison = Comparison(evaluation)
             for pool in self.datamodule.pools.values():
                 comparison.check(pool)
@@ -120,7 +120,7 @@ class EsperCLI(LightningCLI):
 
     def after_fit(self) -> None:
         trainer: Any = self.trainer  # Lightning does not declare all attributes
-        if self.model.evaluation.hosts and isinstance(self.datamodule, HostPoolData) and not trainer.fast_dev_run:
+        if self.model.evaluation.hosts and not trainer.fast_dev_run:
             trainer.test(self.model, datamodule=self.datamodule, verbose=False)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import ExplainedVariance, MeanSquaredError, MetricCollection
 
 from esper_lightning.checkpointing.validate import (
+    HYPER_PARAMETERS_KEY,
     IDENTITY_KEY,
     MODULE_KEY,
     RULES_KEY,
@@ -105,9 +106,8 @@ class TamiyoModule(LightningModule):
         self.policy_shape: PolicyShape | None = None  # None until the policy is built
         self.ranks = ALONE
         self.report: UpdateReport | None = None  # report of the last update in this process
-        self.means: dict[str, Any] = {}  # means over all environments at the end of the last rollout of this process
         self.metrics: dict[str, float] = {}
-        """Metrics that this module has logged of the last rollout, by tag."""
+        """Metrics of the last rollout of this process and of its update, by tag: means over all environments."""
         self.skips_in_a_row = 0  # minibatches skipped at the end of the last update
         # Of one rollout: updated once, from the complete rollout, so that a resumed run has the same values.
         self.critic_metrics = MetricCollection(
@@ -287,8 +287,8 @@ class TamiyoModule(LightningModule):
         if ranks.world > 1:  # means over the environments of all ranks
             sums = ranks.sum(torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in log.values()]))
             log = dict(zip(log, sums / ranks.world, strict=True))
-        self.means = {"return": summary.returns.mean(), **log}
-        self.metrics = {f"rollout/{name}": float(value) for name, value in self.means.items()}
+        means = {"return": summary.returns.mean(), **log}
+        self.metrics = {f"rollout/{name}": float(value) for name, value in means.items()}
         self.metrics |= {f"train/{name}": value for name, value in metrics.items()}
         # Once per rollout, so they are right after a resume, too. Lightning would write them behind the epoch's end,
         # where a run may be stopped.
@@ -377,7 +377,7 @@ class TamiyoModule(LightningModule):
         fresh = self.configure_optimizers().state_dict()["param_groups"]
         for group, own in zip(checkpoint["optimizer_states"][0]["param_groups"], fresh, strict=True):
             group.update(own)
-        print_status(*differences(checkpoint.get("hyper_parameters", {}), self.hparams))
+        print_status(*differences(checkpoint[HYPER_PARAMETERS_KEY], self.hparams))
 
     def _identity(self, data: PolicyData) -> dict[str, Any]:
         """Return the properties that a resumed run must share with the saved one, by setting name."""

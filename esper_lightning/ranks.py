@@ -164,10 +164,6 @@ class Ranks:
         dist.all_gather_object(found, record, group=self._group())
         return found
 
-    def share(self, record: Record) -> Record:
-        """Return the record of rank 0 on every rank. Tensors in it must be on the CPU."""
-        return self.gather_everywhere(record)[0]
-
     def _group(self, values: Tensor | None = None) -> Any:
         """Return the process group for a tensor; None: the default one. NCCL sends nothing that is on the CPU."""
         if dist.get_backend() != "nccl" or (values is not None and values.is_cuda):

@@ -99,8 +99,10 @@ def read_policy(path: str | Path) -> dict[str, Any]:
         with safetensors.safe_open(path, framework="pt") as file:
             parts = json.loads((file.metadata() or {}).get(METADATA_KEY, ""))
             weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # the file is no mapping
+        if not isinstance(parts, dict):
+            raise ValueError("its description is no mapping")
         policy = parts | {"state_dict": weights}
         check_policy(policy)
-    except (safetensors.SafetensorError, ValueError) as error:
+    except (safetensors.SafetensorError, ValueError, RecursionError) as error:
         raise ValueError(f"policy {name!r} is damaged or no policy of this version: {error}") from error
     return policy

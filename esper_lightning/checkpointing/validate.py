@@ -164,22 +164,20 @@ def check_saved_policy(checkpoint: dict[str, Any]) -> None:
             )
 
 
-def check_identity(
-    saved: dict[str, Any],
-    identity: dict[str, Any],
-    advice: str = "give the checkpoint the config.yaml of its run",
-) -> None:
+def check_identity(saved: dict[str, Any], identity: dict[str, Any]) -> None:
     """Raise ValueError, naming the first difference, unless the run that wrote a checkpoint fits this one.
 
     Args:
         saved: Identity in the checkpoint.
         identity: Identity of this run, or a part of it; every property in it must be equal.
-        advice: End of the error message.
     """
     for name, value in identity.items():
         saved_value = saved.get(name, "nothing")
         if type(saved_value) is not type(value) or saved_value != value:
-            raise ValueError(f"{name}: the checkpoint has {excerpt(saved_value)}, this run {excerpt(value)}; {advice}")
+            raise ValueError(
+                f"{name}: the checkpoint has {excerpt(saved_value)}, this run {excerpt(value)}; give the checkpoint "
+                f"the config.yaml of its run"
+            )
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:

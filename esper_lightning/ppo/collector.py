@@ -16,8 +16,9 @@ from esper_lightning.errors import DivergedError
 from esper_lightning.ppo.gae import discounted_sums, gae, normalise
 from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.rollout_buffer import Experience, Rollout, RolloutBuffer, map_tensors
-from esper_lightning.ppo.running_norm import RunningMeanStd
+from esper_lightning.ppo.running_norm import ObservationNorm, RunningMeanStd
 from esper_lightning.ranks import Ranks
+from esper_lightning.serialization.checks import check_generator_state
 from esper_lightning.tamiyo.policy import Policy, RecurrentState
 
 LARGEST_NUMBER = 1e15
@@ -252,8 +253,8 @@ class RolloutCollector:
             rollout = rollout.split_sequences(buffer.sequence_length, buffer.sequence_states)
         # The rollout holds features normalised by the old statistics; the new ones apply from the next rollout on.
         for norm, raw in ((self.observation_norm, self.raw_features), (self.privileged_norm, self.raw_privileged)):
-            if raw is not None and norm is not None and not isinstance(norm, nn.Identity):
-                norm.update(raw[active], ranks)  # pyright: ignore[reportCallIssue]  # a normaliser
+            if raw is not None and isinstance(norm, ObservationNorm):
+                norm.update(raw[active], ranks)
         # A state that is not finite would stay so: at the start of an episode it is multiplied by 0.
         self.state = RecurrentState(*(part.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for part in self.state))
         metrics = {"left_out": float(left_out), "advantage_spread": spread * float(reward_unit)}
@@ -312,10 +313,11 @@ class RolloutCollector:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from `state_dict`; its tensors may be on another device.
 
-        Numbers that are not finite are kept: `finish` leaves their environments out.
+        Numbers that are not finite are kept: `finish` leaves their environments out. Raises ValueError if the state of
+        the generator is of another type of device.
         """
         self.episode, self.ticks = state["episode"], state["ticks"]
-        self.generator.set_state(state["generator"].cpu())
+        self.generator.set_state(check_generator_state("the generator's state", state["generator"], self.generator))
         self.state = RecurrentState(*(part.to(self.pool.device) for part in state["state"]))
         self.starts.copy_(state["starts"])
         self.buffer.load_state_dict(state["buffer"])

@@ -156,8 +156,9 @@ def ppo_terms(policy: Policy, minibatch: Rollout, config: PPOConfig, ranks: Rank
     if not minibatch.log_prob.shape[1]:
         zeros = empty_sums(policy, minibatch)
         return means(zeros, zeros.kl, zeros.kl, ranks)
-    hidden, _ = policy.encode(minibatch.observation, minibatch.state, minibatch.starts)
-    distribution, values = policy.decode(hidden, minibatch.masks, minibatch.privileged)
+    distribution, values, _ = policy(
+        minibatch.observation, minibatch.state, minibatch.masks, minibatch.starts, minibatch.privileged
+    )
     unforced, active = ~minibatch.masks.forced, ~minibatch.masks.ended  # a forced action teaches the policy nothing
     log_ratio = distribution.log_prob(minibatch.action) - minibatch.log_prob
     ratio = log_ratio.exp()

@@ -193,8 +193,8 @@ class Policy(nn.Module):
         Returns:
             The distribution over actions [T, N], normalised values [T, N], and the state after the last step.
         """
-        hidden, state = self.encode(observation, state, starts)
-        return *self.decode(hidden, masks, privileged), state
+        hidden, state = self._encode(observation, state, starts)
+        return *self._decode(hidden, masks, privileged), state
 
     def step(
         self,
@@ -207,7 +207,7 @@ class Policy(nn.Module):
     ) -> tuple[Any, Tensor, RecurrentState]:
         """Process one step: as `forward`, but without the axis T."""
         hidden, state = self._encode_step(observation, state, starts)
-        return *self.decode(hidden, masks, privileged), state
+        return *self._decode(hidden, masks, privileged), state
 
     def step_actor(
         self, observation: Observation, state: RecurrentState, masks: Any, *, starts: Tensor
@@ -229,7 +229,7 @@ class Policy(nn.Module):
         """Return the normalised values of one step, without an action distribution."""
         return self._critic_value(self._encode_step(observation, state, starts)[0], privileged)
 
-    def encode(self, observation: Observation, state: RecurrentState, starts: Tensor) -> tuple[Hidden, RecurrentState]:
+    def _encode(self, observation: Observation, state: RecurrentState, starts: Tensor) -> tuple[Hidden, RecurrentState]:
         """Return the hidden features [T, N, …] of T steps and the state after the last one: see `forward`."""
         x, slots, blueprints = observation.features, None, None
         if self.rows is not None:
@@ -245,7 +245,7 @@ class Policy(nn.Module):
             core = self.lstm_norm(recurrent + core)
         return Hidden(core, slots, blueprints), state
 
-    def decode(self, hidden: Hidden, masks: Any, privileged: Tensor | None) -> tuple[Any, Tensor]:
+    def _decode(self, hidden: Hidden, masks: Any, privileged: Tensor | None) -> tuple[Any, Tensor]:
         """Return the distribution over actions and the normalised values [...] for hidden features [..., width]."""
         return self.heads.distribution(hidden, masks), self._critic_value(hidden, privileged)
 
@@ -259,7 +259,7 @@ class Policy(nn.Module):
     def _encode_step(
         self, observation: Observation, state: RecurrentState, starts: Tensor
     ) -> tuple[Hidden, RecurrentState]:
-        hidden, state = self.encode(Observation(observation.features[None]), state, starts[None])
+        hidden, state = self._encode(Observation(observation.features[None]), state, starts[None])
         return hidden.first(), state
 
     def _run_lstm(self, x: Tensor, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:

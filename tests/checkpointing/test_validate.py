@@ -10,8 +10,10 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
+from esper_lightning.checkpointing.policy_file import METADATA_KEY, read_policy
 from esper_lightning.checkpointing.validate import (
     SCHEMA,
     check_identity,
@@ -81,6 +83,15 @@ def test_a_checkpoint_cut_off_anywhere_is_refused(kept: Fraction, finished: Run,
 
     with pytest.raises(ValueError, match=r"cut\.ckpt' is truncated"):
         open_checkpoint(cut)
+
+
+@pytest.mark.parametrize("description", ["", "[]", "3", "{}", "[" * 100_000], ids=lambda text: text[:3])
+def test_a_policy_file_that_does_not_describe_a_policy_is_refused(description: str, tmp_path: Path) -> None:
+    file = tmp_path / "foreign.safetensors"
+    save_file({"weights": torch.ones(2)}, file, metadata={METADATA_KEY: description})
+
+    with pytest.raises(ValueError, match=r"foreign\.safetensors' is damaged or no policy of this version"):
+        read_policy(file)
 
 
 def without(checkpoint: Checkpoint, key: str) -> Checkpoint:

@@ -314,6 +314,14 @@ def test_a_rollout_resumes_at_every_tick(make_loop: MakeLoop) -> None:
         assert differences(loop.pool.state_dict(), resumed.pool.state_dict()) == []
 
 
+def test_a_rollout_whose_random_numbers_are_a_gpus_is_refused_on_the_cpu(make_loop: MakeLoop) -> None:
+    loop = make_loop(2)
+    of_gpu = loop.state_dict() | {"generator": torch.zeros(16, dtype=torch.uint8)}
+
+    with pytest.raises(ValueError, match="the generator's state is of a generator on cuda, not on cpu"):
+        loop.load_state_dict(of_gpu)
+
+
 def test_the_bootstrap_is_the_value_after_the_last_action(make_loop: MakeLoop, play_rollout: Play) -> None:
     """F11: the last return is reward + V(s_T), with V found by one pass over the whole sequence and s_T behind it."""
     loop = make_loop(2, horizon_is_end=False, gamma=1.0, gae_lambda=0.0)
