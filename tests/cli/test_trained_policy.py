@@ -120,7 +120,7 @@ def test_a_policy_as_safetensors_acts_as_that_of_its_checkpoint_and_is_found_by_
 def test_a_policy_with_numbers_that_are_not_finite_is_refused_in_one_line(
     part: str, value: float, trained: Run, tmp_path: Path
 ) -> None:
-    checkpoint = load(trained.latest)
+    checkpoint = load(trained.last)
     name = next(name for name in checkpoint["state_dict"] if name.startswith(part))
     checkpoint["state_dict"][name].view(-1)[0] = value
     torch.save(checkpoint, tmp_path / "bad.ckpt")
