@@ -105,17 +105,18 @@ def _known_settings(kind: type[Settings], saved: Mapping[str, Any]) -> Settings:
     return load_settings(kind, {name: value for name, value in saved.items() if name in known})
 
 
-def load_policies(checkpoints: Mapping[str, dict[str, Any]], data: HostPoolData) -> list[TrainedPolicy]:
+def load_policies(paths: Sequence[str], data: HostPoolData) -> list[TrainedPolicy]:
     """Load policies that are compared with each other, each with its own observation of the hosts.
 
     Args:
-        checkpoints: Contents of the checkpoints by path.
+        paths: Checkpoints or policies as safetensors, or `tamiyo`, the policy that comes with the package.
         data: Hosts to evaluate on; the pool must be built.
 
     Raises ValueError, naming the checkpoint, if it is damaged or foreign, or if the hosts do not fit its policy.
     """
     policies = []
-    for path, checkpoint in checkpoints.items():
+    for path in paths:
+        checkpoint = read_policy(path)
         with checkpoint_errors(path, "evaluated"):
             loaded = restore_policy(checkpoint, path, data.pool.device)
             for task, pool in data.pools.items():

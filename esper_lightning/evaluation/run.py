@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from esper_lightning.checkpointing.policy_file import read_policy
 from esper_lightning.console import print_status, wide_console
 from esper_lightning.controllers.learned import Controller
 from esper_lightning.datamodules.hosts import HostPoolData
@@ -92,11 +91,11 @@ def compare(
         assert own is not None, "there is one, or the settings name some"
         policies = [own]
     else:
-        policies = load_policies({path: read_policy(path) for path in config.policies}, data)
+        policies = load_policies(config.policies, data)
     check_training_seeds(policies)
     if not policies:
         comparison.check_without_policy()
-    loaded = load_policies({path: read_policy(path) for path in config.rivals or ()}, data)
+    loaded = load_policies(config.rivals or (), data)
     sources = [policy.source for policy in policies]
     rivals = dict(zip(rival_names([rival.source for rival in loaded], sources), loaded, strict=True))
     record = {
