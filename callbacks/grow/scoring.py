@@ -1,4 +1,4 @@
-"""Who decides about growth, and on what: the user's metric, with all seeds and with combinations of them.
+"""Deciders of the callback `Grow`, and measurements for them: the user's metric with combinations of seeds.
 
 Combinations are measured by the validation_step of the user's own LightningModule. The step runs on a copy of the
 module with its own state, whose `log` is listened to, and with random numbers that are restored afterwards. The run's
@@ -51,7 +51,7 @@ class Measured(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """Meaning of a metric."""
+    """Name of the monitored metric, and its conversion to what deciders see: points of a seed, and an accuracy."""
 
     monitor: str
     mode: Literal["max", "min"]
