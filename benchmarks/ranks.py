@@ -1,4 +1,4 @@
-"""Several processes of one run: equality with one process, speed, and what the parts of a tick cost.
+"""Compare a run in several processes with one in a single process: equality and speed.
 
     python -m benchmarks.ranks equality [--ranks 2 4] [--executors loop threads fused]
     python -m benchmarks.ranks speed [--config configs/digits.yaml] [--executor fused] [--hosts 96] [--rounds 5]
@@ -10,7 +10,6 @@ means, statistics and exploration of its own.
 `speed` trains in one process on one core and in two processes on two, in turn, and prints environment steps per second
 with their ratio for each round, and where the time of a rollout goes on the first process. Nothing else should run on
 the machine.
-
 """
 
 import argparse

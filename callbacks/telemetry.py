@@ -21,13 +21,10 @@ from esper_lightning.serialization.replace import set_aside
 from esper_lightning.telemetry import metrics as numbers
 from esper_lightning.telemetry import tensorboard
 from esper_lightning.telemetry.anomalies import AnomalyDetector
-from esper_lightning.telemetry.events import SCHEMA, Event, EventLog, SeedCredited, Started, Updated
+from esper_lightning.telemetry.events import EVENTS_FILE, SCHEMA, Event, EventLog, SeedCredited, Started, Updated
 from esper_lightning.telemetry.figures import draw_figures
 from esper_lightning.telemetry.hosts import join, observe
 from esper_lightning.telemetry.observer import Observer
-
-EVENTS_FILE = "events.jsonl"
-"""Name of the file of events in the run's folder."""
 
 
 class Telemetry(Callback):

@@ -1,4 +1,4 @@
-"""Doors for Python programs: train a policy, compare it, and grow a network of your own.
+"""Functions for Python programs: they train a policy, compare it, or grow a network of your own.
 
 All of them can be imported from `esper_lightning`. They raise ValueError where the command line ends with one line.
 """

@@ -20,9 +20,10 @@ from esper_lightning.config_files import configs, find_config, init
 from esper_lightning.console import print_status
 from esper_lightning.datamodules import HostPoolData
 from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
+from esper_lightning.evaluation.checkpoints import find_controller
 from esper_lightning.evaluation.comparison import Comparison
 from esper_lightning.evaluation.networks import export_grown
-from esper_lightning.evaluation.run import find_controller, grow_host
+from esper_lightning.evaluation.run import grow_host
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ranks import local_world
@@ -211,7 +212,9 @@ def grow(config: str, controller: str, *, out: str = "runs/grown") -> None:
     data, rules = made.datamodule, Comparison(made.model.evaluation).make_controllers()
     data.build(made.trainer.strategy.root_device)
     data.oversee(governor_of(made.trainer))
-    chosen = find_controller(controller, rules, data.pool.device)
+    chosen = rules.get(controller)
+    if chosen is None:
+        chosen = find_controller(controller, "--controller", others=list(rules), device=data.pool.device)
     pool = data.make_pool(1, sight=getattr(chosen, "sight", None))  # that of the policy's training
     (rng_seed,) = episode_rng_seeds(data.seed, EVALUATION, 0, n_envs=1)
     grow_host(pool, controller, chosen, rng_seed=rng_seed, folder=Path(out))

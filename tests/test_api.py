@@ -1,4 +1,4 @@
-"""The doors for Python: the same policy as on the command line, the same comparison, and growth of a network."""
+"""Functions for Python programs: the same policy and comparison as on the command line, and growth of a network."""
 
 import random
 import re

@@ -46,7 +46,7 @@ from esper_lightning.growth.nested import batch_size, call_network, iter_tensors
 from esper_lightning.growth.param_groups import follow, host_groups, seed_groups
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import ObjectiveConfig
-from esper_lightning.telemetry.events import SCHEMA, Contributed, Event, EventLog, Started
+from esper_lightning.telemetry.events import EVENTS_FILE, SCHEMA, Contributed, Event, EventLog, Started
 from esper_lightning.telemetry.hosts import seed_changes
 
 STATE_FORMAT = 4
@@ -296,7 +296,7 @@ class Grow(Callback):
         folder = getattr(trainer.logger, "log_dir", None)
         if folder is not None and trainer.is_global_zero:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            self._log = EventLog(Path(folder) / "events.jsonl")
+            self._log = EventLog(Path(folder) / EVENTS_FILE)
             if state:
                 self._log.discard_after(subject.tick)
             self._log.write([Started(subject.tick, SCHEMA, 1, horizon, space.slot, space.blueprint)])

@@ -1,4 +1,7 @@
-"""What grows in a training, and for how long; what cannot grow is refused in one line, before training begins."""
+"""Network, optimizer and number of ticks of a training with `Grow`, and checks before it begins.
+
+A training in which the network cannot grow is refused by a ValueError of one line.
+"""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Who decides about growth, and on what: the user's metric, with all seeds and with combinations of them.
+"""Deciders of the callback `Grow`, and measurements for them: the user's metric with combinations of seeds.
 
 Combinations are measured by the validation_step of the user's own LightningModule. The step runs on a copy of the
 module with its own state, whose `log` is listened to, and with random numbers that are restored afterwards. The run's
@@ -24,14 +24,11 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from esper_lightning import load_controller
-from esper_lightning.checkpointing.policy_file import CHECKPOINT_SUFFIX, POLICY_SUFFIX, names_policy
-from esper_lightning.controllers.random import WaitOnly
-from esper_lightning.controllers.registry import CONTROLLERS, check_methods, make_controller
-from esper_lightning.controllers.schedules import FixedSchedule, read_schedule
+from esper_lightning.controllers.registry import check_methods
 from esper_lightning.envs.measurements import POINTS_PER_UNIT, Score, Validation
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.actions import Action
+from esper_lightning.evaluation.checkpoints import find_controller
 from esper_lightning.growth.counterfactual import ScoreFunction, SeedVariant, measure_variants
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.nested import ExampleInput, evaluation_mode, iter_tensors, map_tensors
@@ -54,7 +51,7 @@ class Measured(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """Meaning of a metric."""
+    """Name of the monitored metric, and its conversion to what deciders see: points of a seed, and an accuracy."""
 
     monitor: str
     mode: Literal["max", "min"]
@@ -130,23 +127,10 @@ def make_decider(decider: str | Decider) -> Decider:
 
     Raises ValueError if the name is unknown, or the file missing or damaged.
     """
-    if not isinstance(decider, str):
-        check_methods(decider, "Grow: decider")
-        return decider
-    if decider == "wait":
-        return WaitOnly()
-    if decider.endswith(".json"):
-        return FixedSchedule(read_schedule(decider))
-    if names_policy(decider):
-        return load_controller(decider)
-    try:
-        CONTROLLERS.find(decider)
-    except ValueError as error:
-        raise ValueError(
-            f"Grow: {error}; a decider may also be a schedule (.json), a policy ({CHECKPOINT_SUFFIX} or "
-            f"{POLICY_SUFFIX}), tamiyo, or wait"
-        ) from error
-    return make_controller(decider)
+    if isinstance(decider, str):
+        return find_controller(decider, "Grow")
+    check_methods(decider, "Grow: decider")
+    return decider
 
 
 def resume_decider(decider: Any, name: str, pool: SinglePool, *, saved: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Hand-written rules: a heuristic, seeds at fixed intervals, and hill climbing with rent."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -20,20 +21,24 @@ from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import ObjectiveConfig, compute_rent, rent
 
 
-class Rule:
-    """Chooses one host's action after the other. `memories` is all that it remembers, plain values by host."""
+class Rule(ABC):
+    """Controller that chooses one host's action after the other.
+
+    `memories` is all that it remembers, plain values by host.
+    """
 
     memories: list[dict[str, Any]]
 
     def act(self, pool: Hosts) -> Action:
         return to_action([self.choose(pool, host, memory) for host, memory in enumerate(self.memories)], pool.device)
 
+    @abstractmethod
     def reset(self, pool: Hosts) -> None:
-        raise NotImplementedError
+        """Begin an episode: give every host its first memory."""
 
+    @abstractmethod
     def choose(self, pool: Hosts, host: int, memory: dict[str, Any]) -> tuple[int, ...]:
         """Return the action on one host as one index per head; heads that are left out choose 0."""
-        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the rule remembers, for an episode that is continued later."""

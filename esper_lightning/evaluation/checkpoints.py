@@ -1,4 +1,4 @@
-"""Trained policies loaded from checkpoints: one per training seed, and rivals that were trained in another way."""
+"""Trained policies loaded from checkpoints: one per training seed, and rivals; and controllers found by their names."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from esper_lightning.checkpointing.policy_file import read_policy
+from esper_lightning.checkpointing.policy_file import CHECKPOINT_SUFFIX, POLICY_SUFFIX, names_policy, read_policy
 from esper_lightning.checkpointing.validate import (
     FEATURES_KEY,
     HYPER_PARAMETERS_KEY,
@@ -24,6 +24,9 @@ from esper_lightning.controllers.learned import (
     TrainingHosts,
     TrainingRules,
 )
+from esper_lightning.controllers.random import WaitOnly
+from esper_lightning.controllers.registry import CONTROLLERS, make_controller
+from esper_lightning.controllers.schedules import FixedSchedule, read_schedule
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import ActionConfig, ActionSpace
 from esper_lightning.envs.spaces.observation import ObservationConfig
@@ -102,17 +105,18 @@ def _known_settings(kind: type[Settings], saved: Mapping[str, Any]) -> Settings:
     return load_settings(kind, {name: value for name, value in saved.items() if name in known})
 
 
-def load_policies(checkpoints: Mapping[str, dict[str, Any]], data: HostPoolData) -> list[TrainedPolicy]:
+def load_policies(paths: Sequence[str], data: HostPoolData) -> list[TrainedPolicy]:
     """Load policies that are compared with each other, each with its own observation of the hosts.
 
     Args:
-        checkpoints: Contents of the checkpoints by path.
+        paths: Checkpoints or policies as safetensors, or `tamiyo`, the policy that comes with the package.
         data: Hosts to evaluate on; the pool must be built.
 
     Raises ValueError, naming the checkpoint, if it is damaged or foreign, or if the hosts do not fit its policy.
     """
     policies = []
-    for path, checkpoint in checkpoints.items():
+    for path in paths:
+        checkpoint = read_policy(path)
         with checkpoint_errors(path, "evaluated"):
             loaded = restore_policy(checkpoint, path, data.pool.device)
             for task, pool in data.pools.items():
@@ -157,6 +161,33 @@ def load_controller(path: str | Path, device: torch.device = CPU) -> LearnedCont
         if loaded.training is None:
             raise ValueError("its policy was not trained on hosts")
     return loaded.greedy()
+
+
+def find_controller(name: str, setting: str, *, others: Sequence[str] = (), device: torch.device = CPU) -> Any:
+    """Return the controller with a name: a rule, a trained policy, the file of a schedule, `wait`, or the user's own.
+
+    Args:
+        name: Registered name, import path, path of a schedule (.json) or of a policy, `tamiyo`, or `wait`.
+        setting: Beginning of the error for an unknown name: the setting that gave the name.
+        others: Further names that the error may suggest.
+        device: Device of the pool that a trained policy acts on.
+
+    Raises ValueError if there is none, or if the file is missing or damaged.
+    """
+    if name == "wait":
+        return WaitOnly()
+    if name.endswith(".json"):
+        return FixedSchedule(read_schedule(name))
+    if names_policy(name):
+        return load_controller(name, device)
+    try:
+        CONTROLLERS.find(name, others)
+    except ValueError as error:
+        raise ValueError(
+            f"{setting}: {error}; or name a schedule (.json), a policy ({CHECKPOINT_SUFFIX} or {POLICY_SUFFIX}), "
+            f"tamiyo, or wait"
+        ) from error
+    return make_controller(name)
 
 
 def rival_names(paths: Sequence[str], compared: Sequence[str]) -> list[str]:

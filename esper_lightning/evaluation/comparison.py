@@ -302,7 +302,7 @@ class Comparison:
 
         Raises ValueError if that is none. What the controller raises passes.
         """
-        for task in data.pools if self.own else ():
+        for task in data.pools:
             for name in self.own:
                 pool, controller = data.make_pool(2, task=task), make_controller(name)
                 pool.reset(range(2))

@@ -10,18 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from esper_lightning.checkpointing.policy_file import names_policy, read_policy
 from esper_lightning.console import print_status, wide_console
 from esper_lightning.controllers.learned import Controller
-from esper_lightning.controllers.random import WaitOnly
-from esper_lightning.controllers.registry import CONTROLLERS, make_controller
-from esper_lightning.controllers.schedules import FixedSchedule, read_schedule
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import HostPool, StepResult
 from esper_lightning.evaluation.checkpoints import (
     TrainedPolicy,
     check_training_seeds,
-    load_controller,
     load_policies,
     rival_names,
 )
@@ -96,11 +91,11 @@ def compare(
         assert own is not None, "there is one, or the settings name some"
         policies = [own]
     else:
-        policies = load_policies({path: read_policy(path) for path in config.policies}, data)
+        policies = load_policies(config.policies, data)
     check_training_seeds(policies)
     if not policies:
         comparison.check_without_policy()
-    loaded = load_policies({path: read_policy(path) for path in config.rivals or ()}, data)
+    loaded = load_policies(config.rivals or (), data)
     sources = [policy.source for policy in policies]
     rivals = dict(zip(rival_names([rival.source for rival in loaded], sources), loaded, strict=True))
     record = {
@@ -158,26 +153,6 @@ def remove_earlier(folder: Path) -> None:
             (saved / name).unlink(missing_ok=True)
         if not any(saved.iterdir()):
             saved.rmdir()
-
-
-def find_controller(name: str, rules: Mapping[str, Controller], device: torch.device) -> Controller:
-    """Return the controller with this name: a rule, a policy or its file, the file of a schedule, or one's own.
-
-    Raises ValueError if there is none, or if the file is damaged.
-    """
-    if name in rules or name == "wait":
-        return rules.get(name, WaitOnly())
-    if name.endswith(".json"):
-        return FixedSchedule(read_schedule(name))
-    if names_policy(name):
-        return load_controller(name, device)
-    try:
-        CONTROLLERS.find(name, list(rules))
-    except ValueError as error:
-        raise ValueError(
-            f"--controller: {error}; or name a schedule (.json), a policy (.ckpt or .safetensors), or tamiyo"
-        ) from error
-    return make_controller(name)
 
 
 def grow_host(pool: HostPool, name: str, controller: Controller, *, rng_seed: int, folder: Path) -> None:

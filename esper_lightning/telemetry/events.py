@@ -13,6 +13,9 @@ from typing import Any, BinaryIO, NamedTuple
 SCHEMA = 2
 """Version of the records' format; raised whenever a reader of the old format cannot read the new one."""
 
+EVENTS_FILE = "events.jsonl"
+"""Name of the file of events in the run's folder."""
+
 
 class Started(NamedTuple):
     """A process started to train, or resumed a run."""

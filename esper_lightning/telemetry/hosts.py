@@ -1,4 +1,4 @@
-"""One table per environment step with what telemetry sees of the hosts. N hosts, K slots."""
+"""Records of environment steps for telemetry: a table of hosts and one of slots each. N hosts, K slots."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,7 +42,11 @@ GATED_TRANSITIONS = {Stage.TRAINING: Stage.BLENDING, Stage.PROBATIONARY: Stage.F
 
 
 class Tick(NamedTuple):
-    """What telemetry sees of one environment step; of one process lists of rows, joined over all of them arrays."""
+    """Record of one environment step for telemetry.
+
+    `hosts`, `slots` and the terms are lists from `observe`, for the hosts of one process, and arrays from `join`, for
+    all hosts.
+    """
 
     run_tick: int  # from 1 since the run began
     number: int  # from 1 in each episode
@@ -55,7 +59,7 @@ class Tick(NamedTuple):
 
 
 def observe(pool: "HostPool", step: "StepResult", tick: int, own: Sequence[int] | None = None) -> Tick:
-    """Return what is seen of a step of this process's hosts; everything is on the CPU already.
+    """Return the record of a step of this process's hosts, all of whose values are on the CPU already.
 
     Args:
         pool: The hosts, after the step.
@@ -131,7 +135,7 @@ def _slot_rows(env: "HostEnv", blueprints: dict[str | None, int]) -> list[tuple[
 
 
 def join(ticks: Sequence[Tick], ranks: "Ranks") -> Tick:
-    """Return a step of all hosts as arrays, given that of the hosts of each process."""
+    """Return the record of a step of all hosts, as arrays, given the records of all processes."""
     first = ticks[0]
     return Tick(
         run_tick=first.run_tick,

@@ -20,8 +20,8 @@ from esper_lightning.callbacks.grow.scoring import make_decider
 from esper_lightning.checkpointing import policy_file
 from esper_lightning.envs import ActionConfig, HostPool
 from esper_lightning.envs.spaces.observation import ObservationConfig
+from esper_lightning.evaluation.checkpoints import find_controller
 from esper_lightning.evaluation.play import play_episode
-from esper_lightning.evaluation.run import find_controller
 from esper_lightning.growth.gates import LifecycleConfig
 from tests.callbacks.grow.trainings import QUICK, classifier, train
 from tests.runs import CONFIGS, TINY, Run, cli, fit, load, only_run
@@ -99,7 +99,7 @@ def test_a_policy_as_safetensors_acts_as_that_of_its_checkpoint_and_is_found_by_
     newer = policy_file.read_policy(file)
     assert newer["results"] == {"zero shot": "a newer table"} and newer["versions"] == told["versions"]
     assert all(torch.equal(newer["state_dict"][name], told["state_dict"][name]) for name in told["state_dict"])
-    assert find_controller("tamiyo", {}, torch.device("cpu")).sight == loaded.sight
+    assert find_controller("tamiyo", "--controller").sight == loaded.sight
     grow = Grow(["3"], decider="tamiyo")
     assert (grow.lifecycle, grow.actions) == (RULES, FAST), "it grows by the rules of its training"
     own = Grow(["3"], decider="tamiyo", lifecycle=QUICK, actions=ActionConfig(blueprints=["norm"]))
@@ -120,7 +120,7 @@ def test_a_policy_as_safetensors_acts_as_that_of_its_checkpoint_and_is_found_by_
 def test_a_policy_with_numbers_that_are_not_finite_is_refused_in_one_line(
     part: str, value: float, trained: Run, tmp_path: Path
 ) -> None:
-    checkpoint = load(trained.latest)
+    checkpoint = load(trained.last)
     name = next(name for name in checkpoint["state_dict"] if name.startswith(part))
     checkpoint["state_dict"][name].view(-1)[0] = value
     torch.save(checkpoint, tmp_path / "bad.ckpt")

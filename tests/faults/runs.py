@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from lightning import Callback, Trainer
 
-from esper_lightning.callbacks.telemetry import EVENTS_FILE
 from esper_lightning.module import TamiyoModule
-from esper_lightning.telemetry.events import Started, read_events
+from esper_lightning.telemetry.events import EVENTS_FILE, Started, read_events
 from tests.runs import TINY, Run, cli, continuation, differences, load, measured, with_callback
 
 GROWING = (*TINY, "--data.n_envs", "3", "--data.env.actions.tempos={FAST: 1}")

@@ -117,7 +117,7 @@ def test_a_policy_goes_on_after_a_validation_without_a_number() -> None:
 @pytest.mark.slow
 def test_a_trained_policy_decides_from_its_checkpoint(tmp_path: Path) -> None:
     fit(tmp_path, "--trainer.max_epochs=1", "--data.env.actions.blueprints=[conv_light, bottleneck]")
-    callback = grow(decider=str(only_run(tmp_path).latest), batches=1, loss="val_loss")
+    callback = grow(decider=str(only_run(tmp_path).last), batches=1, loss="val_loss")
 
     train(classifier(), callback, epochs=4)
 
