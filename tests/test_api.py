@@ -50,7 +50,9 @@ def hosts() -> HostPoolData:
     env = EnvConfig(
         horizon=HORIZON,
         training=HostTraining(batches=2, lr=0.02, max_grad_norm=None),
-        lifecycle=LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0),
+        lifecycle=LifecycleConfig(
+            isolation="straight_through", training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0
+        ),
         actions=ActionConfig(tempos={"FAST": 2}),
     )
     return HostPoolData(Digits(), HOST, env, n_envs=2, val_hosts=2)

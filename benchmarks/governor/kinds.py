@@ -74,7 +74,9 @@ ACTIONS = ActionConfig(
 )
 """Action space with choices in every head."""
 
-QUICK = LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0)
+QUICK = LifecycleConfig(
+    isolation="straight_through", training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0
+)
 """Lifecycle of configs/digits.yaml: short episodes, and no automatic judgement of seeds."""
 
 
