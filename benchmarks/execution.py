@@ -150,7 +150,7 @@ def step(pool: HostPool) -> Round:
     phases = pool.clock.take_seconds()
     return Round(
         tick=tick,
-        train=phases["train"] + phases["data"],
+        train=phases["train"],
         hosts=sum(spent for phase, spent in phases.items() if phase not in NON_HOST_PHASES),
     )
 

@@ -12,9 +12,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.tensorboard import SummaryWriter
 
 from esper_lightning.console import print_status
-from esper_lightning.envs.executors.out_of_memory import first_line
 from esper_lightning.envs.spaces.actions import relevance_table
-from esper_lightning.errors import is_out_of_memory
+from esper_lightning.errors import first_line, is_out_of_memory
 from esper_lightning.evaluation.inspection import credit_fossilized_seeds
 from esper_lightning.module import TamiyoModule
 from esper_lightning.serialization.replace import set_aside
@@ -70,10 +69,8 @@ class Telemetry(Callback):
         self._rollout_seconds: Counter[str] = Counter()
         self._unwritten_seconds: Counter[str] = Counter()
         self._last_written_tick = self.collector.ticks
-        self._trained = self._validated = 0  # host epochs, and validations of hosts
-        self._peak_memory = 0.0  # of any phase so far, in MiB
         pool.clock.take_seconds()
-        pool.clock.profile, pool.clock.measures_memory = trainer.profiler.profile, True
+        pool.clock.profile = trainer.profiler.profile
         # Not in on_train_batch_end: an earlier callback may save a checkpoint of the tick before it.
         self.collector.listeners.append(self._observe)
         folder = trainer.log_dir  # Lightning wants it to be read on every rank
@@ -114,10 +111,6 @@ class Telemetry(Callback):
             if of_ranks := ranks.gather(own):
                 self._tick = join(of_ranks, ranks)
                 self._write_events(self.observer.update(self._tick))
-                alive = int((~self._tick.hosts["ended"]).sum())
-                self._trained += alive
-                # Fresh hosts are validated once more, before the first tick of an episode.
-                self._validated += alive + (ranks.total if self._tick.number == 1 else 0)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
         collector, clock = self.collector, self.collector.pool.clock
@@ -129,9 +122,7 @@ class Telemetry(Callback):
             if collector.ticks % self.every_n_ticks == 0 and collector.ranks.rank == 0:
                 written |= numbers.tick_metrics(self._tick, self.observer.slots)
                 ticks = collector.ticks - self._last_written_tick
-                written |= {
-                    f"time/{clock.timer.name}.{phase}": s / ticks for phase, s in self._unwritten_seconds.items()
-                }
+                written |= {f"time/{clock.name}.{phase}": s / ticks for phase, s in self._unwritten_seconds.items()}
                 self._unwritten_seconds, self._last_written_tick = Counter(), collector.ticks
             if trainer.is_last_batch:
                 written |= self._rollout_metrics(trainer)
@@ -187,15 +178,8 @@ class Telemetry(Callback):
         speed = (collector.ticks - ticks) / (now - start)
         found = {"time/ticks_per_second": speed, "time/env_steps_per_second": speed * collector.ranks.total}
         found |= numbers.phase_shares(seconds, now - start)
-        counts = zip(("train", "validate"), (self._trained, self._validated), pool.samples_per_epoch, strict=True)
-        for phase, epochs, samples in counts:
-            if seconds[phase] > 0.0:
-                found[f"time/samples_per_second.{phase}"] = epochs * samples / seconds[phase]
-        peaks = pool.clock.take_memory()
-        self._peak_memory = max(self._peak_memory, *peaks.values())
-        found |= numbers.memory_metrics(pool.device, peaks, self._peak_memory)
+        found |= numbers.memory_metrics(pool.device)
         self._rollout_start, self._rollout_seconds = (now, collector.ticks), Counter()
-        self._trained = self._validated = 0
         return found
 
     def _credit_seeds(self) -> list[SeedCredited]:

@@ -17,6 +17,12 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or has_text
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of the message of an out-of-memory error, as `out of memory: …`."""
+    message = str(error).strip() or "Python has no more"  # a MemoryError of Python has no message
+    return f"out of memory: {message.splitlines()[0]}"
+
+
 class DivergedError(ArithmeticError):
     """Error of a run whose policy, or all data to learn from, is not finite.
 

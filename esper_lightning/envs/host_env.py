@@ -30,7 +30,6 @@ from esper_lightning.tasks import Batches
 
 if TYPE_CHECKING:
     from esper_lightning.envs.config import EnvConfig
-    from esper_lightning.profiling import HostTimer
 
 
 class Subject:
@@ -235,13 +234,11 @@ class HostEnv(Subject):
         *,
         config: "EnvConfig",
         device: torch.device,
-        timer: "HostTimer",
         flops: HostFlops,
         architecture: str = "",
     ) -> None:
         self.network = network
         self.device = device
-        self.timer = timer
         self.monitor: HostMonitor | None = None
         self.reward_config = config.reward
         self.measure_host_only = config.reward.needs_host_only

@@ -18,7 +18,7 @@ from esper_lightning.envs.device_transfer import (
     unpack_validations,
 )
 from esper_lightning.envs.executors import AUTO, EXECUTORS, LoopExecutor
-from esper_lightning.envs.executors.out_of_memory import isolate_oom
+from esper_lightning.envs.executors.loop import isolate_oom
 from esper_lightning.envs.executors.threads import usable_cores
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.measurements import EpochResult
@@ -255,7 +255,7 @@ class HostPool:
                 self.episode_starts[i] = False
             self._update_constants()
         envs = [self.envs[i] for i in hosts]
-        with self.clock.measure("validate", [env.timer for env in envs]):
+        with self.clock.measure("validate"):
             validated = self.executor.validate(envs, self.data.validation)
         self._raise_failures()  # there is no snapshot yet to roll back to
         with self.clock.measure("bookkeeping"):
@@ -464,12 +464,6 @@ class HostPool:
     def locate_host(self, host: int) -> "tuple[HostPool, int]":
         """Return the single-task pool that holds a host, and the host's index in it."""
         return self, host
-
-    @property
-    def samples_per_epoch(self) -> tuple[float, float]:
-        """Training and validation samples of one host epoch; with several tasks, averaged over hosts."""
-        training = self.config.training
-        return training.steps_per_epoch(self.data.train.samples) * training.batch_size, self.data.validation.samples
 
     @property
     def parameter_counts(self) -> Tensor:

@@ -50,17 +50,12 @@ def all_variants(slots: Sequence[str]) -> list[SeedVariant]:
 class _BatchSplit:
     """State of one forward pass: the batch consists of equal parts, each for a list of combinations."""
 
-    def __init__(
-        self, variants: Sequence[SeedVariant], slots: Iterable[SeedSlot], on_split: Callable[[int], None] | None
-    ) -> None:
+    def __init__(self, variants: Sequence[SeedVariant], slots: Iterable[SeedSlot]) -> None:
         self.variants = variants
-        self.on_split = on_split
         self.parts: list[list[int]] = [list(range(len(variants)))]
         for slot in slots:
             if slot.occupied and not slot.on_single_path:
                 self._split(*self._divide(slot))
-        if on_split is not None:
-            on_split(len(self.parts))
 
     def _divide(self, slot: SeedSlot) -> tuple[list[list[int]], list[list[int]]]:
         """Return for each part the combinations with and without the seed in `slot`."""
@@ -85,14 +80,10 @@ class _BatchSplit:
         with_seed = [slot.active_output(c) for c, part in zip(chunks, active, strict=True) if part]
         without = [c for c, part in zip(chunks, inactive, strict=True) if part]
         self._split(active, inactive)
-        if self.on_split is not None:
-            self.on_split(len(self.parts))
         return torch.cat(with_seed + without)
 
 
-def forward_variants(
-    network: nn.Module, variants: Sequence[SeedVariant], *inputs: Tensor, on_split: Callable[[int], None] | None = None
-) -> tuple[Any, list[int]]:
+def forward_variants(network: nn.Module, variants: Sequence[SeedVariant], *inputs: Tensor) -> tuple[Any, list[int]]:
     """Run `network` on `inputs` once per distinct combination of active seeds.
 
     The first input is [B, …]. An input whose first axis is not B (a mask, say) is shared by all combinations.
@@ -102,14 +93,12 @@ def forward_variants(
         variants: Names of the slots with an active seed, for each combination. A seed that is not blended yet is active
             at full alpha.
         inputs: Positional arguments of the network.
-        on_split: Called with the current batch length as a multiple of B: at the beginning, and after every slot that
-            makes the batch longer.
 
     Returns:
         Outputs [G·B, …] of the G distinct combinations, one after the other, and for each variant its index in 0 … G-1.
     """
     slots = slots_of(network).values()
-    split = _BatchSplit(variants, slots, on_split)
+    split = _BatchSplit(variants, slots)
     if len(split.parts) > 1:
         inputs = repeat_rows(inputs, batch_size(inputs), len(split.parts))
     for slot in slots:

@@ -134,18 +134,15 @@ def phase_shares(seconds: Mapping[str, float], elapsed: float) -> dict[str, floa
     return shares | {"time/share.other": 1.0 - sum(shares.values())}
 
 
-def memory_metrics(device: torch.device, peaks: Mapping[str, float], peak: float) -> dict[str, float]:
+def memory_metrics(device: torch.device) -> dict[str, float]:
     """Return the memory of the process and of tensors on the GPU in MiB, and the share of the device's that is used.
 
-    Args:
-        device: Device of the hosts.
-        peaks: Largest number of MiB in each phase of the rollout.
-        peak: Largest number in any phase so far, which is what counts as used on a GPU.
+    On a GPU the largest number so far counts as used.
     """
-    found = {f"memory/phase.{phase}": held for phase, held in peaks.items()}
-    if (now := resident_memory()) is not None:
-        found["memory/process"] = now
+    found, used = {}, resident_memory()
+    if used is not None:
+        found["memory/process"] = used
     if device.type == "cuda":
         found["memory/cuda"] = torch.cuda.memory_allocated(device) / 2**20
-    used = peak if device.type == "cuda" else now
+        used = torch.cuda.max_memory_allocated(device) / 2**20
     return found if used is None else found | {"memory/share": used * 2**20 / total_memory(device)}

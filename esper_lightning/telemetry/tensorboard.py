@@ -82,7 +82,6 @@ SCALARS: tuple[Tag, ...] = (
     Tag(
         "time/share.<phase>", "share of the rollout's time spent in the phase", "`train` and `validate` are most of it"
     ),
-    Tag("time/samples_per_second.<phase>", "samples of all hosts, in `train` and in `validate`", "steady"),
     Tag(
         "test/<metric>",
         "the policy's further test metrics in the closing comparison, mean over its hosts; `test/<task>/<metric>` with "
@@ -91,7 +90,6 @@ SCALARS: tuple[Tag, ...] = (
     ),
     Tag("memory/process", "MiB of this process", "flat after the first rollouts"),
     Tag("memory/cuda", "MiB allocated on the GPU", "flat after the first rollouts"),
-    Tag("memory/phase.<phase>", "MiB, the most within a phase (CPU: at its end)", "flat; says which phase to cut"),
     Tag("memory/share", "memory in use (GPU: the most so far), of the device's", "below 0.85"),
     Tag("anomaly/<name>", "0: quiet, 1: warning, 2: critical", "0"),
     Tag("hosts/accuracy", "validation accuracy after the tick, mean over hosts", "rises within an episode"),

@@ -78,9 +78,9 @@ def test_time_on_a_gpu_is_told_by_events_and_adds_up_to_what_has_passed(executor
     passed = time.perf_counter() - begin
 
     seconds = pool.clock.take_seconds()
-    assert pool.clock.timer.name == "cuda_events"
+    assert pool.clock.name == "cuda_events"
     assert 0.5 * passed < sum(seconds.values()) < 1.1 * passed
-    assert all(seconds[phase] > 0.0 for phase in ("data", "train", "validate", "bookkeeping"))
+    assert all(seconds[phase] > 0.0 for phase in ("train", "bookkeeping"))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

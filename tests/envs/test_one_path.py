@@ -13,7 +13,7 @@ from esper_lightning.controllers.random import RandomValid
 from esper_lightning.controllers.rules import Heuristic
 from esper_lightning.envs import Action, HostPool, StepResult
 from esper_lightning.envs.executors.fused.epoch import FusedEpoch
-from esper_lightning.envs.executors.host_epoch import HostEpoch
+from esper_lightning.envs.executors.loop import HostEpoch
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.evaluation.play import play_episode
 from esper_lightning.growth.stages import Stage

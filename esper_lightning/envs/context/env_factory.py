@@ -29,7 +29,6 @@ from esper_lightning.envs.spaces.action_discovery import (
 from esper_lightning.envs.spaces.actions import ActionSpace
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.governor.monitor import HostMonitor
-from esper_lightning.profiling import HostTimer
 from esper_lightning.tasks import Split, Task, TaskData, make_variants
 
 
@@ -189,7 +188,6 @@ class EnvFactory:
                 host_context,
                 config=self.config,
                 device=device,
-                timer=HostTimer(device),
                 flops=self.host_flops[architecture],
                 architecture=architecture,
             )

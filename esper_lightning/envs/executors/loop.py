@@ -1,18 +1,20 @@
-"""Reference executor: one environment after another. N environments, K slots, V variants (see `HostEnv.variants`)."""
+"""Reference executor: one host after another. N environments, K slots, V variants (see `HostEnv.variants`)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from esper_lightning.envs.executors.host_epoch import HostEpoch, nan_training_row
-from esper_lightning.envs.executors.out_of_memory import isolate_oom
+from esper_lightning.envs.device_transfer import pack_training
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.errors import first_line, is_out_of_memory
 from esper_lightning.growth.counterfactual import SeedVariant, forward_variants, fossilized_only
+from esper_lightning.growth.gradient_stats import NO_GRADIENT
 from esper_lightning.profiling import PhaseClock
-from esper_lightning.tasks import Split, Task
+from esper_lightning.tasks import Batches, Split, Task, fetch
 
 PREDICTED_SAMPLES = 1024
 """Number of samples in one pass of `LoopExecutor.predict`."""
@@ -26,6 +28,18 @@ MAX_VALIDATED_ELEMENTS = 2**22
 def stack_rows(rows: Sequence[Tensor]) -> Tensor:
     """Stack one row per environment into one tensor on the device of the first row."""
     return torch.stack([row.to(rows[0].device, non_blocking=True) for row in rows])
+
+
+@contextmanager
+def isolate_oom(env: HostEnv) -> Iterator[None]:
+    """Turn an out-of-memory error in this block into `env.failure`: it ends the host's episode, and not the run."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        env.failure = first_line(error)
+        env.optimizer.zero_grad()  # frees the memory of its gradients
 
 
 class LoopExecutor:
@@ -69,10 +83,9 @@ class LoopExecutor:
         self, envs: Sequence[HostEnv], train: Split, validation: Split, *, clock: PhaseClock
     ) -> tuple[Tensor, Tensor]:
         """Run one host epoch of every environment, then validate: returns what `train_epoch` and `validate` return."""
-        host_timers = [env.timer for env in envs]
-        with clock.measure("train", host_timers):
+        with clock.measure("train"):
             trained = self.train_epoch(envs, train)
-        with clock.measure("validate", host_timers):
+        with clock.measure("validate"):
             validated = self.validate(envs, validation)
         return trained, validated
 
@@ -106,7 +119,6 @@ class LoopExecutor:
             with isolate_oom(env):
                 inputs, targets = data.to(env.device).variant(env.context.variant_index)
                 env.network.eval()
-                env.timer.start()
                 if env.device.type != "cuda":
                     return self._forward(env, inputs, targets, variants)
                 samples = max(1, MAX_VALIDATED_ELEMENTS // inputs[0].numel())
@@ -118,20 +130,11 @@ class LoopExecutor:
     def _forward(
         self, env: HostEnv, inputs: Tensor, targets: Tensor, variants: Sequence[SeedVariant]
     ) -> Tensor:  # [2, V]
-        # Size of the batch relative to a pass with all seeds alone: the excess is counterfactual work.
-        length = 1
-
-        def record_interval(new_length: int) -> None:
-            nonlocal length
-            env.timer.record(validate=1.0 / length, counterfactual=1.0 - 1.0 / length)
-            length = new_length
-
         with self.training.autocast(env.device):
-            outputs, output_index = forward_variants(env.network, variants, inputs, on_split=record_interval)
+            outputs, output_index = forward_variants(env.network, variants, inputs)
         n_outputs = max(output_index) + 1
         measures = self.task.measure(outputs, targets.repeat(n_outputs, *[1] * (targets.ndim - 1)))
         means = torch.stack([measures.loss.view(n_outputs, -1).mean(1), measures.correct.view(n_outputs, -1).mean(1)])
-        record_interval(n_outputs)
         # Slices, because an index list would be copied to the device synchronously.
         return torch.stack([means[:, i] for i in output_index], 1)
 
@@ -144,3 +147,81 @@ class LoopExecutor:
         with self.kernels(env.device), self.training.autocast(env.device):
             outputs = [forward_variants(env.network, fossilized, part)[0] for part in inputs.split(PREDICTED_SAMPLES)]
         return torch.cat(outputs), targets
+
+
+class HostEpoch:
+    """One epoch of training of one host in progress, minibatch by minibatch. Its results stay on the host's device.
+
+    Args:
+        env: Environment of the host to train.
+        task: Task that computes loss and accuracy from outputs.
+        data: Training data, on the host's device.
+    """
+
+    def __init__(self, env: HostEnv, task: Task, data: Split) -> None:
+        self.env, self.task, self.data = env, task, data
+        self.micro_batches = env.training.micro_batches
+        self.frozen_parameters = [parameter for slot in env.failing_slots for parameter in slot.seed.parameters()]
+        self.batches = env.draw_batches(data.samples).split(self.micro_batches)  # [batches · parts, B / parts]
+        dtype = next(env.network.parameters()).dtype
+        self.totals = torch.zeros(2, device=env.device, dtype=dtype)  # loss, accuracy
+        self.skipped_steps = torch.zeros((), device=env.device, dtype=dtype)  # steps with non-finite gradients
+        env.network.train()
+        if env.loss_scale is not None:
+            init_momentum_buffers(env.optimizer)
+
+    def __len__(self) -> int:
+        return len(self.batches.indices) // self.micro_batches
+
+    def step(self, i: int) -> None:
+        """Train on the i-th minibatch. The last one also stores the gradient statistics."""
+        env, optimizer = self.env, self.env.optimizer
+        optimizer.zero_grad()
+        for part in range(i * self.micro_batches, (i + 1) * self.micro_batches):
+            self._accumulate_gradients(self.batches.minibatch(part))
+        for parameter in self.frozen_parameters:
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        finite = None
+        if env.loss_scale is not None:
+            env.loss_scale.unscale(optimizer)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            finite = get_total_norm([p.grad for p in parameters if p.grad is not None], float("inf")).isfinite()
+            self.skipped_steps += ~finite
+        if i == len(self) - 1:
+            self.gradients = env.growing.gradient_stats_tensor()
+        if env.training.max_grad_norm is not None:
+            for group in optimizer.param_groups:
+                clip_grad_norm_(group["params"], env.training.max_grad_norm)
+        if env.loss_scale is None or finite is None:
+            optimizer.step()
+        else:
+            env.loss_scale.step(optimizer, finite)
+
+    def _accumulate_gradients(self, batch: Batches) -> None:
+        env = self.env
+        inputs, targets = fetch(self.data, batch, env.training.augment)
+        with env.training.autocast(env.device):
+            measures = self.task.measure(env.network(inputs), targets)
+            loss = measures.loss.mean() / self.micro_batches
+        (loss if env.loss_scale is None else loss * env.loss_scale.scale).backward()
+        self.totals += torch.stack([loss.detach(), measures.correct.mean() / self.micro_batches])
+
+    def result(self) -> Tensor:  # a row as `pack_training` makes it
+        """Return the packed `TrainingStats` of the epoch, on the host's device."""
+        return pack_training(self.totals / len(self), self.skipped_steps, self.gradients)
+
+
+def nan_training_row(env: HostEnv) -> Tensor:  # a row as `pack_training` makes it
+    """Return a row of NaN in place of `HostEpoch.result` for a host that did not train."""
+    reference = next(env.network.parameters())
+    gradients = reference.new_full((1 + len(env.slots), len(NO_GRADIENT)), torch.nan)
+    return pack_training(reference.new_full((2,), torch.nan), reference.new_zeros(()), gradients)
+
+
+def init_momentum_buffers(optimizer: torch.optim.Optimizer) -> None:
+    """Initialise missing momentum buffers with zeros: if its first step is skipped, fused sgd leaves them undefined."""
+    if isinstance(optimizer, torch.optim.SGD):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if "momentum_buffer" not in optimizer.state[parameter]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -7,9 +7,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from esper_lightning.envs.executors.host_epoch import HostEpoch, nan_training_row
-from esper_lightning.envs.executors.loop import LoopExecutor, stack_rows
-from esper_lightning.envs.executors.out_of_memory import isolate_oom
+from esper_lightning.envs.executors.loop import HostEpoch, LoopExecutor, isolate_oom, nan_training_row, stack_rows
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.profiling import PhaseClock
@@ -35,7 +33,7 @@ class StreamsExecutor(LoopExecutor):
     ) -> tuple[Tensor, Tensor]:
         """Train and validate every environment; one host is validated while others still train."""
         validated: list[Tensor] = []
-        with clock.measure("train", [env.timer for env in envs]), self.kernels(envs[0].device):
+        with clock.measure("train"), self.kernels(envs[0].device):
             trained = self._train_all(envs, train, lambda env: validated.append(self._validate(env, validation)))
             return self._gather_rows(envs, trained), self._gather_rows(envs, validated)
 

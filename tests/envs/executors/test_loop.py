@@ -87,18 +87,6 @@ def test_validation_changes_nothing(make_pool: Callable[..., HostPool]) -> None:
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
-def test_the_clock_gives_a_ticks_time_by_phase_and_begins_again(make_pool: Callable[..., HostPool]) -> None:
-    pool, wait = make_pool(1), WaitOnly()
-    pool.clock.take_seconds()
-    pool.step(wait.act(pool))
-
-    seconds = pool.clock.take_seconds()
-
-    assert min(seconds["train"], seconds["validate"], seconds["bookkeeping"]) > 0
-    assert seconds["policy"] == seconds["update"] == 0
-    assert not any(pool.clock.take_seconds().values())
-
-
 @pytest.mark.parametrize("before", [True, False])
 def test_the_switch_of_convolutions_is_left_as_it_was(
     make_pool: Callable[..., HostPool], monkeypatch: pytest.MonkeyPatch, before: bool

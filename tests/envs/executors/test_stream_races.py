@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.executors import StreamsExecutor
-from esper_lightning.envs.executors.host_epoch import HostEpoch
+from esper_lightning.envs.executors.loop import HostEpoch
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.tasks import Digits
@@ -259,23 +259,24 @@ def test_validation_of_a_host_does_not_wait_for_other_hosts(
 
 
 @on_gpu
-def test_one_host_is_validated_while_another_trains() -> None:
-    """S2: the first host's validation begins before the last host's training ends, by the events of their timers."""
+def test_one_host_is_validated_while_another_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S2: the first host's validation begins before the last host's training ends, by events in their streams."""
     pool = gpu_pool(8)
     pool.train_without_actions(1)
-    first, last = pool.envs[0].timer, pool.envs[-1].timer
-    before = first.timer.mark()
-    done: dict[int, list[Any]] = {}
-    for timer in (first, last):
-        real = timer.take_intervals
+    marks: list[tuple[HostEnv, torch.cuda.Event]] = []
 
-        def take(timer: Any = timer, real: Any = real) -> list[Any]:
-            done[id(timer)] = real()
-            return done[id(timer)]
+    def marked(work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(executor: StreamsExecutor, env: HostEnv, *args: Any) -> Any:
+            marks.append((env, torch.cuda.current_stream(GPU).record_event(torch.cuda.Event(enable_timing=True))))
+            return work(executor, env, *args)
 
-        timer.take_intervals = take
+        return run
+
+    monkeypatch.setattr(StreamsExecutor, "_validate", marked(StreamsExecutor._validate))
     pool.train_without_actions(1)
+    torch.cuda.synchronize()
 
-    validated = next(interval for interval in done[id(first)] if "validate" in interval.shares)
-    trained = [interval for interval in done[id(last)] if "train" in interval.shares][-1]
-    assert before.elapsed_time(validated.begin) < before.elapsed_time(trained.end)
+    # A host is validated right after its last batch, in its own stream.
+    (first, begun), *_, (last, trained) = marks
+    assert (first, last) == (pool.envs[0], pool.envs[-1])
+    assert begun.elapsed_time(trained) > 0.0

@@ -1,6 +1,6 @@
 """Combinations of seeds evaluated side by side, for many hosts in one pass. N hosts, V combinations of each."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from esper_lightning.growth.counterfactual import SeedVariant
 
@@ -15,7 +15,6 @@ class StackEntries:
     def __init__(self) -> None:
         self.variants: Sequence[Sequence[SeedVariant]] = []
         self.items: list[tuple[int, list[int]]] = []  # host index, and indices of its combinations
-        self.on_split: Callable[[int], None] | None = None  # called with the number of entries before it grows
 
     def begin_pass(self, variants: Sequence[Sequence[SeedVariant]], off_trunk: Mapping[str, Collection[int]]) -> None:
         """Begin a pass over N hosts.
@@ -63,8 +62,6 @@ class StackEntries:
                 parts[-1].append((source, host, without_seed))
         entries = [entry for part in parts for entry in part]
         if divide:
-            if self.on_split is not None and len(entries) > self.count:
-                self.on_split(self.count)
             self.items = [(host, combinations) for _, host, combinations in entries]
         return [source for source, _, _ in entries], [len(part) for part in parts]
 

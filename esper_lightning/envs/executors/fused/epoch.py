@@ -33,16 +33,12 @@ class FusedEpoch:
         self.scale = torch.stack([one.scale for one in self.scales]) if self.scales else None
         self.good_steps = torch.stack([one.good_steps for one in self.scales]) if self.scales else None
         self.healthy: Tensor | None = None  # hosts that take the present step, [N] bool; None: all
-        # The first host's timer records the time of all hosts together.
-        self.host_timer = envs[0].timer
-        self.host_timer.start()
         failing = {(i, seed_group_name(slot.name)) for i, env in enumerate(envs) for slot in env.failing_slots}
         # Mask of the weights of failing seeds, which get no gradient. None, the usual case: no seed fails.
         is_frozen = upload([group in failing for group in groups], self.weights.values.device) if failing else None
         self.frozen_mask = None if is_frozen is None else self.optimizer.per_weight(is_frozen)
         self.micro_batches = self.training.micro_batches
         self.batches = Batches.concatenate([env.draw_batches(data.samples).split(self.micro_batches) for env in envs])
-        self.host_timer.record(data=1.0)
         # In the hosts' precision, but at least float32.
         dtype = torch.promote_types(self.weights.values.dtype, torch.float32)
         self.totals = torch.zeros(2, len(envs), device=envs[0].device, dtype=dtype)  # loss, accuracy
@@ -54,7 +50,6 @@ class FusedEpoch:
 
     def step(self, i: int) -> None:
         """Train every host on its i-th minibatch. The last one also stores the gradient statistics."""
-        self.host_timer.start()
         self.weights.grads.zero_()
         for part in range(i * self.micro_batches, (i + 1) * self.micro_batches):
             self._accumulate_gradients(part)
@@ -68,13 +63,10 @@ class FusedEpoch:
         self.optimizer.step(self.healthy)
         if self.scale is not None and self.good_steps is not None and self.healthy is not None:
             self.scale, self.good_steps = next_scale(self.scale, self.good_steps, self.healthy)
-        self.host_timer.record(train=1.0)
 
     def _accumulate_gradients(self, part: int) -> None:
         """Add the gradients, losses and accuracies of one micro-batch, for all hosts."""
-        self.host_timer.record(train=1.0)  # the time up to here belongs to training
         inputs, targets = fetch(self.data, self.batches.minibatch(part), self.training.augment)
-        self.host_timer.record(data=1.0)
         with self.training.autocast(inputs.device):
             measures = self.task.measure(self.stack.train(inputs), targets)
             losses = measures.loss.view(len(self.envs), -1).mean(1) / self.micro_batches  # [N]

@@ -1,6 +1,7 @@
 """Fused executor: the same kernels train and validate all hosts at once. N hosts, K slots, V combinations of seeds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -10,9 +11,9 @@ from esper_lightning.envs.executors.fused.epoch import FusedEpoch
 from esper_lightning.envs.executors.fused.host import HostStack
 from esper_lightning.envs.executors.fused.proof import check_stack
 from esper_lightning.envs.executors.loop import LoopExecutor
-from esper_lightning.envs.executors.out_of_memory import raise_oom
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.errors import first_line, is_out_of_memory
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.tasks import Split, Task
 
@@ -21,6 +22,20 @@ MAX_INPUT_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 
 More exceed the caches of a CPU. A GPU is kept busy by large passes, and its memory is the limit: 64 hosts take 341
 images of 3×32×32 at a time, of which a feature of 8 channels has 0.7 GB."""
+
+
+@contextmanager
+def raise_oom(envs: Sequence[HostEnv]) -> Iterator[None]:
+    """Raise MemoryError if memory runs out in this block, in which all hosts run as one network and fail together."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryError(
+            f"{len(envs)} hosts as one network: {first_line(error)}; use env.executor loop, or lower data.n_envs or "
+            f"training.batch_size"
+        ) from error
 
 
 class FusedExecutor(LoopExecutor):
@@ -86,14 +101,6 @@ class FusedExecutor(LoopExecutor):
             data_variants = [env.context.variant_index for env in envs]
         most_elements = MAX_INPUT_ELEMENTS[inputs.device.type]
         samples_per_pass = max(self.training.batch_size, most_elements // (len(envs) * data.inputs[0].numel()))
-        host_timer = envs[0].timer
-        host_timer.start()
-
-        def record_interval(n_entries: int) -> None:
-            host_share = len(envs) / n_entries  # share of the work that one entry per host would take
-            host_timer.record(validate=host_share, counterfactual=1.0 - host_share)
-
-        stack.entries.on_split = record_interval
         sums = []  # of each pass: loss and accuracy, [2, entries]
         axis = 0 if data_variants is None else 1
         for part in zip(inputs.split(samples_per_pass, axis), targets.split(samples_per_pass, axis), strict=True):
@@ -107,7 +114,6 @@ class FusedExecutor(LoopExecutor):
                 own_targets = own_targets[entry_variants].flatten(0, 1)
             measures = self.task.measure(outputs, own_targets)
             sums.append(torch.stack([one.view(n_entries, -1).sum(1) for one in (measures.loss, measures.correct)]))
-            record_interval(n_entries)
         stack.release()
         entry_index = upload(stack.entries.entry_of_variant(), inputs.device)
         return (sum(sums[1:], sums[0]) / data.samples)[:, entry_index].transpose(0, 1)

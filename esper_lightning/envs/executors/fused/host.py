@@ -94,8 +94,7 @@ class HostStack:
                 self.seed_slots.append([(host, name) for host in seed_hosts])
 
     def release(self) -> None:
-        """Drop the bound weights and the callback: copies free their memory, and the arena keeps those of its hosts."""
-        self.entries.on_split = None
+        """Drop the bound weights: copies free their memory, and the arena keeps those of its hosts."""
         for assignment in self.assignments:
             assignment.stacked.release()
         for slot in self.slots.values():
