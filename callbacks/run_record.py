@@ -10,7 +10,7 @@ from lightning import Callback, LightningModule, Trainer
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.module import attached_data
 from esper_lightning.provenance import provenance
-from esper_lightning.serialization.replace import replace_and_keep
+from esper_lightning.serialization import replace_and_keep
 
 RUN_FILE, LOCK_FILE = "run.json", "run.lock"
 """Files in a run folder: what the latest process of the run is, and the lock that it holds."""

@@ -16,7 +16,7 @@ from esper_lightning.envs.spaces.actions import relevance_table
 from esper_lightning.errors import first_line, is_out_of_memory
 from esper_lightning.evaluation.inspection import credit_fossilized_seeds
 from esper_lightning.module import TamiyoModule
-from esper_lightning.serialization.replace import set_aside
+from esper_lightning.serialization import set_aside
 from esper_lightning.telemetry import metrics as numbers
 from esper_lightning.telemetry import tensorboard
 from esper_lightning.telemetry.anomalies import AnomalyDetector

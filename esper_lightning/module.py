@@ -39,7 +39,7 @@ from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms, update_me
 from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.ppo.running_norm import NormalizeConfig, RunningMeanStd, make_norm
 from esper_lightning.ranks import ALONE
-from esper_lightning.serialization.checks import load_settings
+from esper_lightning.serialization import load_settings
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, policy_shape, use_ieee_float32
 
 ADAM_EPS = 1e-5

@@ -7,7 +7,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from esper_lightning.checkpointing.validate import read_tensors
-from esper_lightning.serialization.replace import replace_durably
+from esper_lightning.serialization import replace_durably
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

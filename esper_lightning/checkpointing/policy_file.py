@@ -22,7 +22,7 @@ from esper_lightning.checkpointing.validate import (
     check_policy,
     open_checkpoint,
 )
-from esper_lightning.serialization.replace import replace_durably
+from esper_lightning.serialization import replace_durably
 
 POLICY_SUFFIX, CHECKPOINT_SUFFIX = ".safetensors", ".ckpt"
 """Endings of the names of files that hold a policy."""

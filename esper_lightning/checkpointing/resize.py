@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper_lightning.serialization.checks import generator_device
+from esper_lightning.serialization import generator_device
 
 
 def resize_environments(checkpoint: dict[str, Any], n_envs: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from esper_lightning.errors import DivergedError
 from esper_lightning.growth.nested import iter_tensors
 from esper_lightning.machine import CPU
-from esper_lightning.serialization.checks import excerpt
+from esper_lightning.serialization import excerpt
 
 SCHEMA = 8
 """Version number of the checkpoint format; increased whenever checkpoints of the previous version cannot be resumed."""

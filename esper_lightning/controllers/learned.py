@@ -14,7 +14,7 @@ from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.envs.vector_env import Observation
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.serialization.checks import excerpt
+from esper_lightning.serialization import excerpt
 from esper_lightning.tamiyo.policy import Policy
 
 

@@ -13,7 +13,7 @@ from esper_lightning.controllers.learned import Controller, Hosts
 from esper_lightning.envs import HEADS, Action, ActionSpace, HostPool, Op
 from esper_lightning.envs.device_transfer import download
 from esper_lightning.envs.spaces.actions import RELEVANT_OPS, to_action
-from esper_lightning.serialization.replace import replace_file
+from esper_lightning.serialization import replace_file
 
 FORMAT_VERSION = 1
 """Version of the file format; other versions are refused."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from esper_lightning.governor.snapshot import TensorSpec, is_dense, put_together, take_apart
 from esper_lightning.growth.nested import iter_tensors
-from esper_lightning.serialization.checks import check_keys
+from esper_lightning.serialization import check_keys
 
 PACKED_KEYS = ("template", "layout", "numbers")
 

@@ -33,7 +33,7 @@ from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.machine import CPU
 from esper_lightning.ppo.running_norm import NormalizeConfig, make_norm
-from esper_lightning.serialization.checks import load_settings
+from esper_lightning.serialization import load_settings
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, use_ieee_float32
 
 RIVAL_PREFIX = "rival "

@@ -12,7 +12,7 @@ from esper_lightning.evaluation.comparison import ComparisonResult, Entry
 from esper_lightning.evaluation.play import PoolTrace
 from esper_lightning.evaluation.statistics import mean_interval
 from esper_lightning.growth.stages import Stage
-from esper_lightning.serialization.replace import replace_file
+from esper_lightning.serialization import replace_file
 from esper_lightning.telemetry.figures import OP_COLOURS, STAGE_COLOURS, add_legend, draw_cells, make_panels
 
 DPI = 130

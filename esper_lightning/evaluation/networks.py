@@ -25,7 +25,7 @@ from esper_lightning.growth.export import SUFFIXES, TOLERANCE, Format, export, l
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.registry import describe_factory, import_object
-from esper_lightning.serialization.replace import replace_durably
+from esper_lightning.serialization import replace_durably
 from esper_lightning.tasks import Split
 
 NETWORK_FILE, HOST_FILE, SAMPLES_FILE = NETWORK_FILES = ("network.safetensors", "host.json", "samples.safetensors")

@@ -13,7 +13,7 @@ from esper_lightning.evaluation import statistics
 from esper_lightning.evaluation.comparison import ComparisonResult
 from esper_lightning.evaluation.play import Outcome
 from esper_lightning.evaluation.statistics import Interval, effect_size, mean_interval
-from esper_lightning.serialization.replace import replace_file
+from esper_lightning.serialization import replace_file
 from esper_lightning.telemetry.events import replace_non_finite
 
 COLUMNS = ("accuracy", "loss", "parameters", "objective", "flops", "ticks", "fossils", "rollbacks")

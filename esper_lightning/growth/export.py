@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from esper_lightning.blueprints import suggest_name
 from esper_lightning.growth.attach import attach_from_state_dict
 from esper_lightning.growth.nested import iter_tensors
-from esper_lightning.serialization.replace import replace_durably, replace_file
+from esper_lightning.serialization import replace_durably, replace_file
 
 Format = Literal["pt2", "onnx", "state_dict"]
 

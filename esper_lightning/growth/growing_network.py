@@ -35,7 +35,7 @@ from esper_lightning.growth.param_groups import (
 )
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
-from esper_lightning.serialization.checks import check_generator_state
+from esper_lightning.serialization import check_generator_state
 
 RNG_SEED_MASK = 0x5EED
 """XOR mask for torch's RNG seed, so that seeds and a host built right after `manual_seed` draw different numbers."""

@@ -18,7 +18,7 @@ from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.rollout_buffer import Experience, Rollout, RolloutBuffer, map_tensors
 from esper_lightning.ppo.running_norm import ObservationNorm, RunningMeanStd
 from esper_lightning.ranks import Ranks
-from esper_lightning.serialization.checks import check_generator_state
+from esper_lightning.serialization import check_generator_state
 from esper_lightning.tamiyo.policy import Policy, RecurrentState
 
 LARGEST_NUMBER = 1e15

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from esper_lightning.serialization.replace import replace_and_keep, replace_durably, set_aside
+from esper_lightning.serialization import replace_and_keep, replace_durably, set_aside
 
 
 class Killed(BaseException):

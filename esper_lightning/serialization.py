@@ -1,9 +1,14 @@
-"""Settings and states from files, where another run or another machine has written them."""
+"""Files that are replaced whole, and checks of settings and states that another run or machine has written."""
 
-from collections.abc import Iterable, Mapping
+import glob
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
+from itertools import count
+from pathlib import Path
 from textwrap import shorten
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, BinaryIO, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -12,6 +17,57 @@ Settings = TypeVar("Settings")
 
 GENERATOR_STATE_BYTES = {5056: "cpu", 16: "cuda"}
 """Type of device by the size of its generators' states in torch."""
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Call `write` with the path of a draft beside `path`, flush the draft to disk and rename it to `path`.
+
+    Drafts of `path` that killed processes have left are removed.
+    """
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        try:
+            os.kill(int(left.suffixes[-2].removeprefix(".")), 0)  # asks whether the process is there
+        except ProcessLookupError:
+            left.unlink(missing_ok=True)
+        except (ValueError, PermissionError):
+            continue
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # two processes may write one file
+    draft.unlink(missing_ok=True)
+    try:
+        write(draft)
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def replace_durably(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Call `write` with an opened draft of `path`, which then replaces it; see `replace_file`."""
+
+    def write_draft(draft: Path) -> None:
+        with draft.open("xb") as file:
+            write(file)
+
+    replace_file(path, write_draft)
+
+
+def replace_and_keep(path: Path, text: str) -> None:
+    """Replace a file by `text`, with a copy of the earlier file under the first free name like `name.1.suffix`."""
+    if path.is_file():
+        shutil.copy2(path, free_name(path))
+    replace_file(path, lambda draft: draft.write_text(text))
+
+
+def set_aside(path: Path) -> None:
+    """Rename a file to the first free name like `name.1.suffix`."""
+    path.rename(free_name(path))
+
+
+def free_name(path: Path) -> Path:
+    """Return the first path like `name.1.suffix` that does not exist."""
+    numbered = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+    return next(other for other in numbered if not other.exists())
 
 
 def excerpt(value: Any, length: int = 200) -> str:
