@@ -6,7 +6,6 @@ it is not allowed, updates the optimizer's parameter groups, and returns a SeedE
 
 import weakref
 from collections.abc import Mapping
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -40,9 +39,6 @@ from esper_lightning.serialization import check_generator_state
 RNG_SEED_MASK = 0x5EED
 """XOR mask for torch's RNG seed, so that seeds and a host built right after `manual_seed` draw different numbers."""
 
-RESET_STAGES = frozenset({Stage.GERMINATED, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED, Stage.CULLED})
-"""Stages whose beginning resets the optimizer if `carry_over` is off."""
-
 
 @dataclass
 class SeedMeasurements:
@@ -72,7 +68,6 @@ class GrowingNetwork:
         lifecycle: Conditions under which seeds change their stage.
         seed_options: Options of the seeds' parameter groups (lr, weight_decay …); all others are copied from the first
             group at germination.
-        carry_over: Keep the optimizer's state when the network changes. False resets all of it, as an ablation.
         generator: Generator of the seeds' weights. None: one on the network's device, seeded from `torch.manual_seed`.
     """
 
@@ -84,7 +79,6 @@ class GrowingNetwork:
         horizon: int,
         lifecycle: LifecycleConfig = LifecycleConfig(),
         seed_options: Mapping[str, Any] | None = None,
-        carry_over: bool = True,
         generator: torch.Generator | None = None,
     ) -> None:
         check_optimizer(optimizer)
@@ -98,7 +92,6 @@ class GrowingNetwork:
                 raise ValueError(
                     f"seed_options: the optimizer has no {name!r}; {suggest_name(name, list(optimizer.defaults))}"
                 )
-        self.carry_over = carry_over
         self.slots: dict[str, SeedSlot] = slots_of(module)
         if not self.slots:
             raise ValueError("the network has no slots; give it some with attach_slots, or build SeedSlots in")
@@ -108,7 +101,15 @@ class GrowingNetwork:
         self.generator = generator or torch.Generator(device).manual_seed(torch.initial_seed() ^ RNG_SEED_MASK)
         self.measurements = {name: SeedMeasurements() for name in self.slots}
         self.sync_seed_groups()
-        optimizer.register_load_state_dict_pre_hook(_GroupSorter(self))
+        growing = weakref.ref(self)  # the optimizer must not hold the network, whose memory would be released late
+
+        def sort_groups(optimizer: Optimizer, state: dict[str, Any]) -> None:
+            """Sort parameter groups as a state that is about to be loaded has them, by name."""
+            if (own := growing()) is not None and own.optimizer is optimizer:
+                own.sync_seed_groups()  # the network may have been loaded before its optimizer
+                order_groups(optimizer, [group.get("name", "") for group in state["param_groups"]])
+
+        optimizer.register_load_state_dict_pre_hook(sort_groups)
 
     def sync_seed_groups(self) -> None:
         """Give each seed its own parameter group and drop the groups of seeds that are gone.
@@ -156,13 +157,13 @@ class GrowingNetwork:
             for next_stage in (Stage.TRAINING, Stage.BLENDING):
                 seed_slot.move_to(next_stage)
             event = replace(event, after=Stage.BLENDING)
-        return self._after_change(event)
+        return event
 
     def fossilize(self, slot: str) -> SeedEvent:
         """Make a probationary seed a permanent part of the network."""
         self._check_allowed("fossilized", slot, self.reasons_against_fossilizing(slot))
         event = lifecycle_ops.move(self.slots[slot], Stage.FOSSILIZED, "fossilize")
-        return self._after_change(replace(event, contribution=self.measurements[slot].contribution))
+        return replace(event, contribution=self.measurements[slot].contribution)
 
     def cull(self, slot: str) -> SeedEvent:
         """Remove a live seed; the slot then stays closed for the embargo."""
@@ -177,15 +178,13 @@ class GrowingNetwork:
         seed, contribution = self.slots[slot].seed, self.measurements[slot].contribution
         event = lifecycle_ops.cull(self.slots[slot], cause)
         self._drop_seed(slot, seed)
-        return self._after_change(replace(event, contribution=contribution))
+        return replace(event, contribution=contribution)
 
     def remove_seed(self, slot: str) -> None:
         """Remove the seed in `slot`, even a fossilized one, without gates or embargo; the slot is open at once."""
         seed_slot = self._slot(slot)
         if seed_slot.occupied:
             self._drop_seed(slot, seed_slot.seed)
-            if not self.carry_over:
-                reset_optimizer_state(self.optimizer)
         seed_slot.empty()
 
     def clear(self) -> None:
@@ -233,7 +232,7 @@ class GrowingNetwork:
             )
             if any(event.after is Stage.CULLED for event in changes):
                 self._drop_seed(name, seed)
-            events += [self._after_change(replace(event, contribution=contribution)) for event in changes]
+            events += [replace(event, contribution=contribution) for event in changes]
         return events
 
     # Reasons of the gates.
@@ -313,9 +312,9 @@ class GrowingNetwork:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state: the same seeds in the same slots, with their optimizer state."""
+        """Restore a state: the same seeds in the same slots. As in torch, the optimizer takes over its tensors."""
         self.module.load_state_dict(state["network"])
-        self.optimizer.load_state_dict(deepcopy(state["optimizer"]))  # it would share the tensors
+        self.optimizer.load_state_dict(state["optimizer"])
         self.load_measurement_state(state)
 
     def measurement_state(self) -> dict[str, Any]:
@@ -346,24 +345,3 @@ class GrowingNetwork:
     def _drop_seed(self, slot: str, seed: nn.Module) -> None:
         remove_module(self.optimizer, seed_group_name(slot), seed)
         self.measurements[slot] = SeedMeasurements()
-
-    def _after_change(self, event: SeedEvent) -> SeedEvent:
-        if not self.carry_over and event.after in RESET_STAGES:
-            reset_optimizer_state(self.optimizer)
-        return event
-
-
-class _GroupSorter:
-    """Hook that sorts an optimizer's parameter groups as a state that is about to be loaded has them, by name.
-
-    The optimizer holds it, so that it must not hold the network in turn: memory would be released late.
-    """
-
-    def __init__(self, growing: GrowingNetwork) -> None:
-        self.growing = weakref.ref(growing)
-
-    def __call__(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        growing = self.growing()
-        if growing is not None and growing.optimizer is optimizer:
-            growing.sync_seed_groups()  # the network may have been loaded before its optimizer
-            order_groups(optimizer, [group.get("name", "") for group in state["param_groups"]])

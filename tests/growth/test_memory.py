@@ -20,7 +20,6 @@ from tests.growth.by_hand import (
     EAGER,
     Make,
     check_optimizer_matches,
-    describe_events,
     epoch,
     grow_to_stage,
     growing,
@@ -78,56 +77,6 @@ def test_a_host_whose_seeds_come_and_go_in_training_learns_bit_for_bit_as_if_alo
         assert learn(network.module, network.optimizer, step) == learn(lone, optimizer, step)
         network.end_epoch()
     assert same_host(network.module, lone)
-
-
-@every_optimizer
-def test_without_carry_over_a_host_goes_on_as_with_a_new_optimizer_at_each_change(make: Make) -> None:
-    network, lone = growing(SLOW, make, carry_over=False), host_of("image")
-    optimizer = make(lone)
-    for step in range(9):
-        if step in (2, 6):
-            network.germinate("block1", "conv_heavy")
-            optimizer = make(lone)
-        if step == 4:
-            network.cull("block1")
-            optimizer = make(lone)
-        learn(network.module, network.optimizer, step)
-        learn(lone, optimizer, step)
-        network.end_epoch()
-        assert same_host(network.module, lone), step
-
-
-def forgotten(network: GrowingNetwork) -> bool:
-    return not any(value.any() for values in optimizer_state(network).values() for value in values)
-
-
-def test_without_carry_over_every_change_resets_all_of_it_but_time_does_not() -> None:
-    lifecycle = LifecycleConfig(training_ticks=1, min_gradient_health=0.0, embargo_ticks=1, min_contribution=None)
-    network = growing(lifecycle, lambda host: Adam(host.parameters()), carry_over=False)
-    epoch(network)
-    network.germinate("block1", "norm", ticks=1)
-    assert forgotten(network)
-    lived = []
-    for step in range(6):
-        learn(network.module, network.optimizer, step)
-        lived.append((*describe_events(network.end_epoch({"block1": -1.0})), forgotten(network)))
-    assert lived == [
-        ("block1: TRAINING", False),
-        ("block1: BLENDING", True),
-        ("block1: PROBATIONARY", True),
-        ("block1: CULLED", True),
-        ("block1: EMBARGOED", False),
-        ("block1: DORMANT", False),
-    ]
-    grow_to_stage(network, "block1", Stage.PROBATIONARY)
-    for change in (lambda: network.fossilize("block1"), lambda: network.remove_seed("block1"), network.clear):
-        learn(network.module, network.optimizer, 1)
-        assert not forgotten(network)
-        change()
-        assert forgotten(network)
-    learn(network.module, network.optimizer, 1)
-    network.remove_seed("block2.pool")  # nothing to remove, so nothing changes
-    assert not forgotten(network)
 
 
 @every_optimizer

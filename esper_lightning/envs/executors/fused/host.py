@@ -8,11 +8,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper_lightning.envs.device_transfer import upload
-from esper_lightning.envs.executors.fused.entries import StackEntries
 from esper_lightning.envs.executors.fused.flat import Arena, Assignment, FlatWeights, StackedModule
 from esper_lightning.envs.executors.fused.layers import stack_layers
 from esper_lightning.envs.executors.fused.layout import StackIndex, stack_inputs, unstack_outputs
-from esper_lightning.envs.executors.fused.slot import StackedSlot
+from esper_lightning.envs.executors.fused.slot import StackedSlot, StackEntries
 from esper_lightning.growth.attach import attach_at, attached_places, detach_slots
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.lifecycle import slots_of

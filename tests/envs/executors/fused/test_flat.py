@@ -19,7 +19,7 @@ from esper_lightning.envs import HostPool
 from esper_lightning.envs.executors import FusedExecutor, LoopExecutor
 from esper_lightning.envs.executors.fused.flat import ALIGNMENT, leave_arena
 from esper_lightning.envs.executors.fused.host import HostStack
-from esper_lightning.envs.executors.fused.optimizer import STATE_NAMES, StackedOptimizer
+from esper_lightning.envs.executors.fused.epoch import STATE_NAMES, StackedOptimizer
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.param_groups import HOST_GROUP, find_group, seed_group_name
 from esper_lightning.growth.stages import Stage

@@ -21,7 +21,7 @@ from esper_lightning.envs.executors.fused import epoch
 from esper_lightning.envs.executors.fused.epoch import FusedEpoch
 from esper_lightning.envs.executors.fused.flat import FlatWeights
 from esper_lightning.envs.executors.fused.layers import StackedConv2d, StackedLayer, StackedLinear
-from esper_lightning.envs.executors.fused.optimizer import StackedOptimizer
+from esper_lightning.envs.executors.fused.epoch import StackedOptimizer
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.blend import Isolation
 from esper_lightning.growth.stages import Stage
