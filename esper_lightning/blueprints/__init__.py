@@ -7,8 +7,6 @@ A custom blueprint takes three lines:
         return Residual(nn.Conv2d(channels, channels, 1))
 """
 
-from esper_lightning.blueprints import conv as conv  # importing these two registers their blueprints
-from esper_lightning.blueprints import dense as dense
 from esper_lightning.blueprints.initialise import build_on, initialise
 from esper_lightning.blueprints.registry import (
     Birth,
@@ -21,7 +19,7 @@ from esper_lightning.blueprints.registry import (
     get_blueprint,
     register,
 )
-from esper_lightning.blueprints.residual import Residual
+from esper_lightning.blueprints.seeds import Residual  # importing this module registers its blueprints
 from esper_lightning.registry import suggest_name
 
 __all__ = [

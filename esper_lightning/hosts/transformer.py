@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.hosts.dropout import Dropout
-from esper_lightning.hosts.parts import Slots, run_block
+from esper_lightning.hosts.parts import Dropout, Slots, run_block
 
 INITIAL_STD = 0.02
 """Standard deviation of the initial weights, as in GPT-2."""

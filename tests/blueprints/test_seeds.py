@@ -5,13 +5,11 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper_lightning.blueprints import Residual, blueprint_names, build_seed, get_blueprint
-from esper_lightning.blueprints.conv import group_norm_groups
-from tests.blueprints.features import CPU, EVERYTHING, feature, seed_of, seeded
+from esper_lightning.blueprints import Residual, blueprint_names, get_blueprint
+from tests.blueprints.features import EVERYTHING, feature, seed_of
 
 everywhere = pytest.mark.parametrize(("layout", "name"), EVERYTHING)
 
@@ -88,41 +86,6 @@ def test_a_seed_born_at_random_passes_gradients_to_every_parameter_and_mixes_no_
     assert all(parameter.grad.any() for parameter in seed.parameters())
 
 
-@everywhere
-def test_births_differ_only_in_what_identity_sets_to_zero(layout: str, name: str) -> None:
-    """Only the norm draws more at random, and nothing as the identity: later seeds do not depend on the birth."""
-    states, generators = [], []
-    for birth in ("identity", "random"):
-        generators.append(seeded(3))
-        states.append(build_seed(name, layout, 8, device=CPU, generator=generators[-1], birth=birth).state_dict())
-    changed = [key for key in states[0] if not torch.equal(states[0][key], states[1][key])]
-    assert changed and not any(states[0][key].any() for key in changed)
-    assert torch.equal(*(generator.get_state() for generator in generators)) == (name != "norm")
-    assert torch.equal(generators[0].get_state(), seeded(3).get_state()) == (name == "norm")
-
-
-@pytest.mark.parametrize("layout", SIZES)
-def test_norm_at_random_goes_some_way_towards_the_normalised_feature_or_away(layout: str) -> None:
-    scales = [seed_of("norm", layout, rng_seed=i).scale.item() for i in range(40)]
-    assert -1.0 <= min(scales) < -0.8 and 0.8 < max(scales) <= 1.0
-    seed, x = seed_of("norm", layout), feature(layout)
-    reference = F.group_norm(x, 1) if layout == "image" else F.layer_norm(x, (8,))
-    way = torch.tanh(seed.scale)
-    torch.testing.assert_close(seed(x), way * reference + (1 - way) * x)
-
-
-@pytest.mark.parametrize("name", ["norm", "lora", "mlp_small", "mlp"])
-def test_a_sequence_is_treated_as_so_many_vectors(name: str) -> None:
-    x = feature("sequence")
-    torch.testing.assert_close(seed_of(name, "sequence")(x).flatten(0, 1), seed_of(name, "vector")(x.flatten(0, 1)))
-
-
-@pytest.mark.parametrize(("name", "rank"), [("lora", 8), ("lora_large", 32)])
-def test_a_lora_changes_features_within_few_directions(name: str, rank: int) -> None:
-    seed, x = seed_of(name, "sequence", 48).double(), feature("sequence", 48).double()
-    assert torch.linalg.matrix_rank((seed(x) - x).flatten(0, 1)) == rank
-
-
 @pytest.mark.parametrize(("name", "factor"), [("mlp_small", 2), ("mlp", 4), ("gated", 2)])
 def test_two_layers_by_hand(name: str, factor: int) -> None:
     seed, x = seed_of(name, "vector", 5).double(), feature("vector", 5).double()
@@ -180,12 +143,6 @@ def test_the_body_of_a_residual_is_added_and_as_the_identity_its_last_layer_is_z
 def test_a_body_that_zeros_at_its_end_would_not_silence_is_refused(body: list[nn.Module], last: str) -> None:
     with pytest.raises(ValueError, match=rf"^Residual: the body {last}; end it with a linear layer or a convolution, "):
         Residual(*body)
-
-
-def test_a_group_of_a_norm_has_sixteen_channels_where_they_divide() -> None:
-    groups = {channels: group_norm_groups(channels) for channels in range(1, 1025)}
-    assert [groups[c] for c in (1, 31, 32, 48, 64, 512, 999)] == [1, 1, 2, 2, 4, 32, 1]
-    assert all(c % g == 0 and (g == 1 or c // g >= 16) for c, g in groups.items())
 
 
 @pytest.mark.parametrize("size", [(5, 7), (1, 1)])

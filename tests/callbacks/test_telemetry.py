@@ -47,7 +47,7 @@ def test_where_time_goes_adds_up_to_all_of_it(scalars: Scalars) -> None:
 def test_seconds_of_a_tick_are_told_by_the_name_of_the_clock(scalars: Scalars) -> None:
     """S13: a run's telemetry says by which clock time was measured."""
     seconds = {phase: scalars[f"time/perf_counter.{phase}"] for phase in PHASES}
-    for phase in ("data", "train", "validate", "policy", "bookkeeping"):
+    for phase in ("train", "validate", "policy", "bookkeeping"):
         assert all(value > 0.0 for _, value in seconds[phase]), phase
     # The update is a part of the last tick of a rollout.
     assert {step for step, value in seconds["update"] if value > 0.0} == {HORIZON, 2 * HORIZON}

@@ -40,13 +40,6 @@ def test_a_slot_sees_what_its_module_gives_and_the_next_module_sees_the_slot() -
     torch.testing.assert_close(outputs, plain[3:](slots["2"].seed(plain[:3](x))))
 
 
-def test_seeds_isolate_as_the_layout_suggests_or_as_told() -> None:
-    assert [slot.detach_input for slot in attach_slots(small_network(), ["0", "5"], images()).values()] == [True, False]
-    for isolate in (True, False):
-        slots = attach_slots(small_network(), ["0", "5"], images(), detach_input=isolate)
-        assert [slot.detach_input for slot in slots.values()] == [isolate, isolate]
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_slot_has_the_precision_of_its_feature(dtype: torch.dtype) -> None:
     network = small_network().to(dtype)
@@ -103,29 +96,6 @@ def test_attaching_leaves_modes_statistics_and_gradients_alone() -> None:
     assert all(torch.equal(network.state_dict()[key], value) for key, value in state.items())
     assert all(p.grad is None for p in network.parameters())
     assert not any(slot.training for slot in attach_slots(network.eval(), ["0"], images()).values() if slot.name == "0")
-
-
-def test_other_hooks_stay_and_see_what_grew() -> None:
-    network, seen = small_network().eval(), []
-    network[2].register_forward_hook(lambda _, __, output: seen.append(output))
-    attach_slots(network, ["2"], images())
-    network[2].register_forward_hook(lambda _, __, output: seen.append(output))
-    grow(slots_of(network)["2"], Stage.FOSSILIZED, "conv_light")
-    seen.clear()
-    network(images())
-    before, after = seen
-    assert torch.equal(slots_of(network)["2"].seed(before), after)
-    detach_slots(network)
-    assert len(network[2]._forward_hooks) == 2
-
-
-def test_detaching_leaves_room_to_attach_again() -> None:
-    network = grown_network()
-    detach_slots(network)
-    plain = small_network().eval()
-    assert torch.equal(network(images()), plain(images()))
-    slots = attach_slots(network, ["2"], images())
-    assert slots["2"].stage is Stage.DORMANT
 
 
 def through_a_file(network: nn.Module) -> nn.Module:

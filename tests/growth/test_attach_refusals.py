@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.growth.attach import attach_slots, attached_places, detach_slots
-from esper_lightning.growth.lifecycle import slots_of
-from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
-from tests.growth.attached import WIDTH, Residual, assert_untouched, grown_network, images, small_network
+from tests.growth.attached import WIDTH, Residual, assert_untouched, images, small_network
 from tests.growth.grown import TinyHost, grow
 
 
@@ -117,43 +115,6 @@ def test_a_seed_sees_channels_that_come_last_as_a_seed_of_images_does() -> None:
     torch.testing.assert_close(network(x), expected)
 
 
-@pytest.mark.parametrize(
-    ("make", "example", "name", "channels_last", "message"),
-    [
-        (LooksLast, torch.randn(2, 3, 7, 9), "last", "lost", "'lost', which gets no slot; did you mean 'last'?"),
-        (small_network, images(), "5", "5", "(4, 12) is none of [B, C, H, W], [B, T, C], [B, C] or, with channels_la"),
-    ],
-)
-def test_channels_that_come_last_where_no_image_is_are_refused(
-    make: Callable[[], nn.Module], example: Tensor, name: str, channels_last: str, message: str
-) -> None:
-    network = make()
-    with pytest.raises(ValueError, match=re.escape(message)):
-        attach_slots(network, [name], example, channels_last=[channels_last])
-    assert_untouched(network)
-
-
-@pytest.mark.parametrize(
-    ("names", "example", "error"),
-    [
-        (["5", "2"], images(), ValueError),  # it is there already
-        (["5", "6[0]"], images(), ValueError),
-        (["5"], torch.randn(2, 5, 8, 8), RuntimeError),  # an example that the network does not take
-    ],
-)
-def test_a_refusal_leaves_what_was_attached_before_and_grew(
-    names: list[str], example: Tensor, error: type[Exception]
-) -> None:
-    network = small_network()
-    grow(attach_slots(network, ["2"], images())["2"], Stage.FOSSILIZED, "conv_light")
-    before, places, state = network.eval()(images()), attached_places(network), list(network.state_dict())
-    with pytest.raises(error):
-        attach_slots(network, names, example)
-    assert torch.equal(network(images()), before)
-    assert (attached_places(network), list(network.state_dict())) == (places, state)
-    assert [len(module._forward_hooks) for module in network[:7]] == [0, 0, 1, 0, 0, 0, 0]
-
-
 class ChecksItsBatch(nn.Module):
     """Network that raises an error if the batch size changes between its layers, as attention does."""
 
@@ -173,22 +134,6 @@ class ChecksItsBatch(nn.Module):
 def test_a_network_that_checks_its_batch_is_bypassed_there(error: type[Exception]) -> None:
     slots = attach_slots(ChecksItsBatch(error), ["stem", "head"], torch.randn(3, 5))
     assert [slot.on_single_path for slot in slots.values()] == [False, True]
-
-
-def test_another_error_leaves_the_network_as_it_was() -> None:
-    network = ChecksItsBatch(ZeroDivisionError)
-    slot = attach_slots(network, ["head"], torch.randn(3, 5))["head"]
-    with pytest.raises(ZeroDivisionError):
-        attach_slots(network, ["stem"], torch.randn(3, 5))
-    assert slots_of(network) == {"head": slot}
-    assert not network.stem._forward_hooks
-
-
-def test_a_slot_that_is_there_already_is_refused() -> None:
-    with pytest.raises(ValueError, match="slot '2' is named twice"):
-        attach_slots(grown_network(), ["2"], images())
-    with pytest.raises(ValueError, match="slot 'first' is named twice"):
-        attach_slots(nn.ModuleDict({"first": SeedSlot("first", "vector", 5)}), ["first"], images())
 
 
 def test_a_network_that_is_compiled_already_gets_no_slots() -> None:

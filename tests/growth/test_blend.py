@@ -1,6 +1,5 @@
 """Blending of a seed's output into the host's feature."""
 
-import math
 from itertools import pairwise
 from typing import get_args
 
@@ -14,14 +13,12 @@ from torch import Tensor
 from esper_lightning.growth.blend import (
     BlendStyle,
     Curve,
-    GatedSeed,
     Ramp,
     SampleGate,
     add,
     multiply,
     straight_through,
 )
-from esper_lightning.growth.lifecycle import count_parameters, cull
 from esper_lightning.growth.slot import Layout, SeedSlot, new_seed
 from esper_lightning.growth.stages import Stage
 from tests.growth.grown import LAYOUTS, STYLES, add_noise, generator_of, grow
@@ -105,16 +102,6 @@ def test_the_host_keeps_its_precision_and_its_numbers_whatever_the_seeds(host: s
     assert torch.equal(add(h, s, everything), s.to(h.dtype))
 
 
-def test_under_autocast_a_full_fossil_keeps_the_hosts_precision() -> None:
-    slot, x = grown_slot("vector", "add", Stage.FOSSILIZED), feature("vector")
-    slot.seed = slot.seed.body  # a custom seed without the residual sum, which would have the feature's dtype
-    with torch.autocast("cpu", torch.bfloat16):
-        assert slot.seed(x).dtype == torch.bfloat16
-        y = slot(x)
-    assert y.dtype == torch.float32
-    torch.testing.assert_close(y, slot(x), rtol=0.05, atol=0.05)
-
-
 @every_style
 @every_layout
 def test_under_autocast_a_training_seed_learns_and_leaves_the_host_alone(layout: Layout, style: BlendStyle) -> None:
@@ -133,16 +120,6 @@ def test_straight_through_returns_the_hosts_feature_bit_for_bit(seed_value: floa
     assert torch.equal(bits(straight_through(h, torch.full_like(h, seed_value))), bits(h))
 
 
-@pytest.mark.parametrize("seed_value", [0.5, float("inf"), float("nan")])
-def test_straight_through_hands_the_gradient_to_host_and_seed_alike(seed_value: float) -> None:
-    h = torch.randn(2, 3, generator=generator_of(1), requires_grad=True)
-    s = torch.full((2, 3), seed_value, requires_grad=True)
-    arriving = torch.tensor([[1.0, -2.0, 0.3], [0.0, 1e-30, 7.0]])
-    straight_through(h, s).backward(arriving)
-    assert torch.equal(h.grad, arriving)
-    assert torch.equal(s.grad, arriving)
-
-
 @given(h=finite, s=finite, alpha=st.floats(0, 1, width=32))
 def test_adding_and_multiplying_keep_their_bounds_and_are_exact_at_the_ends(h: float, s: float, alpha: float) -> None:
     zero, one = torch.tensor(0.0), torch.tensor(1.0)
@@ -153,22 +130,6 @@ def test_adding_and_multiplying_keep_their_bounds_and_are_exact_at_the_ends(h: f
     assert min(h, s) - 1e-5 * max(abs(h), abs(s)) <= blended <= max(h, s) + 1e-5 * max(abs(h), abs(s))
     factor = multiply(scalar(h), scalar(s), scalar(h), alpha=torch.tensor(alpha)).item() / h if h else 1.0
     assert 0.0 <= factor <= 2.0 + 1e-6
-
-
-def test_adding_shares_values_and_gradients_by_alpha() -> None:
-    h, s = scalar(2.0), scalar(10.0)
-    blended = add(h, s, torch.tensor(0.25))
-    blended.backward()
-    assert blended.item() == 4.0
-    assert (h.grad.item(), s.grad.item()) == (0.75, 0.25)
-
-
-def test_a_seed_that_multiplies_and_agrees_with_the_host_changes_nothing_but_learns() -> None:
-    h, s = scalar(2.0), scalar(2.0)
-    blended = multiply(h, s, h.detach(), alpha=torch.tensor(0.25))
-    blended.backward()
-    assert blended.item() == 2.0
-    assert (h.grad.item(), s.grad.item()) == (1.0, 2.0 * 0.25)  # ds: h·alpha·(1 - tanh²(0))
 
 
 @every_layout
@@ -186,17 +147,6 @@ def test_the_gate_opens_for_each_sample_by_itself(layout: Layout) -> None:
     assert not torch.allclose(gate(changed)[:1], opened[:1])
 
 
-@every_layout
-def test_the_gate_travels_with_its_seed(layout: Layout) -> None:
-    plain, gated = grown_slot(layout, "add"), grown_slot(layout, "gate")
-    assert count_parameters(gated) == count_parameters(plain) + (8 + 1) * 8 + 8 + 1
-    assert isinstance(gated.seed, GatedSeed)
-    kept = [name for name in gated.state_dict() if name.startswith("seed.gate.")]
-    assert len(kept) == 4
-    cull(gated)
-    assert list(gated.parameters()) == []
-
-
 # Ramps of alpha.
 
 
@@ -207,10 +157,3 @@ def test_a_ramp_rises_at_every_tick_from_exactly_0_to_exactly_1(curve: Curve, ti
     assert (values[0], values[-1], Ramp(ticks, curve).value(ticks + 5)) == (0.0, 1.0, 1.0)
     assert all(earlier < later for earlier, later in pairwise(values))
     assert [1.0 - value for value in reversed(values)] == pytest.approx(values, abs=1e-12), "symmetric"
-
-
-def test_ramps_pass_through_hand_computed_values() -> None:
-    assert [Ramp(4).value(tick) for tick in range(-1, 7)] == [0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    tangents = [math.tanh(6.0 * (tick / 10 - 0.5)) / math.tanh(3.0) for tick in range(11)]
-    expected = [0.5 + 0.5 * tangent for tangent in tangents]  # a sigmoid is a scaled hyperbolic tangent
-    assert [Ramp(10, "sigmoid12").value(tick) for tick in range(11)] == pytest.approx(expected, abs=1e-12)

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
-from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision import models
 
-from esper_lightning.blueprints import blueprint_names
 from esper_lightning.growth import export as export_module
 from esper_lightning.growth.attach import attach_slots, detach_slots
-from esper_lightning.growth.blend import BlendStyle, Ramp
+from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.export import ONNX_PACKAGES, export
 from esper_lightning.growth.fold import fold
 from esper_lightning.growth.lifecycle import slots_of
@@ -29,8 +27,6 @@ from esper_lightning.hosts import GPT, MLP
 from tests.growth.grown import STYLES, generator_of, grow, slot_named, small_batch, small_cnn
 from tests.runs import ROOT
 from tests.tiers import rest_is_slow
-
-HALF = Ramp(2)
 
 
 def cnn() -> nn.Module:
@@ -103,39 +99,6 @@ def test_an_exported_network_says_the_same_on_batches_of_any_size(
             torch.testing.assert_close(each.module()(inputs(samples)), expected, rtol=1e-5, atol=1e-6)
 
 
-IMAGE_SEEDS = list(zip(blueprint_names("image"), cycle(STYLES), strict=False))
-"""Each of them in a style, and each style with some of them."""
-
-
-@pytest.mark.parametrize(
-    ("blueprint", "style"),
-    rest_is_slow(product(blueprint_names("image"), STYLES), lambda case: case in IMAGE_SEEDS),
-)
-def test_every_image_seed_is_exported_in_every_style(blueprint: str, style: BlendStyle) -> None:
-    network = small_cnn(["block1"]).eval()
-    grow(slot_named(network, "block1"), Stage.FOSSILIZED, blueprint, HALF, style=style)
-    program = exported(network, digits(2))
-    torch.testing.assert_close(program.module()(digits(5)), network(digits(5)), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("blueprint", rest_is_slow(blueprint_names("sequence"), {"attention", "lora"}))
-def test_every_sequence_seed_is_exported_for_sequences_of_any_length(blueprint: str) -> None:
-    network = GPT((6,), 11, width=8, blocks=1, heads=2, context=8, slots=["layer1"]).eval()
-    grow(slot_named(network, "layer1"), Stage.FOSSILIZED, blueprint, HALF, style="gate")
-    dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=8)}
-    program = torch.export.export(network, (tokens(3),), dynamic_shapes=(dims,))
-    for x in (tokens(5), tokens(2)[:, :4], tokens(4)[:, :1].expand(-1, 8)):
-        torch.testing.assert_close(program.module()(x), network(x), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("blueprint", blueprint_names("vector"))
-def test_every_vector_seed_is_exported(blueprint: str) -> None:
-    network = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
-    grow(attach_slots(network, ["1"], vectors(2))["1"], Stage.FOSSILIZED, blueprint, HALF, style="multiply")
-    program = exported(network, vectors(2))
-    torch.testing.assert_close(program.module()(vectors(5)), network(vectors(5)), rtol=1e-5, atol=1e-6)
-
-
 def resnet_with_a_kept_and_a_folded_seed() -> nn.Module:
     network = resnet()
     network(images(8))  # moves BatchNorm's statistics
@@ -187,13 +150,6 @@ def test_an_exported_program_gives_the_same_outputs_without_this_package(tmp_pat
     torch.testing.assert_close(outputs, network(real_images(5)), rtol=1e-5, atol=1e-6)
 
 
-def test_exported_weights_are_loaded_into_a_network_with_the_same_slots(tmp_path: Path) -> None:
-    network, fresh = grown(cnn()), cnn().eval()
-    assert export(network, digits(3), tmp_path / "new" / "grown.pt", "state_dict") == 0.0
-    fresh.load_state_dict(torch.load(tmp_path / "new" / "grown.pt", weights_only=True))
-    assert torch.equal(fresh(digits(5)), network(digits(5)))
-
-
 def test_exported_weights_fit_the_plain_architecture_once_all_seeds_are_folded_into_it(tmp_path: Path) -> None:
     def plain() -> nn.Module:
         return nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
@@ -228,24 +184,6 @@ def test_an_onnx_model_gives_the_same_outputs_without_this_package_and_without_t
     for samples in (1, 5):
         outputs = outputs_of(MODEL_ALONE, inputs(samples), tmp_path)
         torch.testing.assert_close(outputs, network(inputs(samples)), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("build", "inputs", "layout"), [(cnn, digits, "image"), (gpt, tokens, "sequence"), (mlp, vectors, "vector")]
-)
-def test_every_seed_is_exported_to_onnx(
-    build: Callable[[], nn.Module], inputs: Callable[[int], Tensor], layout: str, tmp_path: Path
-) -> None:
-    """The export itself compares the outputs."""
-    for package in ONNX_PACKAGES:
-        pytest.importorskip(package)
-    names = blueprint_names(layout)
-    for part in (names[i : i + 3] for i in range(0, len(names), 3)):
-        network = build()
-        for slot, blueprint, style in zip(slots_of(network).values(), part, STYLES, strict=False):
-            grow(slot, Stage.FOSSILIZED, blueprint, HALF, style=style)
-        assert export(network, inputs(3), tmp_path / "grown.onnx", "onnx") < 1e-5
 
 
 def test_a_missing_package_for_onnx_is_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

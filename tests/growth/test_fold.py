@@ -1,7 +1,6 @@
 """Folding of fossilized seeds: the same outputs from fewer layers; seeds that cannot be folded are unchanged."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -20,8 +19,7 @@ from esper_lightning.growth.growing_network import GrowingNetwork
 from esper_lightning.growth.lifecycle import count_parameters, germinate, slots_of
 from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.growth.stages import Stage
-from esper_lightning.hosts import GPT, MLP
-from tests.growth.grown import LIFE, STYLES, add_noise, generator_of, grow, slot_named, small_batch, small_cnn
+from tests.growth.grown import LIFE, STYLES, add_noise, generator_of, grow
 
 WIDTH = 6
 
@@ -310,76 +308,7 @@ def test_a_neighbour_that_others_need_too_is_passed_over(
         assert fold_and_check(network, x, tolerance) == [FoldResult("place", into, "")]
 
 
-def test_what_happens_in_place_between_a_layer_and_the_slot_is_noticed() -> None:
-    class Shortcut(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.slot = nn.Conv2d(3, 3, 1), SeedSlot("place", "image", 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            made = self.before(x)
-            made += x
-            return torch.tanh(self.slot(made))
-
-    network = Shortcut()
-    fossilize_seed(network.slot, "conv_small")
-    assert fold_and_check(network, example("image")) == [FoldResult("place", "place", "")]
-
-
-def test_infinite_outputs_hide_no_change_of_the_others_and_indices_cannot_be_compared() -> None:
-    class Answers(nn.Module):
-        def __init__(self, answer: Callable[[Tensor], Tensor]) -> None:
-            super().__init__()
-            self.inner, self.answer = UsedElsewhere(both=True), answer
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.answer(self.inner(x))
-
-    mask = torch.tensor([False, False, True])
-    for answer in (lambda y: y.masked_fill(mask, float("-inf")), lambda y: y.argmax(1)):
-        network, x = Answers(answer), example("vector")
-        fossilize_seed(network.inner.slot, "lora")
-        before = network(x)
-        with suppress(ValueError):
-            fold(network, x)
-        torch.testing.assert_close(network(x), before, rtol=1e-5, atol=1e-5)
-        assert network.inner.slot.stage is Stage.FOSSILIZED
-
-
-@pytest.mark.parametrize("example_input", [(torch.ones(2, 5), 2.0), {"x": torch.ones(2, 5), "scale": 2.0}], ids=type)
-def test_an_example_may_be_several_arguments_and_layers_may_be_called_by_keyword(example_input: Any) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.chain = chain("vector")
-
-        def forward(self, x: Tensor, scale: float) -> dict[str, Tensor]:
-            part = self.chain
-            return {"scores": part.behind(input=part.slot(part.before(input=scale * x)))}
-
-    network = Scaled()
-    fossilize_seed(network.chain.slot, "lora")
-    assert fold(network, example_input) == [FoldResult("place", "chain.before", "")]
-
-
 # Networks.
-
-
-def test_seeds_that_follow_each_other_go_into_the_same_layer_and_a_folded_slot_takes_the_next_seed_in() -> None:
-    network = nn.Sequential(
-        nn.Linear(5, WIDTH), *(SeedSlot(name, "vector", WIDTH) for name in "abc"), nn.Tanh(), nn.Linear(WIDTH, 2)
-    ).double()
-    for slot in slots_of(network).values():
-        if slot.name != "b":  # an empty slot does not prevent the fold
-            fossilize_seed(slot, "lora")
-    x = example("vector", torch.float64)
-    assert fold_and_check(network, x, 1e-10) == [FoldResult("a", "0", ""), FoldResult("c", "0", "")]
-    images = nn.Sequential(
-        nn.Tanh(), SeedSlot("a", "image", 3), SeedSlot("b", "image", 3), nn.Tanh(), nn.Conv2d(3, 2, 1)
-    )
-    for slot in slots_of(images).values():
-        fossilize_seed(slot, "conv_small")
-    assert fold_and_check(images, example("image")) == [FoldResult("a", "a", ""), FoldResult("b", "1.folded", "")]
 
 
 def test_a_folded_slot_learns_grows_and_is_folded_again() -> None:
@@ -431,24 +360,6 @@ def test_seeds_in_a_users_network_are_folded_saved_and_loaded(tmp_path: Any) -> 
     save(network, tmp_path / "grown")
     load(copy := resnet(), tmp_path / "grown")
     assert torch.equal(copy.eval()(x), network.eval()(x))
-
-
-def test_our_hosts_take_seeds_in_where_their_layers_touch_them() -> None:
-    places = ["block1", "block1.pool", "block2", "block3.pool"]
-    network, x = small_cnn(places), small_batch()[0]
-    network(x)  # moves BatchNorm's statistics
-    for place, blueprint in zip(places, ["conv_light", "conv_small", "conv_small", "attention"], strict=True):
-        fossilize_seed(slot_named(network, place), blueprint, bias=place != "block1.pool")
-    into = {folding.slot: folding.target_layer for folding in fold_and_check(network, x)}
-    assert into == {"block1": "block1", "block1.pool": "convs.1", "block2": "block2", "block3.pool": None}
-    network = MLP((5,), 3, width=WIDTH, layers=2)
-    for slot in slots_of(network).values():
-        fossilize_seed(slot, "lora")
-    foldings = fold_and_check(network, example("vector"))
-    assert foldings == [FoldResult("layer1", "layers.1", ""), FoldResult("layer2", "head", "")]
-    network = GPT((6,), 11, width=8, blocks=2, heads=2, context=8, slots=["layer1"])
-    fossilize_seed(slot_named(network, "layer1"), "lora")
-    unchanged_by_folding(network, torch.arange(12).view(2, 6) % 11)
 
 
 @pytest.mark.parametrize(

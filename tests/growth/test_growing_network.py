@@ -3,20 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD, Adam
 
 from esper_lightning.blueprints import build_seed
 from esper_lightning.growth.counterfactual import contributions
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.gradient_stats import EXPLODED_NORM, NO_GRADIENT, VANISHED_NORM, GradientStats
+from esper_lightning.growth.gradient_stats import NO_GRADIENT
 from esper_lightning.growth.growing_network import GrowingNetwork, SeedMeasurements
 from esper_lightning.growth.lifecycle import count_parameters
-from esper_lightning.growth.param_groups import group_names
-from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from tests.growth.by_hand import (
     check_optimizer_matches,
@@ -31,7 +28,6 @@ from tests.growth.grown import (
     CALM,
     CPU,
     LIFE,
-    add_noise,
     batch_of,
     generator_of,
     host_of,
@@ -80,17 +76,6 @@ def test_a_seed_goes_through_its_whole_life_and_makes_the_network_better() -> No
     check_optimizer_matches(network)
 
 
-def test_a_seed_that_does_not_help_is_culled_and_its_slot_opens_again() -> None:
-    network = growing(LifecycleConfig(training_ticks=1, embargo_ticks=2, min_gradient_health=0.0))
-    network.germinate("block1", "norm", ticks=1)
-    lived = [describe_events(epoch(network, step, {"block1": -1.0})) for step in range(8)]
-    stages = ["TRAINING", "BLENDING", "PROBATIONARY", "CULLED", "EMBARGOED", None, "DORMANT", None]
-    assert lived == [[f"block1: {stage}"] if stage else [] for stage in stages]
-    assert group_names(network.optimizer) == [""]
-    check_optimizer_matches(network)
-    network.germinate("block1", "conv_small")
-
-
 def test_a_seed_may_be_blended_from_the_start_without_any_gate() -> None:
     network = growing(LifecycleConfig(training_ticks=9, min_potential=50.0))
     event = network.germinate("block1", "conv_light", ticks=2, stage="BLENDING")
@@ -120,14 +105,6 @@ def test_by_default_seeds_follow_torchs_seed_and_leave_its_generator_alone() -> 
     assert not torch.equal(weights[0][0], weights[2][0])
 
 
-def test_by_default_a_seed_does_not_repeat_the_hosts_first_weights() -> None:
-    torch.manual_seed(0)
-    host = nn.Sequential(nn.Linear(12, 24), nn.Linear(24, 12), SeedSlot("end", "vector", 12))
-    network = GrowingNetwork(host, SGD(host.parameters(), lr=0.1), horizon=3)
-    network.germinate("end", "mlp_small")  # its first layer is a Linear(12, 24) too
-    assert not torch.equal(network.slots["end"].seed.body[0].weight, host[0].weight)
-
-
 @pytest.mark.parametrize("birth", ["identity", "random"])
 def test_seeds_come_from_the_generator_that_was_given_and_are_born_as_the_lifecycle_says(birth: Any) -> None:
     network = growing(LifecycleConfig(birth=birth), generator=generator_of(11))
@@ -140,24 +117,6 @@ def test_seeds_come_from_the_generator_that_was_given_and_are_born_as_the_lifecy
 
 
 # Measurements.
-
-
-def test_a_tensor_as_statistics_agrees_with_numpy_in_double_precision() -> None:
-    network = growing()
-    network.germinate("block1", "conv_heavy", style="gate")
-    add_noise(network.slots["block1"].seed)
-    loss_on(network.module, batch_of("image")).backward()
-    named = list(network.module.named_parameters())
-    expected = []
-    for of in (lambda name: ".seed." not in name, lambda name: ".block1.seed." in name):
-        gradients = [p.grad.numpy().astype(np.float64) for name, p in named if of(name)]
-        norms = np.array([np.sqrt((gradient**2).sum()) for gradient in gradients])
-        total = np.sqrt((norms**2).sum())
-        rms = total / np.sqrt(sum(gradient.size for gradient in gradients))
-        expected.append([total, rms, (norms < VANISHED_NORM).mean(), (norms > EXPLODED_NORM).mean()])
-    measured = network.gradient_stats_tensor()
-    np.testing.assert_allclose(measured.numpy(), [*expected, list(NO_GRADIENT)], rtol=1e-5)
-    assert network.measure_gradients() == {"block1": GradientStats(*measured[1].tolist())}
 
 
 def test_gradients_are_measured_at_each_tick_unless_they_are_given() -> None:

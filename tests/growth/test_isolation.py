@@ -13,7 +13,7 @@ from esper_lightning.growth import GrowingNetwork, LifecycleConfig, SeedSlot, at
 from esper_lightning.growth.blend import PROXIMAL_STEP, BlendStyle, Isolation, proximal_gradient
 from esper_lightning.growth.slot import Layout
 from esper_lightning.growth.stages import Stage
-from esper_lightning.hosts.dropout import Dropout
+from esper_lightning.hosts.parts import Dropout
 from tests.growth.grown import (
     CPU,
     LAYOUTS,

@@ -52,15 +52,6 @@ def test_a_stage_follows_another_or_the_error_names_what_may(before: Stage, afte
     assert slot.stage is before
 
 
-def test_stages_number_the_places_of_a_one_hot_code_and_tell_what_kind_of_seed_there_is() -> None:
-    assert {stage.name: int(stage) for stage in Stage} == {name: i for i, name in enumerate(FOLLOWERS)}
-    slot, kinds = image_slot(), {"occupied": [], "live": [], "isolated": [], "blended": []}
-    for slot.stage in Stage:
-        for kind, stages in kinds.items():
-            stages += [slot.stage] * getattr(slot, kind)
-    assert kinds == {"occupied": LIFE, "live": LIFE[:4], "isolated": LIFE[:2], "blended": LIFE[2:]}
-
-
 def pass_tick(slot: SeedSlot, config: LifecycleConfig, contribution: float | None = 2.0, **options: bool) -> list[str]:
     """Run one host epoch and return its changes of stage, like `TRAINING: placed`."""
     slot.end_epoch()
@@ -115,14 +106,6 @@ def test_a_held_seed_advances_neither_to_blending_nor_to_probation() -> None:
     assert pass_tick(slot, config) == ["PROBATIONARY: alpha reached its target"]
 
 
-def test_a_slot_stays_closed_for_five_ticks_after_a_cull() -> None:
-    slot, config = image_slot(), LifecycleConfig()
-    grow(slot, Stage.TRAINING)
-    cull(slot)
-    passed = [pass_tick(slot, config) for _ in range(7)]
-    assert passed == [["EMBARGOED: removed"], [], [], [], [], ["DORMANT: embargo over"], []]
-
-
 @pytest.mark.parametrize("stage", LIFE[:-1], ids=lambda stage: stage.name)
 def test_culling_removes_every_trace_of_a_seed_and_closes_the_slot(stage: Stage) -> None:
     network, bare = small_cnn(), small_cnn()
@@ -134,17 +117,6 @@ def test_culling_removes_every_trace_of_a_seed_and_closes_the_slot(stage: Stage)
     assert torch.equal(loss_of(network), loss_of(bare))
     with pytest.raises(ValueError, match="CULLED cannot become GERMINATED; allowed: EMBARGOED"):
         germinate(slot, "norm", generator=generator_of())
-
-
-@pytest.mark.parametrize(
-    ("contribution", "ticks", "cause"),
-    [(-1.5, 1, "contribution -1.50 points is not positive"), (0.5, 5, "on probation for 5 ticks")],
-)
-def test_a_useless_or_late_seed_is_culled_with_the_reason(contribution: float, ticks: int, cause: str) -> None:
-    slot, config = image_slot(), LifecycleConfig()
-    grow(slot, Stage.PROBATIONARY)
-    assert [pass_tick(slot, config, contribution) for _ in range(ticks)] == [[]] * (ticks - 1) + [[f"CULLED: {cause}"]]
-    assert list(slot.parameters()) == []
 
 
 @pytest.mark.parametrize(("training_ticks", "reported_at"), [(3, 6), (1, 2), (0, 1)])
@@ -162,16 +134,6 @@ def test_a_seed_that_is_stuck_in_training_says_so_once_with_the_reasons(training
     )
     assert (event.ticks_before, event.age) == (reported_at, reported_at)
     assert not any(events.values())
-
-
-def test_a_seed_that_no_optimizer_holds_waits() -> None:
-    slot, config = image_slot(), LifecycleConfig(training_ticks=1)
-    germinate(slot, "norm", generator=generator_of())
-    for _ in range(3):
-        slot.end_epoch()
-        assert auto_transition(slot, evidence_of(slot, in_optimizer=False), config, horizon=50) == []
-    assert pass_tick(slot, config) == ["TRAINING: placed"], "the tick of germination does not count as training"
-    assert pass_tick(slot, config) == ["BLENDING: ready to blend"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 from esper_lightning.growth.export import load, save
@@ -94,19 +93,6 @@ def test_a_cleared_network_goes_on_as_one_that_never_grew(make: Make) -> None:
         assert learn(network.module, network.optimizer, step) == learn(fresh, optimizer, step)
 
 
-@pytest.mark.parametrize("stage", LIFE, ids=lambda stage: stage.name)
-def test_whatever_grows_can_be_removed_and_the_slot_is_open_at_once(stage: Stage) -> None:
-    network = growing()
-    grow_to_stage(network, "block1", stage)
-    if stage is Stage.TRAINING:
-        network.cull("block1")  # before its embargo is over
-    network.remove_seed("block1")
-    assert network.slots["block1"].stage is Stage.DORMANT
-    assert network.measurements["block1"] == SeedMeasurements()
-    check_optimizer_matches(network)
-    network.germinate("block1", "norm")
-
-
 def test_seeds_learn_under_their_own_options() -> None:
     network = growing(seed_options={"lr": 0.0, "weight_decay": 0.5})
     network.germinate("block1", "conv_light", style="gate")
@@ -183,13 +169,6 @@ def test_growth_that_was_stopped_ends_as_growth_that_was_not(make: Make) -> None
     ours, theirs = resumed.module.state_dict(), network.module.state_dict()
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
     assert same_optimizer_state(optimizer_state(resumed), optimizer_state(network))
-
-
-def test_a_state_of_another_network_is_refused() -> None:
-    other = nn.Sequential(nn.Linear(2, 2), *host_of("vector").slots)
-    network = GrowingNetwork(other, SGD(other.parameters(), lr=0.1), horizon=20)
-    with pytest.raises(RuntimeError, match="Unexpected key"):
-        network.load_state_dict(growing().state_dict())
 
 
 @every_optimizer

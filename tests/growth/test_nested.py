@@ -6,12 +6,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from esper_lightning.growth.attach import attach_slots
-from esper_lightning.growth.nested import KeyPath, first_tensor_path, get_at, replace_at
+from esper_lightning.growth.nested import KeyPath, get_at
 from esper_lightning.growth.slot import Layout
 from esper_lightning.growth.stages import Stage
 from tests.growth.grown import LastState, generator_of, grow
@@ -32,22 +30,6 @@ class ModelOutput(OrderedDict):
         super().__setattr__(key, value)
 
 
-FLOAT, OTHER, WHOLE = torch.ones(2, 3), torch.zeros(2), torch.arange(3)
-
-
-nests = st.recursive(
-    st.builds(lambda n: torch.full((2,), float(n)), st.integers(0, 9)) | st.none() | st.text(max_size=2),
-    lambda inner: (
-        st.lists(inner, min_size=1, max_size=3)
-        | st.lists(inner, min_size=1, max_size=3).map(tuple)
-        | st.dictionaries(st.sampled_from("abc"), inner, min_size=1)
-        | st.dictionaries(st.sampled_from("abc"), inner, min_size=1).map(ModelOutput)
-        | st.builds(Encoded, inner, inner)
-    ),
-    max_leaves=12,
-)
-
-
 def leaves_by_path(output: Any, path: KeyPath = ()) -> dict[KeyPath, Any]:
     """Return every leaf by its path; independent of the tested code."""
     if isinstance(output, dict):
@@ -63,30 +45,6 @@ def types(output: Any) -> Any:
     """Return the nested types of all containers."""
     parts = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
     return type(output), [types(part) for part in parts]
-
-
-@given(nests)
-def test_the_first_tensor_is_the_first_floating_leaf(output: Any) -> None:
-    tensors = [path for path, leaf in leaves_by_path(output).items() if isinstance(leaf, Tensor)]
-    assert first_tensor_path(output) == (tensors[0] if tensors else None)
-
-
-@given(nests, st.data())
-def test_putting_a_part_changes_that_part_and_nothing_else(output: Any, data: st.DataObject) -> None:
-    before, kinds = leaves_by_path(output), types(output)
-    path = data.draw(st.sampled_from(list(before)))
-    part = object()
-
-    changed = replace_at(output, path, part)
-
-    assert get_at(changed, path) is part
-    assert types(output) == kinds
-    after = leaves_by_path(changed)
-    assert list(after) == list(before)
-    assert all(after[way] is before[way] for way in before if way != path)
-    assert all(leaf is before[way] for way, leaf in leaves_by_path(output).items())  # the first is unchanged
-    if path:
-        assert type(changed) is type(output)
 
 
 class TakesApart(nn.Module):
@@ -206,21 +164,3 @@ def test_a_seed_grows_on_an_output_or_a_state_of_an_lstm(
     untouched = [out for out in ((0,), (1, 0), (1, 1)) if get_at(made, out) is not place(made)]
     assert len(untouched) == 2
     assert all(torch.equal(get_at(network.seen, way), get_at(made, way)) for way in untouched)
-
-
-def test_named_results_of_torch_keep_their_names() -> None:
-    result = torch.arange(6.0).view(2, 3).max(1)
-    changed = replace_at(result, (0,), FLOAT)
-    assert changed.values is FLOAT
-    assert changed.indices is result.indices
-
-
-def test_keys_that_look_like_numbers_can_be_named() -> None:
-    network, x = TakesApart(lambda h, ids: {"0": h, "1": h.exp()}, lambda out: out["1"]), torch.randn(4, 5)
-    assert attach_slots(network, ["encoder[1]"], x)["encoder[1]"].width == WIDTH
-
-
-def test_indices_end_at_a_tensor() -> None:
-    network, x = Recurrent(torchs(), first_output), torch.randn(4, 7, 5)
-    with pytest.raises(ValueError, match=r"lstm\[0\]\[0\]"):
-        attach_slots(network, ["lstm[0][0]"], x)

@@ -12,7 +12,6 @@ from esper_lightning.growth.param_groups import (
     HOST_GROUP,
     add_group,
     remove_group,
-    reset_optimizer_state,
 )
 from tests.growth.grown import generator_of
 
@@ -117,16 +116,3 @@ def test_an_optimizer_that_knows_names_keeps_each_with_its_parameter(together: b
         assert all(parameter is group[name] for name, parameter in zip(group, module.parameters(), strict=True))
     remove_group(optimizer, "block1")
     learn(optimizer, [pair.host, newcomer], range(2))
-
-
-@every_optimizer
-def test_forgetting_is_a_fresh_start_bit_for_bit(make: Make) -> None:
-    used, new = linear(0), linear(0)
-    optimizer, fresh = make(used), make(new)
-    learn(optimizer, [used], range(4))
-    used.load_state_dict(linear(0).state_dict())
-    reset_optimizer_state(optimizer)
-    for step in range(10, 15):
-        learn(optimizer, [used], range(step, step + 1))
-        learn(fresh, [new], range(step, step + 1))
-        assert same((optimizer, used), (fresh, new)), step

@@ -54,28 +54,6 @@ def test_exact_values_are_the_mean_over_all_orders_and_sum_to_the_whole_gain(gam
     assert math.fsum(values.values()) == pytest.approx(gain, rel=1e-6, abs=1e-9)
 
 
-@given(games(least=1), worths, st.data())
-def test_a_player_that_always_adds_the_same_earns_just_that(
-    game: tuple[Game, list[str]], wage: float, data: st.DataObject
-) -> None:
-    worth, players = game
-    lone = data.draw(st.sampled_from(players))
-    with_wage = {joined: worth[joined - {lone}] + wage * (lone in joined) for joined in worth}
-    values = shapley_values(with_wage, players)
-    assert values.pop(lone) == pytest.approx(wage, rel=1e-9, abs=1e-9)
-    others = [player for player in players if player != lone]
-    alone = shapley_values({joined: worth[joined] for joined in all_variants(others)}, others)
-    assert values == pytest.approx(alone, rel=1e-9, abs=1e-9)
-
-
-def test_values_of_two_gloves_by_hand() -> None:
-    # Left, right, right: a pair of gloves is worth 1. The left glove is in every pair: it joins last, or second behind
-    # a right one, in 4 of 6 orders. Each right glove makes the pair in 1 of 6.
-    players = ["left", "right", "spare"]
-    worth = {joined: float("left" in joined and len(joined) > 1) for joined in all_variants(players)}
-    assert shapley_values(worth, players) == pytest.approx({"left": 4 / 6, "right": 1 / 6, "spare": 1 / 6})
-
-
 @given(games())
 def test_interactions_are_the_mean_over_all_orders_in_which_a_pair_joins_as_one(game: tuple[Game, list[str]]) -> None:
     worth, players = game
@@ -83,11 +61,3 @@ def test_interactions_are_the_mean_over_all_orders_in_which_a_pair_joins_as_one(
     assert list(measured) == list(combinations(players, 2))
     for (a, b), index in measured.items():
         assert index == pytest.approx(interaction_over_all_orders(worth, players, a, b), rel=1e-9, abs=1e-9)
-
-
-def test_help_is_positive_and_doing_the_same_work_is_negative() -> None:
-    players = ["a", "b", "c"]
-    both = {joined: float({"a", "b"} <= joined) for joined in all_variants(players)}
-    either = {joined: float(bool({"a", "b"} & joined)) for joined in all_variants(players)}
-    assert interactions(both, players) == {("a", "b"): 1.0, ("a", "c"): 0.0, ("b", "c"): 0.0}
-    assert interactions(either, players) == {("a", "b"): -1.0, ("a", "c"): 0.0, ("b", "c"): 0.0}

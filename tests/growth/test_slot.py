@@ -11,7 +11,6 @@ from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.growth.stages import Stage
 from tests.growth.grown import (
     LAYOUTS,
-    SLOTS,
     STYLES,
     add_noise,
     batch_of,
@@ -20,7 +19,6 @@ from tests.growth.grown import (
     host_of,
     loss_of,
     loss_on,
-    same_host,
     slot_named,
     small_cnn,
 )
@@ -41,20 +39,8 @@ def bits(x: Tensor) -> Tensor:
     return x.detach().view(torch.int32)
 
 
-def tripling_slot(stage: Stage, isolate: bool | None, ramp: Ramp = SLOW) -> SeedSlot:
-    """Return a slot whose seed multiplies by three."""
-    slot = SeedSlot("block1", "image", 4, detach_input=isolate)
-    grow(slot, stage, "conv_small", ramp)
-    convolution = slot.seed.body[-1]
-    with torch.no_grad():
-        convolution.weight.copy_(2.0 * torch.eye(4)[:, :, None, None])  # x + 2x
-        convolution.bias.zero_()
-    return slot
-
-
 every_style = pytest.mark.parametrize("style", STYLES)
 
-every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 while_learning = pytest.mark.parametrize("stage", [Stage.GERMINATED, Stage.TRAINING], ids=lambda stage: stage.name)
 
@@ -82,22 +68,6 @@ def test_a_training_seed_learns_without_touching_the_host(
     assert all(torch.equal(measured[name], expected[name]) for name in expected)
     for slot in slots_of(growing).values():
         assert all(p.grad.any() for p in slot.seed.parameters()), slot.name
-
-
-def test_a_host_trains_the_same_with_and_without_seeds_in_training() -> None:
-    empty, growing = small_cnn(SLOTS), small_cnn(SLOTS)
-    for name in SLOTS:
-        grow(slot_named(growing, name), Stage.TRAINING)
-    before = [p.clone() for p in slot_named(growing, "block2").seed.parameters()]
-    for network in (empty, growing):
-        optimizer = torch.optim.Adam(network.parameters(), lr=0.01)
-        for step in range(5):
-            optimizer.zero_grad()
-            loss_of(network, seed=step).backward()
-            optimizer.step()
-    assert same_host(growing, empty)
-    after = slot_named(growing, "block2").seed.parameters()
-    assert not any(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
 @while_learning
@@ -162,24 +132,6 @@ def test_the_gradient_that_reaches_the_host_is_the_one_computed_by_hand(
     assert all(p.grad.any() for p in slot.seed.parameters())
 
 
-@pytest.mark.parametrize(("isolate", "slope"), [(True, 0.75), (None, 0.75), (False, 0.75 + 0.25 * 3.0)])
-def test_isolation_keeps_the_host_from_learning_through_a_blending_seed(isolate: bool | None, slope: float) -> None:
-    slot, x = tripling_slot(Stage.BLENDING, isolate), feature()
-    y = slot(x)
-    y.sum().backward()
-    torch.testing.assert_close(y, 0.75 * x + 0.25 * 3.0 * x)  # alpha is 1/4 in the first tick of four
-    torch.testing.assert_close(x.grad, torch.full_like(x, slope))
-    assert all(p.grad.any() for p in slot.seed.parameters())
-
-
-def test_a_fossil_is_never_isolated() -> None:
-    slot, x = tripling_slot(Stage.FOSSILIZED, True), feature()
-    y = slot(x)
-    y.sum().backward()
-    torch.testing.assert_close(y, 3.0 * x)
-    torch.testing.assert_close(x.grad, torch.full_like(x, 3.0))
-
-
 @pytest.mark.parametrize("stage", [Stage.GERMINATED, Stage.TRAINING], ids=lambda stage: stage.name)
 def test_in_evaluation_a_training_seed_does_not_even_run(stage: Stage) -> None:
     slot, x, runs = SeedSlot("block1", "image", 4), feature(), []
@@ -224,12 +176,6 @@ def test_alpha_moves_along_the_ramp_from_blending_on_and_then_rests() -> None:
         assert (slot.alpha.item(), slot.alpha_before, slot.ticks_in_stage) == (1.0, 1.0, 1)
 
 
-def test_alpha_goes_where_its_host_goes() -> None:
-    slot = SeedSlot("block1", "image", 4)
-    assert slot.double().alpha.dtype == torch.float64
-    assert slot.to("meta").alpha.device.type == "meta"
-
-
 def test_a_seed_ages_and_an_empty_slot_does_not() -> None:
     slot = SeedSlot("block1", "image", 4)
     slot.end_epoch()
@@ -238,19 +184,6 @@ def test_a_seed_ages_and_an_empty_slot_does_not() -> None:
     slot.end_epoch()
     slot.end_epoch()
     assert (slot.age, slot.ticks_in_stage) == (2, 2)
-
-
-def test_emptying_a_slot_forgets_everything() -> None:
-    slot, x = SeedSlot("block1", "image", 4), feature()
-    grow(slot, Stage.BLENDING, ramp=SLOW, style="gate")
-    slot.end_epoch()
-    slot.empty()
-    assert slot(x) is x
-    assert list(slot.parameters()) == []
-    fresh = SeedSlot("block1", "image", 4)
-    forgotten = ("stage", "blueprint", "style", "ramp", "ramp_ticks", "age", "ticks_in_stage", "alpha_now")
-    assert [getattr(slot, name) for name in forgotten] == [getattr(fresh, name) for name in forgotten]
-    assert slot.alpha.item() == 0.0
 
 
 def test_a_host_may_work_in_place_behind_a_slot_with_a_training_seed() -> None:

@@ -118,20 +118,6 @@ def test_the_optimizer_is_that_of_a_network_of_the_new_depth(how: Any, named: bo
     two_groups(plain).load_state_dict(optimizer.state_dict())
 
 
-def test_groups_that_hold_one_kind_of_parameter_after_another_keep_this_order() -> None:
-    network = Network()
-
-    def make() -> AdamW:
-        named = [[dict(block.named_parameters())[name] for block in network.blocks] for name in names]
-        return AdamW([parameter for kind in named for parameter in kind])
-
-    names = [name for name, _ in network.blocks[0].named_parameters()]
-    optimizer = make()
-    stack(network.blocks, to=5, optimizer=optimizer, how="interleave")
-
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in make().param_groups[0]["params"]]
-
-
 def test_a_parameter_joins_the_one_of_several_optimizers_that_holds_its_source() -> None:
     network = Network()
     matrices = [p for p in network.parameters() if p.ndim == 2]
@@ -141,15 +127,6 @@ def test_a_parameter_joins_the_one_of_several_optimizers_that_holds_its_source()
 
     held = [len(optimizer.param_groups[0]["params"]) for optimizer in optimizers]
     assert held == [2 + 4 * 2, 2 + 4 * 4]
-
-
-def test_a_reset_state_is_that_of_a_parameter_before_its_first_step() -> None:
-    network, optimizer = trained()
-
-    stack(network.blocks, to=4, optimizer=optimizer, state="reset")
-
-    assert not any(p in optimizer.state for p in network.blocks[3].parameters())
-    assert all(p in optimizer.state for p in network.blocks[0].parameters())
 
 
 def test_zero_blocks_change_nothing_at_first_and_learn() -> None:
@@ -232,17 +209,6 @@ def test_given_blocks_take_over_the_content_of_their_sources() -> None:
     assert equal(spare[0], network.blocks[0]) and equal(spare[1], network.blocks[1])
     assert torch.equal(spare[0].calls, network.blocks[0].calls) and spare[0].calls > 0
     assert not spare[0].norm.weight.requires_grad
-
-
-def test_names_of_a_sequential_are_continued() -> None:
-    blocks = nn.Sequential()
-    for i in range(2):
-        blocks.add_module(f"layer_{i + 1}", Block())
-
-    stack(blocks, to=4)
-
-    assert [name for name, _ in blocks.named_children()] == ["layer_1", "layer_2", "layer_3", "layer_4"]
-    assert blocks(torch.randn(2, WIDTH)).shape == (2, WIDTH)
 
 
 def unlike() -> nn.ModuleList:

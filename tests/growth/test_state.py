@@ -1,7 +1,6 @@
 """A state dict tells the whole network: loaded into any state of it, it gives the outputs that it was saved with."""
 
 import io
-import os
 import pickle
 from collections.abc import Callable
 from copy import deepcopy
@@ -9,7 +8,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import lightning
 import pytest
 import safetensors.torch
 import torch
@@ -20,7 +18,6 @@ from torch.optim import SGD
 from esper_lightning.growth.attach import attach_from_state_dict, attach_slots, detach_slots
 from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.export import load, save
-from esper_lightning.growth.fold import fold
 from esper_lightning.growth.growing_network import GrowingNetwork
 from esper_lightning.growth.lifecycle import cull, slots_of
 from esper_lightning.growth.slot import EXTRA_STATE, SeedSlot, decode, encode, new_folded
@@ -132,14 +129,6 @@ def test_slots_that_a_network_has_built_in_are_restored_in_all_stages() -> None:
     assert not any(module.training for module in slot_named(fresh.eval(), "block2").seed.modules())
 
 
-def test_a_network_that_was_folded_is_restored() -> None:
-    network, fresh = network_in(kept), with_slots()
-    (result,) = fold(network, images())
-    assert result.target_layer is not None
-    fresh.load_state_dict(saved(network))
-    assert same(network, fresh, images())
-
-
 def test_a_network_gets_the_slots_that_a_state_dict_tells_of() -> None:
     network = nn.ModuleDict({"model": network_in(blending)})
     fresh = nn.ModuleDict({"model": small_network()})
@@ -150,13 +139,6 @@ def test_a_network_gets_the_slots_that_a_state_dict_tells_of() -> None:
     assert same(network["model"], fresh["model"], images())
     attach_from_state_dict(plain := small_network(), small_network().state_dict())
     assert slots_of(plain) == {}
-
-
-def test_a_state_dict_that_fits_leaves_the_parameters_where_an_optimizer_finds_them() -> None:
-    network, other = network_in(blending, 1), network_in(blending, 2)
-    before = [id(p) for p in other.parameters()]
-    other.load_state_dict(saved(network))
-    assert [id(p) for p in other.parameters()] == before
 
 
 def test_weights_from_before_the_slots_fit_empty_slots_and_are_no_whole_state_of_seeds() -> None:
@@ -255,24 +237,6 @@ def test_an_optimizer_of_other_seeds_is_refused() -> None:
         other.optimizer.load_state_dict(growing.optimizer.state_dict())
 
 
-class Classifier(lightning.LightningModule):
-    """Module as a user writes it, with a slot."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = small_network()
-        attach_slots(self.model, ["2", "5"], images())
-
-
-def test_a_checkpoint_of_lightning_is_loaded_strictly(tmp_path: Path) -> None:
-    module = Classifier()
-    blending(slots_of(module))
-    checkpoint = {"state_dict": module.state_dict(), "pytorch-lightning_version": lightning.__version__}
-    torch.save(checkpoint, tmp_path / "best.ckpt")
-    loaded = Classifier.load_from_checkpoint(tmp_path / "best.ckpt", weights_only=True)
-    assert same(module.model, loaded.model, images())
-
-
 # Files of `save`.
 
 
@@ -305,31 +269,6 @@ def test_weights_that_share_memory_or_lie_apart_in_it_are_saved(tmp_path: Path) 
     load(fresh, tmp_path / "grown")
     assert fresh.a.weight is fresh.b.weight
     assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in network.state_dict().items())
-
-
-class WithExtraState(nn.Linear):
-    """Layer whose state is not tensors alone."""
-
-    def get_extra_state(self) -> Any:
-        return {"scale": 1}
-
-
-def test_what_cannot_be_saved_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="_extra_state is a dict; only networks whose state is tensors"):
-        save(WithExtraState(2, 2), tmp_path / "grown")
-    with pytest.raises(ValueError, match="is a folder; name a file"):
-        save(nn.Linear(2, 2), tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_save_that_fails_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    network = network_in(kept)
-    save(network, tmp_path / "grown")
-    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(OSError, match="No space"):
-        save(network_in(nothing), tmp_path / "grown")
-    load(fresh := small_network(), tmp_path / "grown")
-    assert same(network, fresh, images())
 
 
 def cut_to(share: float) -> Callable[[Path], object]:

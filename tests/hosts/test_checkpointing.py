@@ -95,29 +95,6 @@ def test_training_is_the_same_bit_for_bit_in_every_stage_of_a_seed(make: Make, b
     check_same_training(*networks)
 
 
-def test_a_seeds_own_running_statistics_count_each_batch_once() -> None:
-    networks = cnn(False), cnn(True)
-    for network in networks:
-        slot = slots_of(network)["block2.pool"]
-        grow(slot, Stage.BLENDING)
-        slot.seed = nn.BatchNorm2d(slot.width)
-    check_same_training(*networks)
-    assert networks[1].slots["block2_pool"].seed.num_batches_tracked == 3
-    assert networks[1].norms[0].num_batches_tracked == 3
-
-
-def test_a_seed_that_draws_random_numbers_draws_the_same_again() -> None:
-    gradients = []
-    for network in (cnn(False), cnn(True)):
-        slot = slots_of(network)["block1.pool"]
-        grow(slot, Stage.BLENDING)
-        slot.seed = nn.Sequential(slot.seed, nn.Dropout())
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            gradients.append(trained(network)[1])
-    assert same(*gradients)
-
-
 def kept_bytes(network: nn.Module, loss_of: Callable[[nn.Module], Tensor] = loss_of) -> int:
     """Return the bytes stored between the forward and the backward pass, without the weights."""
     kept: dict[int, int] = {}
@@ -132,18 +109,6 @@ def kept_bytes(network: nn.Module, loss_of: Callable[[nn.Module], Tensor] = loss
         loss = loss_of(network)  # keep all saved tensors alive, so that no address is reused
     del loss
     return sum(size for address, size in kept.items() if address not in weights)
-
-
-@every_host
-def test_less_is_kept_until_the_backward_pass(make: Make, blueprint: str) -> None:
-    for stage in (Stage.DORMANT, Stage.BLENDING):
-        networks = make(False), make(True)
-        for network in networks:
-            for slot in slots_of(network).values():
-                if stage is not Stage.DORMANT:
-                    grow(slot, stage, blueprint)
-        kept, recomputed = map(kept_bytes, networks)
-        assert recomputed < kept / 3
 
 
 @every_host

@@ -23,13 +23,12 @@ from esper_lightning.ranks import ALONE
 from esper_lightning.telemetry.hosts import join, observe
 from esper_lightning.telemetry.metrics import tick_metrics
 from tests.decisions import WAIT, act, germinate
-from tests.envs.executors.episodes import episode, same
+from tests.envs.executors.episodes import same
 from tests.envs.executors.fake_cuda import FakeCuda
 from tests.tiers import rest_is_slow
 
 MakePool = Callable[..., HostPool]
 
-CPU = torch.device("cpu")
 
 STYLES = ["linear_add", "linear_multiply", "linear_gate"]
 
@@ -104,18 +103,6 @@ def test_a_host_trains_as_without_seeds_while_they_learn(
     assert same(metrics, expected_metrics)
     for found, expected in zip(weights, expected_weights, strict=True):
         assert {name for name, value in expected.items() if not torch.equal(found[name], value)} == set()
-
-
-@pytest.mark.parametrize("isolation", get_args(Isolation))
-def test_workers_do_what_the_loop_does_bit_for_bit(make_pool: MakePool, isolation: Isolation) -> None:
-    lifecycle = LifecycleConfig(isolation=isolation, training_ticks=1, min_contribution=None, embargo_ticks=1)
-    pools = [make_pool(3, executor=name, horizon=6, lifecycle=lifecycle) for name in ("loop", "threads")]
-    stages: set[Stage] = set()
-
-    by_loop, by_threads = (episode(pool, stages) for pool in pools)
-
-    assert same(by_threads, by_loop)
-    assert {Stage.TRAINING, Stage.BLENDING} <= stages
 
 
 @pytest.mark.parametrize("executor", ["loop", "fused"])

@@ -15,7 +15,6 @@ from esper_lightning.hosts import MLP
 from esper_lightning.tasks import Split
 from tests.conftest import SMALL
 from tests.decisions import WAIT, act, germinate
-from tests.tiers import pairs_of
 
 MakePool = Callable[..., HostPool]
 
@@ -41,27 +40,6 @@ def blended_pool(make_pool: MakePool, parts: int, limit: float | None = 0.5, opt
 
 def weights(pool: HostPool) -> list[Tensor]:
     return [value.clone() for value in pool.envs[0].network.state_dict().values()]
-
-
-@pytest.mark.parametrize(("limit", "optimizer", "parts"), pairs_of([0.05, None], ["adam", "sgd"], [2, 4, 32]))
-def test_parts_of_a_batch_add_up_to_the_batch(
-    make_pool: MakePool, parts: int, optimizer: str, limit: float | None
-) -> None:
-    whole = blended_pool(make_pool, 1, limit, optimizer)
-    split = blended_pool(make_pool, parts, limit, optimizer)
-    split.load_state_dict(whole.state_dict())
-    rows = []
-    for pool in (whole, split):
-        pool.envs[0].network.double()
-        for state in pool.envs[0].optimizer.state.values():
-            state.update({name: value.double() for name, value in state.items() if name != "step"})
-        data = Split(pool.data.train.inputs.double(), pool.data.train.targets)
-        before = weights(pool)
-        rows.append(pool.executor.train_epoch(pool.envs, data))
-
-    torch.testing.assert_close(rows[1], rows[0], rtol=1e-6, atol=1e-7)  # statistics are collected in float32
-    torch.testing.assert_close(weights(split), weights(whole), rtol=1e-10, atol=1e-12)
-    assert not any(torch.equal(now, then) for now, then in zip(weights(whole)[:4], before[:4], strict=True))
 
 
 def test_a_batch_in_one_part_is_a_plain_training_loop_bit_for_bit(make_pool: MakePool) -> None:

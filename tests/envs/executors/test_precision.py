@@ -1,6 +1,6 @@
 """Hosts in half precision: which parts use it, and that host and seeds skip a step together."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 
 import pytest
@@ -8,34 +8,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.blueprints import blueprint_names
 from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool, host_training
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.loss_scale import INITIAL_LOSS_SCALE
-from esper_lightning.growth.blend import BlendStyle
-from esper_lightning.growth.slot import Layout
-from esper_lightning.growth.stages import ISOLATED, Stage
+from esper_lightning.growth.stages import Stage
 from tests.decisions import WAIT, act, germinate
-from tests.envs.executors.episodes import episode, same
-from tests.growth.grown import CPU, LAYOUTS, LIFE, STYLES, batch_of
-from tests.growth.test_every_seed import newborn
+from tests.envs.executors.episodes import same
+from tests.growth.grown import CPU
 from tests.runs import differences
-from tests.tiers import rest_is_slow
 
 MakePool = Callable[..., HostPool]
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 in_half = pytest.mark.parametrize("precision", HALVES)
-
-MATRIX = [(layout, blueprint, style) for layout in LAYOUTS for blueprint in blueprint_names(layout) for style in STYLES]
-
-IN_EACH_HALF = rest_is_slow(
-    [(*case, half) for case in MATRIX for half in HALVES],
-    lambda case: case[-1] == "fp16" and case[-2] in STYLES[:2],
-)
-"""The fast tier has fp16 alone: gradients do not vanish in bf16, whose range is that of float32."""
 
 
 class Overflow:
@@ -82,40 +69,6 @@ def test_what_is_measured_is_not_rounded(make_pool: MakePool, precision: str) ->
     assert not torch.equal(metrics.loss, metrics.loss.to(HALVES[precision]).float())
 
 
-def learn(
-    host: nn.Module, learning: nn.Module, layout: Layout, precision: str, seeds: Iterable[int]
-) -> Iterator[tuple[float, set[nn.Parameter]]]:
-    """Take a step for each batch. Returns the losses, and which parameters have a gradient."""
-    training = HostTraining(precision=precision, lr=0.02)
-    optimizer, scaler = training.make_optimizer(learning), torch.amp.GradScaler("cpu", enabled=precision == "fp16")
-    for seed in seeds:
-        inputs, classes = batch_of(layout, seed=seed)
-        optimizer.zero_grad()
-        with training.autocast(CPU):
-            outputs = host(inputs)
-        assert outputs.dtype is HALVES[precision]
-        loss = F.cross_entropy(outputs.float(), classes)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        gradients = {p: p.grad for p in learning.parameters() if p.grad is not None}
-        yield loss.item(), {p for p, gradient in gradients.items() if gradient.isfinite().all() and gradient.any()}
-        scaler.step(optimizer)
-        scaler.update()
-
-
-@pytest.mark.thinned(5)
-@pytest.mark.parametrize(("layout", "blueprint", "style", "precision"), IN_EACH_HALF)
-def test_every_tensor_of_every_seed_has_a_gradient_within_two_steps(
-    layout: Layout, blueprint: str, style: BlendStyle, precision: str
-) -> None:
-    for stage in LIFE:
-        host, slot = newborn(layout, blueprint, style, "identity", stage)
-        reached = set().union(*(found for _, found in learn(host, host, layout, precision, seeds=range(2))))
-        # A gate is trained only when it is used: see test_every_seed.
-        part = slot.seed.seed if style == "gate" and stage in ISOLATED else slot.seed
-        assert set(part.parameters()) <= reached, stage
-
-
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
 @pytest.mark.parametrize("of_seed", [False, True], ids=["host", "seed"])
 def test_a_step_out_of_range_is_skipped_by_host_and_seeds_alike(
@@ -153,19 +106,6 @@ def test_a_momentum_whose_first_step_was_skipped_begins_at_zero(make_pool: MakeP
     assert all(torch.equal(env.optimizer.state[p]["momentum_buffer"], p.grad) for p in parameters)
 
 
-def test_other_hosts_notice_nothing(make_pool: MakePool) -> None:
-    states = []
-    for overflows in (False, True):
-        pool = one_step_pool(make_pool, n_envs=2)
-        Overflow(pool).on = overflows
-        for _ in range(2):
-            pool.step(act(WAIT, WAIT))
-        states.append([env.state_dict() for env in pool.envs])
-
-    assert differences(states[0][1], states[1][1]) == []
-    assert states[1][0]["skipped_steps"] == states[0][0]["skipped_steps"] + 2
-
-
 def test_a_run_goes_on_bit_for_bit_from_every_tick(make_pool: MakePool) -> None:
     pool, other = (make_pool(2, training=HostTraining(batches=2, precision="fp16")) for _ in range(2))
     overflow, wanderer = Overflow(pool), RandomValid(2)
@@ -181,17 +121,6 @@ def test_a_run_goes_on_bit_for_bit_from_every_tick(make_pool: MakePool) -> None:
         if overflow.on:
             pool.executor.train_epoch(pool.envs, pool.data.train)
     assert pool.envs[0].loss_scale.scale < pool.envs[1].loss_scale.scale
-
-
-def test_the_precision_may_change_when_a_run_goes_on(make_pool: MakePool) -> None:
-    pools = [make_pool(1, training=HostTraining(batches=1, precision=kind)) for kind in ("fp32", *HALVES)]
-    for pool in pools:
-        pool.step(act(WAIT))
-    states = [deepcopy(pool.state_dict()) for pool in pools]
-    for pool in pools:
-        for state in states:
-            pool.load_state_dict(state)
-            pool.step(act(WAIT))
 
 
 def test_what_is_clipped_are_unscaled_gradients(make_pool: MakePool) -> None:
@@ -216,16 +145,6 @@ def test_what_is_clipped_are_unscaled_gradients(make_pool: MakePool) -> None:
     assert same(list(env.network.state_dict().values()), list(network.state_dict().values()))
     assert row[3].item() == pytest.approx(norms[0], rel=1e-5)  # of the host, before clipping
     assert all(limit < norm < 100 for norm in norms)
-
-
-@pytest.mark.parametrize("precision", rest_is_slow(HALVES, {"fp16"}))
-def test_workers_do_what_the_loop_does_bit_for_bit(
-    make_pool: MakePool, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("esper_lightning.envs.executors.threads.usable_cores", lambda: 4)
-    training = HostTraining(batches=2, precision=precision)
-    by_workers, by_loop = (episode(make_pool(5, executor=name, training=training)) for name in ("threads", "loop"))
-    assert same(by_workers, by_loop)
 
 
 @pytest.mark.parametrize(

@@ -37,19 +37,6 @@ def test_streams_do_what_the_loop_does_bit_for_bit(make_pool: MakePool, fake_cud
         assert torch.equal(streams.test_accuracy(committed), loop.test_accuracy(committed))
 
 
-def test_a_host_is_validated_in_inference_mode_right_after_training(make_pool: MakePool, fake_cuda: FakeCuda) -> None:
-    pool = on_streams(make_pool(2))
-    seen: list[tuple[int, bool, bool]] = []
-    for i, env in enumerate(pool.envs):
-        env.network.register_forward_hook(
-            lambda network, inputs, y, i=i: seen.append((i, y.is_inference(), y.requires_grad))
-        )
-    pool.step(RandomValid(0).act(pool))
-
-    learning = [(0, False, True), (1, False, True)]
-    assert seen == [*learning, learning[0], (0, True, False), learning[1], (1, True, False)]
-
-
 def test_after_an_error_the_hosts_are_at_rest(
     make_pool: MakePool, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,6 @@
 """Worker threads train the hosts exactly as the loop does."""
 
 import gc
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +10,6 @@ import torch
 
 from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.executors import threads
 from esper_lightning.envs.executors.threads import Costs
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.stages import Stage
@@ -42,17 +40,6 @@ def test_workers_do_what_the_loop_does_bit_for_bit(make_pool: MakePool, cores: C
         threads = make_pool(5, executor="threads", horizon=20)
         assert same(episode(threads), by_loop)
         assert len(threads.executor.workers._threads) == number
-
-
-@pytest.mark.slow
-def test_the_order_of_work_changes_nothing(
-    make_pool: MakePool, cores: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ordered = episode(make_pool(5, executor="threads", horizon=20))
-    dice = random.Random(0)
-    monkeypatch.setattr(threads, "count_modules", lambda env: dice.uniform(1.0, 9.0))
-
-    assert same(episode(make_pool(5, executor="threads", horizon=20)), ordered)
 
 
 def test_the_costliest_environments_come_first(make_pool: MakePool, cores: Callable[[int], None]) -> None:

@@ -16,7 +16,7 @@ from esper_lightning.growth.attach import attach_at, attached_places, detach_slo
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.slot import SeedSlot
-from esper_lightning.hosts.dropout import Dropout
+from esper_lightning.hosts.parts import Dropout
 
 
 class HostStack:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.blueprints.conv import GroupNorm, group_norm
-from esper_lightning.blueprints.residual import LearnedNorm
+from esper_lightning.blueprints.seeds import GroupNorm, LearnedNorm, group_norm
 from esper_lightning.envs.executors.fused.layout import CHANNELS_LAST, StackIndex, broadcast_per_entry, is_image
 from esper_lightning.growth.blend import SampleGate, sample_gates
 from esper_lightning.growth.slot import SeedSlot

@@ -7,7 +7,6 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import blueprint_names
 from esper_lightning.envs.executors.fused.host import HostStack
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.spaces.actions import STYLES
@@ -16,7 +15,7 @@ from esper_lightning.growth.counterfactual import forward_variants, leave_one_ou
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.probe import probe_seeds
 from esper_lightning.growth.stages import Stage
-from esper_lightning.hosts.dropout import dropout_generators
+from esper_lightning.hosts.parts import dropout_generators
 
 N_HOSTS, N_SAMPLES = 3, 4
 """Numbers of hosts in the stack and of samples per host.
@@ -55,54 +54,34 @@ def check_stack(env: HostEnv, inputs: Tensor) -> None:
     Raises ValueError if the host cannot be stacked: a layer is not supported, or the results differ.
     """
     gpus = [env.device] if env.device.type == "cuda" else []
+    styles: list[BlendStyle] = list(dict.fromkeys(STYLES[style][1] for style in env.space.style))
+    blueprints = list(env.space.blueprint)
     try:
         with torch.inference_mode(False), torch.random.fork_rng(gpus):
-            trial = _most_exact_trial(env, inputs)
+            trial = Trial(env, inputs, next(env.network.parameters()).dtype, LOOSE_TOLERANCE)
+            try:
+                exact = Trial(env, inputs, torch.float64, TOLERANCE)
+            except RuntimeError:  # the host requires its own precision
+                exact = trial
+            trial = exact if exact.growable == trial.growable else trial  # some seeds may require it, too
             stack = HostStack(trial.hosts[0])
-            for blueprints, style in seed_cases(env):
-                trial.germinate(blueprints, style)
-                trial.compare(stack, f"{style} seeds {blueprints[0]}" if blueprints else "no seeds")
+            trial.compare(stack, "no seeds")
+            # A trial grows the first two blueprints that fit, so each blueprint is the first once.
+            for i, first in enumerate(blueprints):
+                for style in styles if i == 0 else styles[:1]:
+                    trial.germinate(blueprints[i:] + blueprints[:i], style)
+                    trial.compare(stack, f"{style} seeds {first}")
     except HOST_ERRORS as error:
-        first, *_ = str(error).splitlines() or [type(error).__name__]
+        reason, *_ = str(error).splitlines() or [type(error).__name__]
         raise ValueError(
-            f"executor fused cannot stack this host: {first}; use env.executor loop, threads or streams"
+            f"executor fused cannot stack this host: {reason}; use env.executor loop, threads or streams"
         ) from error
 
 
-def seed_cases(env: HostEnv) -> Iterator[tuple[list[str], BlendStyle]]:
-    """Yield blueprints and style of each comparison: no blueprint, then every rotation of all blueprints.
-
-    Only the first two blueprints that fit are grown (see `Trial.germinate`), so the list is rotated until each
-    blueprint has been the first. The first rotation comes with every style, the others with the first style only.
-    """
-    blueprints = list(env.space.blueprint)
-    styles: list[BlendStyle] = list(dict.fromkeys(STYLES[style][1] for style in env.space.style))
-    yield [], styles[0]
-    for i in range(len(blueprints)):
-        for style in styles if i == 0 else styles[:1]:
-            yield blueprints[i:] + blueprints[:i], style
-
-
-def _most_exact_trial(env: HostEnv, inputs: Tensor) -> "Trial":
-    """Return a trial in float64 if all growable seeds run in it, else in the host's precision."""
-    slots = slots_of(env.network).values()
-    fits = [(slot.name, name, blueprint_names(slot.layout)) for slot in slots for name in env.space.blueprint]
-    possible = {(slot, name) for slot, name, fitting in fits if name in fitting}
-    try:
-        exact = Trial(env, inputs, torch.float64, TOLERANCE)
-    except RuntimeError:  # the host requires its own precision
-        exact = None
-    if exact is not None and exact.growable == possible:
-        return exact
-    native = Trial(env, inputs, next(env.network.parameters()).dtype, LOOSE_TOLERANCE)
-    return native if exact is None or exact.growable != native.growable else exact
-
-
 class Trial:
-    """Hosts and inputs for the comparison.
+    """Copies of a host with different weights, and inputs, to compare a stack with.
 
     Attributes:
-        hosts: Copies of the host with different weights.
         growable: Pairs (slot, blueprint) that can grow.
     """
 
@@ -152,7 +131,12 @@ class Trial:
 
     def compare(self, stack: HostStack, seeds: str) -> None:
         """Raise ValueError if the stack cannot compute these hosts, or computes something else."""
-        check_weights(self.hosts[-1])
+        first_name: dict[nn.Parameter, str] = {}
+        for name, weight in self.hosts[-1].named_parameters(remove_duplicate=False):
+            if first_name.setdefault(weight, name) != name:
+                raise ValueError(f"{first_name[weight]} and {name} are one weight")
+            if not weight.requires_grad:
+                raise ValueError(f"{name} does not learn (its requires_grad is off)")
         before = self._random_state()
         for result, stacked, separate in chain(self._training_results(stack), self._evaluation_results(stack)):
             if not torch.equal(self._random_state(), before):
@@ -162,7 +146,6 @@ class Trial:
                 raise ValueError(f"{result} with {seeds} are off by {off:.1g} of the largest number")
 
     def _random_state(self) -> Tensor:
-        """Return the state of torch's global random generators."""
         cuda = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
         return torch.cat([torch.get_rng_state(), *cuda])
 
@@ -188,9 +171,9 @@ class Trial:
         separate = weights.gather([weight.grad for weight in weights.parameters if weight.grad is not None])
         ours, theirs = (list(chain.from_iterable(weights.views(grads))) for grads in (weights.grads, separate))
         yield "gradients", ours, theirs
-        sections = weights.sections
-        statistics = [one for section in sections for one in section.statistics]
-        yield "running statistics", statistics, [one for section in sections for one in section.gather_statistics()]
+        statistics = [one for section in weights.sections for one in section.statistics]
+        gathered = [one for section in weights.sections for one in section.gather_statistics()]
+        yield "running statistics", statistics, gathered
 
     @torch.inference_mode()
     def _evaluation_results(self, stack: HostStack) -> Iterator[tuple[str, Sequence[Tensor], Sequence[Tensor]]]:
@@ -203,16 +186,6 @@ class Trial:
             yield "outputs in evaluation", [outputs[entries]], [separate.unflatten(0, (-1, N_SAMPLES))[indices]]
             # Validation data may be processed in pieces, so samples must not affect each other.
             yield "outputs for a sample by itself", [host(inputs[:1])], [host(inputs)[:1]]
-
-
-def check_weights(host: nn.Module) -> None:
-    """Raise ValueError if a weight cannot be stacked: shared by two layers, or not trainable."""
-    first_name: dict[nn.Parameter, str] = {}
-    for name, weight in host.named_parameters(remove_duplicate=False):
-        if first_name.setdefault(weight, name) != name:
-            raise ValueError(f"{first_name[weight]} and {name} are one weight")
-        if not weight.requires_grad:
-            raise ValueError(f"{name} does not learn (its requires_grad is off)")
 
 
 def difference(stacked: Sequence[Tensor], separate: Sequence[Tensor]) -> float:

@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.executors import FusedExecutor, LoopExecutor
-from esper_lightning.envs.executors.fused.flat import ALIGNMENT, leave_arena
-from esper_lightning.envs.executors.fused.host import HostStack
 from esper_lightning.envs.executors.fused.epoch import STATE_NAMES, StackedOptimizer
+from esper_lightning.envs.executors.fused.flat import leave_arena
+from esper_lightning.envs.executors.fused.host import HostStack
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.param_groups import HOST_GROUP, find_group, seed_group_name
 from esper_lightning.growth.stages import Stage
 from tests.envs.breaking import set_weight_to_nan
-from tests.envs.executors.fused.hosts import FAST_CONFIG, HOSTS, distance, make, precision
+from tests.envs.executors.fused.hosts import FAST_CONFIG, make, precision
 from tests.growth.grown import generator_of
 
 N = 3
@@ -150,23 +150,6 @@ def test_whatever_happens_in_many_lives(twins: Twins, life: list[tuple[str, int,
     live(twins, life)
 
 
-def test_a_seed_that_left_keeps_its_numbers(twins: Twins) -> None:
-    with precision(torch.float64):
-        twins.begin()
-        pool = twins.fused
-        for env in pool.envs:
-            env.growing.germinate("layer1", "lora")
-        twins.happen(pool, "train", 0, "layer1", 0)
-        kept = pool.envs[0].slots[0].seed
-        before = [p.detach().clone() for p in kept.parameters()]
-        pool.envs[0].growing.remove_seed("layer1")
-        pool.envs[0].growing.germinate("layer1", "lora")
-        twins.happen(pool, "train", 0, "layer1", 0)
-
-    assert all(map(torch.equal, kept.parameters(), before))
-    assert not any(map(torch.equal, pool.envs[0].slots[0].seed.parameters(), before))
-
-
 class Copied(TorchDispatchMode):
     """Counts the tensors that are read by operations which copy."""
 
@@ -222,38 +205,6 @@ def test_hosts_that_leave_the_arena_have_memory_of_their_own() -> None:
 
     assert all(map(torch.equal, tensors_of(env), before))
     assert not any(shares_memory(tensor) for tensor in tensors_of(env))
-
-
-def test_stacked_tensors_are_aligned_whatever_grows() -> None:
-    pool = make("fused", "mlp", N)
-    pool.reset(range(N))
-    for host, slot, blueprint in [(0, "layer1", "norm"), (1, "layer2", "lora"), (2, "layer1", "lora")]:
-        pool.envs[host].growing.germinate(slot, blueprint)
-        with precision(torch.float64):
-            pool.executor.train_epoch(pool.envs, pool.data.train)
-
-    (stack,) = pool.executor.stacks.values()  # type: ignore[attr-defined]
-    for numbers in (stack.arena.values, stack.arena.grads, *list(stack.arena.states.values())[:2]):
-        places = [view.data_ptr() for views in stack.arena.views(numbers) for view in views]
-        assert len(places) > 8 and {(place - numbers.data_ptr()) % ALIGNMENT for place in places} == {0}
-
-
-def test_weights_keep_their_memory_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_channels_last(*args: Any, **kwargs: Any) -> nn.Module:
-        return HOSTS["cnn, gradients through seeds"](*args, **kwargs).to(memory_format=torch.channels_last)
-
-    monkeypatch.setitem(HOSTS, "in channels_last", in_channels_last)
-    fused, loop = make("fused", "in channels_last", N), make("loop", "in channels_last", N)
-    formats = []
-    for pool in (fused, loop):
-        for _ in range(2):  # in the second episode weights are drawn in the order of the memory
-            pool.reset(range(N))
-            pool.train_without_actions(2)
-        formats.append([tensor.is_contiguous() for tensor in tensors_of(pool.envs[0])])
-
-    assert formats[0] == formats[1]
-    assert formats[0].count(False) > 4, "weights and moments"
-    assert distance(fused, loop) < EXACT
 
 
 RULES: list[dict[str, Any]] = [
