@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from esper_lightning.console import wide_console
-from esper_lightning.parallel import Processes
+from esper_lightning.parallel import processes
 
 SINGLE, FAMILY = "configs/digits.yaml", "configs/digits_family.yaml"
 """Configs with one kind of host, and with a family of hosts."""
@@ -115,7 +115,7 @@ def main() -> None:
     known = {Run(row["ablation"], int(row["seed"])) for row in rows}
     wanted = [run for name in args.only for seed in args.seeds if (run := Run(name, seed)) not in known]
     args.csv.parent.mkdir(parents=True, exist_ok=True)
-    for row in Processes(args.jobs).map(train, wanted):
+    for row in processes(args.jobs).map(train, wanted):
         rows.append(row)
         with args.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")

@@ -133,7 +133,7 @@ def evaluate(
         governor: When a host counts as diverged and is rolled back. None: hosts are not watched.
         folder: Folder for tables and figures. None: they are only printed.
         executor: Has a method `map(function, items)`, which plays the controllers in other processes, side by side,
-            such as `esper_lightning.parallel.Processes(2)`. It changes no number. None: all in this process.
+            such as `esper_lightning.parallel.processes(2)`. It changes no number. None: all in this process.
 
     Raises ValueError if a controller or the task is unknown, or if the checkpoint is damaged or of other hosts.
     """

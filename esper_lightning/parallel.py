@@ -1,14 +1,13 @@
 """Independent work in several processes: the same results, in the same order, whatever the number of processes.
 
-Whatever has a method `map(function, items)` can do such work: `Processes` here, executors of `concurrent.futures` and
-joblib's loky, pools of `multiprocessing` and of Ray.
+Whatever has a method `map(function, items)` can do such work: executors of `concurrent.futures` and joblib's loky,
+pools of `multiprocessing` and of Ray.
 """
 
 import multiprocessing
 import os
 import pickle
 import random
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -19,17 +18,7 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 
-Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-PROCESS = secrets.token_hex(8)
-"""Token of this process."""
-
-
-def check_jobs(jobs: int) -> None:
-    """Raise ValueError unless `jobs` is a number of processes."""
-    if jobs < 1:
-        raise ValueError(f"jobs must be at least 1, got {jobs}")
 
 
 class Mapper(Protocol):
@@ -40,31 +29,15 @@ class Mapper(Protocol):
         ...
 
 
-class Processes:
-    """Applies a function to items in `jobs` processes of its own, which are started by `spawn`.
-
-    Function, items and results must be picklable; tensors are copied.
-    """
-
-    def __init__(self, jobs: int) -> None:
-        check_jobs(jobs)
-        self.jobs = jobs
-
-    def map(self, function: Callable[[Item], Result], items: Iterable[Item], /) -> Iterator[Result]:
-        """Yield the results in the order of the items, each as soon as all before it are there."""
-        # Both are pickled here, which copies their tensors: where torch pickles arguments for another process, tensors
-        # move to memory that all of the processes share, and write to.
-        with ProcessPoolExecutor(self.jobs, multiprocessing.get_context("spawn")) as executor:
-            work = [executor.submit(_call, pickle.dumps((function, item))) for item in items]
-            try:
-                yield from (pickle.loads(one.result()) for one in work)
-            finally:
-                executor.shutdown(wait=False, cancel_futures=True)
+def check_jobs(jobs: int) -> None:
+    """Raise ValueError unless `jobs` is a number of processes."""
+    if jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got {jobs}")
 
 
-def _call(pickled_work: bytes) -> bytes:
-    function, item = pickle.loads(pickled_work)
-    return pickle.dumps(function(item))
+def processes(jobs: int) -> ProcessPoolExecutor:
+    """Return an executor of `jobs` processes. They are spawned, because a fork of a process with threads may hang."""
+    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
 
 
 @contextmanager
@@ -94,8 +67,7 @@ def run_all(
     """
     if executor is None:
         return {name: [_run(piece) for piece in pieces] for name, pieces in work.items()}
-    here = PROCESS, os.getpid()  # a forked process has the first, and one on another machine may have the second
-    run = partial(_run_elsewhere, here, torch.get_num_threads(), torch.backends.cudnn.allow_tf32)
+    run = partial(_run_elsewhere, os.getpid(), torch.get_num_threads(), torch.backends.cudnn.allow_tf32)
     # Pickled here: torch's own pickler would let the processes share the memory of tensors.
     pickled = [pickle.dumps(piece) for pieces in work.values() for piece in pieces]
     results = iter([pickle.loads(result) for result in executor.map(run, pickled)])
@@ -107,9 +79,9 @@ def _run(piece: Callable[[], Any]) -> Any:
         return piece()
 
 
-def _run_elsewhere(origin: tuple[str, int], threads: int, allow_tf32: bool, pickled: bytes) -> bytes:
+def _run_elsewhere(origin: int, threads: int, allow_tf32: bool, pickled: bytes) -> bytes:
     """Run a piece of work with the arithmetic of the process that wants its result."""
-    if (PROCESS, os.getpid()) == origin:
+    if os.getpid() == origin:
         raise ValueError("executor: threads share hosts and random numbers; give an executor of processes")
     torch.set_num_threads(threads)
     torch.backends.cudnn.allow_tf32 = allow_tf32

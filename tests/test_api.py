@@ -27,7 +27,7 @@ from esper_lightning.evaluation.comparison import Comparison, ComparisonResult, 
 from esper_lightning.evaluation.search import SearchConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.hosts import CNN, MLP
-from esper_lightning.parallel import Mapper, Processes
+from esper_lightning.parallel import Mapper, processes
 from esper_lightning.tasks import Digits, Tabular
 from tests.runs import HORIZON, ROOT, Run, differences, fit, load, only_run
 
@@ -150,7 +150,7 @@ class Gambling(RandomValid):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [Processes, get_context("fork").Pool, get_context("spawn").Pool])
+@pytest.mark.parametrize("make", [processes, get_context("fork").Pool, get_context("spawn").Pool])
 def test_an_executor_changes_no_number_of_a_comparison(
     one_after_the_other: ComparisonResult, make: Callable[[int], Mapper]
 ) -> None:
@@ -175,10 +175,10 @@ def test_an_executor_of_threads_is_refused(run: TrainedRun) -> None:
 @pytest.mark.slow
 def test_an_error_of_a_controller_in_another_process_is_raised_here() -> None:
     with pytest.raises(ValueError, match="does not open with a spoon"):
-        evaluate(None, hosts(), alone(against=[f"{__name__}.Failing"]), executor=Processes(1))
+        evaluate(None, hosts(), alone(against=[f"{__name__}.Failing"]), executor=processes(1))
 
 
-@pytest.mark.parametrize("executor", [None, pytest.param(Processes(2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("executor", [None, pytest.param(processes(2), marks=pytest.mark.slow)])
 def test_a_controller_draws_the_same_numbers_in_every_comparison(executor: Mapper | None) -> None:
     compare = partial(evaluate, None, hosts())
     own = f"{__name__}.Gambling"

@@ -1,41 +1,34 @@
-"""Work in processes: the same results in the same order, and tensors that nobody shares."""
+"""Work in processes: the same results in the same order, and tensors that no process shares."""
 
-from typing import Any
+from functools import partial
 
 import pytest
-from torch import zeros
+from torch import Tensor, zeros
 
-from esper_lightning.parallel import Processes
-
-
-def square(number: int) -> int:
-    return number * number
+from esper_lightning.parallel import processes, run_all
 
 
-def refuse(number: int) -> int:
-    raise ValueError(f"{number} is refused")
-
-
-def add_one(values: Any) -> Any:
-    return values.add_(1)
+def add(values: Tensor, number: int) -> Tensor:
+    if number < 0:
+        raise ValueError(f"{number} is refused")
+    return values.add_(number)
 
 
 @pytest.mark.slow
-def test_results_come_in_the_order_of_the_items_whatever_the_number_of_processes() -> None:
-    expected = [0, 1, 4, 9, 16]
-    assert list(Processes(1).map(square, range(5))) == expected
-    assert list(Processes(2).map(square, reversed(range(5)))) == expected[::-1]
-    with pytest.raises(ValueError, match="jobs must be at least 1, got 0"):
-        Processes(0)
-
-
-def test_an_error_of_the_function_is_raised() -> None:
-    with pytest.raises(ValueError, match="3 is refused"):
-        list(Processes(1).map(refuse, [3, 4]))
-
-
-@pytest.mark.slow
-def test_workers_share_no_tensor_with_each_other_or_with_the_process_that_started_them() -> None:
+def test_pieces_share_no_tensor_and_their_results_come_in_order_whatever_the_number_of_processes() -> None:
     values = zeros(3)
-    assert [added.tolist() for added in Processes(2).map(add_one, [values] * 4)] == [[1.0] * 3] * 4
+    for jobs in (1, 2):
+        work = {
+            name: [partial(add, values, number) for number in numbers] for name, numbers in (("a", [1, 2]), ("b", [3]))
+        }
+        results = run_all(work, processes(jobs))
+        assert {name: [row.tolist() for row in rows] for name, rows in results.items()} == {
+            "a": [[1.0] * 3, [2.0] * 3],
+            "b": [[3.0] * 3],
+        }
     assert values.tolist() == [0.0] * 3
+
+
+def test_an_error_of_a_piece_is_raised() -> None:
+    with pytest.raises(ValueError, match="-3 is refused"):
+        run_all({"a": [partial(add, zeros(1), -3)]}, processes(1))

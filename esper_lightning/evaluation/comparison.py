@@ -38,7 +38,7 @@ from esper_lightning.evaluation.search import (
     search_best_schedules,
 )
 from esper_lightning.evaluation.statistics import Interval, effect_size, mean_interval
-from esper_lightning.parallel import Mapper, Processes, check_jobs, run_all
+from esper_lightning.parallel import Mapper, check_jobs, processes, run_all
 
 TAMIYO = "tamiyo"
 """Name of the compared policy, taking its most likely action."""
@@ -331,7 +331,7 @@ class Comparison:
         """
         config = self.config
         if executor is None and config.jobs > 1:
-            executor = Processes(config.jobs)
+            executor = processes(config.jobs)
         make_pool = partial(data.make_pool, task=task, sight=policies[0].sight if policies else None)
         pool = make_pool(config.hosts, held_out=config.held_out)
         rng_seeds = episode_rng_seeds(config.seed, EVALUATION, 0, n_envs=config.hosts)

@@ -155,7 +155,7 @@ def export_grown(
         source: Folder that `grow` or `test` with `save_networks` has written, or a file of `growth.save`. The class of
             the host that a folder names is imported and called: name only folders that you trust.
         to: pt2: a program of torch.export, which runs without this package. onnx: a model of ONNX; needs the extra
-            [onnx]. state_dict: weights with the record of what grew, for a network with the same slots.
+            [onnx].
         out: File to write. None: `network` in the folder, or the name of the file, with a suffix.
         network: For a file: import path of a class or function that makes the network as it was before growth.
         inputs: For a file: safetensors file with real inputs of the network as the tensor `inputs`.

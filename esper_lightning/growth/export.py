@@ -1,6 +1,6 @@
 """Grown networks as files: saved with all that grew, or exported to formats that run without this package."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,9 +17,9 @@ from esper_lightning.growth.attach import attach_from_state_dict
 from esper_lightning.growth.nested import iter_tensors
 from esper_lightning.serialization import replace_durably, replace_file
 
-Format = Literal["pt2", "onnx", "state_dict"]
+Format = Literal["pt2", "onnx"]
 
-SUFFIXES: dict[Format, str] = {"pt2": ".pt2", "onnx": ".onnx", "state_dict": ".pt"}
+SUFFIXES: dict[Format, str] = {"pt2": ".pt2", "onnx": ".onnx"}
 """Suffix of the file of each format."""
 
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -77,8 +77,7 @@ def export(network: nn.Module, inputs: Tensor, path: str | Path, to: Format) -> 
         inputs: Real inputs, at least two, on which the outputs are compared.
         path: File to write. It is replaced in one step, and only if the check is passed.
         to: Format. pt2: a program of `torch.export`, which `torch.export.load` runs without the network's code. onnx:
-            a model of ONNX, for onnxruntime and others. state_dict: weights with the record of what grew, for
-            `torch.load` and `load_state_dict` of a network with the same slots.
+            a model of ONNX, for onnxruntime and others.
 
     Returns the largest difference of an output from those of the network.
 
@@ -99,7 +98,7 @@ def export(network: nn.Module, inputs: Tensor, path: str | Path, to: Format) -> 
 
         def write_and_check(draft: Path) -> None:
             nonlocal difference
-            run = WRITERS[to](network, inputs, draft)
+            run = (_write_pt2 if to == "pt2" else _write_onnx)(network, inputs, draft)
             difference = _max_difference(list(iter_tensors(run(inputs))), expected)
             if not difference <= TOLERANCE * size:
                 raise ValueError(
@@ -149,26 +148,6 @@ def _write_onnx(network: nn.Module, inputs: Tensor, path: Path) -> Callable[[Ten
     session = import_module("onnxruntime").InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
     return lambda x: [torch.from_numpy(output) for output in session.run(None, {name: x.numpy()})]
-
-
-def _write_state_dict(network: nn.Module, inputs: Tensor, path: Path) -> Callable[[Tensor], Any]:
-    # Clones, because a view would be saved with all of the memory that it is a part of.
-    state = {name: value.clone() for name, value in network.state_dict().items()}
-    with path.open("wb") as file:  # the name alone would hide the reason if the disk is full
-        torch.save(state, file)
-    loaded = deepcopy(network)
-    for parameter in loaded.parameters():
-        parameter.zero_()
-    loaded.load_state_dict(torch.load(path, weights_only=True))
-    return loaded
-
-
-WRITERS: Mapping[Format, Callable[[nn.Module, Tensor, Path], Callable[[Tensor], Any]]] = {
-    "pt2": _write_pt2,
-    "onnx": _write_onnx,
-    "state_dict": _write_state_dict,
-}
-"""Functions that write a network to a file and return what runs the file."""
 
 
 def _max_difference(outputs: list[Tensor], expected: list[Tensor]) -> float:

@@ -2,7 +2,6 @@
 
 import gc
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -10,8 +9,6 @@ import torch
 
 from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.executors.threads import Costs
-from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.stages import Stage
 from tests.envs.executors.episodes import episode, same
 
@@ -42,33 +39,16 @@ def test_workers_do_what_the_loop_does_bit_for_bit(make_pool: MakePool, cores: C
         assert len(threads.executor.workers._threads) == number
 
 
-def test_the_costliest_environments_come_first(make_pool: MakePool, cores: Callable[[int], None]) -> None:
+def test_the_largest_hosts_come_first(make_pool: MakePool, cores: Callable[[int], None]) -> None:
     cores(1)
     pool = make_pool(3, executor="threads", horizon=9)
     order: list[int] = []
-
-    def watch(i: int, env: HostEnv, seconds: float) -> None:
-        def take(*_: object) -> None:
-            order.append(i)
-            end = time.thread_time() + seconds
-            while time.thread_time() < end:
-                pass
-
-        env.network.register_forward_hook(take)
-
-    for i, (env, seconds) in enumerate(zip(pool.envs, (0.0, 0.03, 0.01), strict=True)):
-        watch(i, env, seconds)
+    for i, env in enumerate(pool.envs):
+        env.network.register_forward_hook(lambda *_, i=i: order.append(i))
+    pool.envs[1].growing.germinate("block3", "norm")
     pool.executor.train_epoch(pool.envs, pool.data.train)
-    order.clear()
 
-    pool.executor.train_epoch(pool.envs, pool.data.train)
-    assert order == [1, 1, 2, 2, 0, 0]  # two minibatches each
-
-    pool.envs[0].growing.germinate("block3", "norm")
-    pool.executor.training_costs = Costs()  # as if nothing had been measured yet
-    order.clear()
-    pool.executor.train_epoch(pool.envs, pool.data.train)
-    assert order == [0, 0, 1, 1, 2, 2]  # a host with a seed costs more than one without
+    assert order == [1, 1, 0, 0, 2, 2]  # two minibatches each
 
 
 def test_an_error_in_a_worker_is_not_swallowed(
