@@ -18,9 +18,7 @@ def add(values: Tensor, number: int) -> Tensor:
 def test_pieces_share_no_tensor_and_their_results_come_in_order_whatever_the_number_of_processes() -> None:
     values = zeros(3)
     for jobs in (1, 2):
-        work = {
-            name: [partial(add, values, number) for number in numbers] for name, numbers in (("a", [1, 2]), ("b", [3]))
-        }
+        work = {"a": [partial(add, values, 1), partial(add, values, 2)], "b": [partial(add, values, 3)]}
         results = run_all(work, processes(jobs))
         assert {name: [row.tolist() for row in rows] for name, rows in results.items()} == {
             "a": [[1.0] * 3, [2.0] * 3],
