@@ -55,15 +55,13 @@ class _BatchSplit:
         self.parts: list[list[int]] = [list(range(len(variants)))]
         for slot in slots:
             if slot.occupied and not slot.on_single_path:
-                self._split(*self._divide(slot))
+                active, inactive = self._divide(slot)
+                self.parts = [part for part in active + inactive if part]
 
     def _divide(self, slot: SeedSlot) -> tuple[list[list[int]], list[list[int]]]:
         """Return for each part the combinations with and without the seed in `slot`."""
         active = [[v for v in part if slot.name in self.variants[v]] for part in self.parts]
         return active, [[v for v in part if slot.name not in self.variants[v]] for part in self.parts]
-
-    def _split(self, active: list[list[int]], inactive: list[list[int]]) -> None:
-        self.parts = [part for part in active + inactive if part]
 
     def __call__(self, slot: SeedSlot, x: Tensor) -> Tensor:
         if not slot.occupied:
@@ -79,7 +77,7 @@ class _BatchSplit:
             return torch.cat([slot.active_output(c) if part else c for c, part in zip(chunks, active, strict=True)])
         with_seed = [slot.active_output(c) for c, part in zip(chunks, active, strict=True) if part]
         without = [c for c, part in zip(chunks, inactive, strict=True) if part]
-        self._split(active, inactive)
+        self.parts = [part for part in active + inactive if part]
         return torch.cat(with_seed + without)
 
 

@@ -71,12 +71,12 @@ def _fold(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> FoldResu
         return [x for x in iter_tensors(call_network(network, example)) if x.is_floating_point()]
 
     reference = outputs()
-    if not reference:
-        return FoldResult(slot.name, None, "the network gives no floating-point output to check a fold by")
+    if not reference or not all(x.isfinite().all() for x in reference):
+        return FoldResult(slot.name, None, "the network gives no finite floating-point output to check a fold by")
     slot.stage = Stage.DORMANT  # switches the seed off, to measure its effect
     effect = _max_difference(outputs(), reference)
     slot.stage = Stage.FOSSILIZED
-    allowed = max(EFFECT_TOLERANCE * effect, OUTPUT_TOLERANCE * max(_max_finite(x) for x in reference))
+    allowed = max(EFFECT_TOLERANCE * effect, OUTPUT_TOLERANCE * max(float(x.abs().max()) for x in reference))
     for name, layer, weight, bias in _candidates(network, slot, affine, example):
         if layer.bias is None and bias.any():
             continue  # a new bias would add a key to the host's state dict
@@ -202,16 +202,7 @@ def _neighbours(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> tu
     return before, {name: layer for name, (layer, given, _) in calls.items() if given is leaving}
 
 
-def _max_finite(x: Tensor) -> float:
-    """Return the largest absolute value of all finite elements; 0 if there are none."""
-    return float(x[x.isfinite()].abs().max()) if x.isfinite().any() else 0.0
-
-
 def _max_difference(outputs: list[Tensor], reference: list[Tensor]) -> float:
-    """Return the largest absolute difference of finite elements; infinity if others differ or are NaN."""
-    pairs = list(zip(outputs, reference, strict=True))
-    for a, b in pairs:
-        others = ~(a.isfinite() & b.isfinite())
-        if not torch.equal(a[others], b[others]):
-            return float("inf")
-    return max(_max_finite(a - b) for a, b in pairs)
+    """Return the largest absolute difference of two lists of tensors; infinity if one is NaN."""
+    pairs = zip(outputs, reference, strict=True)
+    return max(float((a - b).abs().nan_to_num(float("inf")).max()) for a, b in pairs)

@@ -118,8 +118,6 @@ class StackedOptimizer:
     checkpoints, germination and rollbacks find it there.
 
     Args:
-        arena: Weights, gradients and state.
-        training: Settings of host training.
         hosts: Index of the host of each group, [G]: all hosts first, then all seeds, as in the arena.
         options: Parameter groups of the environments' optimizers, [G].
     """

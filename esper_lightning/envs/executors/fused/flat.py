@@ -67,28 +67,20 @@ class Place(NamedTuple):
 
 
 class Section:
-    """Place of one stacked module in flat memory.
-
-    Attributes:
-        parameters: The owners' parameters, by tensor, then by owner.
-        buffers: Layer, name and owners' layers of each running statistic.
-        statistics: Stacked running statistics, [owners, …] each.
-        places: Place of each stacked tensor.
-        size: Length of the section.
-    """
+    """Place of one stacked module in flat memory."""
 
     def __init__(self, assignment: Assignment) -> None:
         self.assignment = assignment
         self.owners = len(assignment.owners)
         self.targets: list[tuple[StackedLayer, str]] = []
-        self.parameters: list[nn.Parameter] = []
-        self.buffers: list[tuple[StackedLayer, str, list[nn.Module]]] = []
+        self.parameters: list[nn.Parameter] = []  # of all owners, by tensor, then by owner
+        self.buffers: list[tuple[StackedLayer, str, list[nn.Module]]] = []  # with the owners' layers
         for path, layer in assignment.stacked.layers.items():
             owner_layers = [attrgetter(path)(owner) if path else owner for owner in assignment.owners]
             self.targets += [(layer, name) for name in layer.parameter_names]
             self.parameters += [getattr(own, name) for name in layer.parameter_names for own in owner_layers]
             self.buffers += [(layer, name, owner_layers) for name in layer.buffer_names]
-        self.statistics = self.gather_statistics()
+        self.statistics = self.gather_statistics()  # [owners, …] each
         self.places: list[Place] = []
         self.size = 0
         for p in self.parameters[:: self.owners]:
@@ -134,18 +126,10 @@ class Section:
 
 
 class FlatWeights:
-    """Copies of the weights of all hosts and seeds, flat.
+    """Copies of the weights of all hosts, then of all seeds, flat."""
 
-    Args:
-        assignments: The stacked host with its owners first, then the stacked seeds.
-
-    Attributes:
-        values: All weights, [numbers].
-        grads: Gradients of all weights, [numbers]; exists only after `bind` with `requires_grad`.
-    """
-
-    values: Tensor
-    grads: Tensor
+    values: Tensor  # [numbers]
+    grads: Tensor  # [numbers]; exists only after `bind` with `requires_grad`
 
     @torch.no_grad()
     def __init__(self, assignments: Sequence[Assignment]) -> None:
@@ -171,11 +155,7 @@ class FlatWeights:
         return [section.views(part) for section, part in zip(self.sections, self.split(numbers), strict=True)]
 
     def bind(self, requires_grad: bool) -> None:
-        """Bind weights and running statistics to the stacked layers.
-
-        Args:
-            requires_grad: Let the backward pass accumulate into `grads`.
-        """
+        """Bind weights and running statistics to the stacked layers; the backward pass may accumulate into `grads`."""
         leaves = []
         for section, values in zip(self.sections, self.views(self.values), strict=True):
             for (layer, name), value in zip(section.targets, values, strict=True):
@@ -189,18 +169,11 @@ class FlatWeights:
                 leaf.grad = grad
 
     def memory_of_grads(self) -> Tensor:  # [numbers]
-        """Return memory for gradients."""
         return torch.zeros_like(self.values)
 
 
 class Resident(Section):
-    """Section whose owners live in it, with their optimizer state.
-
-    Args:
-        assignment: The owners.
-        optimizers: Optimizer of each owner.
-        state_names: Keys of the optimizer state, with `STEP` last if steps are counted.
-    """
+    """Section whose owners live in it, with the state of their optimizers; keys of states end with `STEP`, if any."""
 
     def __init__(self, assignment: Assignment, optimizers: Sequence[Optimizer], state_names: Sequence[str]) -> None:
         super().__init__(assignment)
@@ -218,11 +191,7 @@ class Resident(Section):
         return len(self.parameters) if name == STEP else self.size
 
     def settle(self, flat: dict[str, Tensor]) -> None:
-        """Make the owners' tensors views of these numbers, which already hold their values.
-
-        Args:
-            flat: "values" and optimizer state by key: [size], or one number per parameter of `STEP`.
-        """
+        """Make the owners' tensors views of "values" and of states by key, [size] each, which already hold their values."""
         for p, row in zip(self.parameters, self.rows(flat["values"]), strict=True):
             p.data = row
         self._state_rows = {n: list(flat[n].unbind()) if n == STEP else self.rows(flat[n]) for n in self.state_names}
@@ -293,13 +262,7 @@ class Arena(FlatWeights):
     def assign(
         self, assignments: Sequence[Assignment], optimizers: Sequence[Optimizer], state_names: Sequence[str]
     ) -> None:
-        """Move these owners into the arena, and all others out of it.
-
-        Args:
-            assignments: The stacked host with its owners first, then the stacked seeds.
-            optimizers: Optimizer of each host.
-            state_names: Keys of the optimizer state, with `STEP` last if steps are counted.
-        """
+        """Move these owners into the arena, with the states of their hosts' optimizers, and all others out of it."""
         kept = self._kept(assignments)
         for section in self.residents[:kept]:
             section.take_back_states()

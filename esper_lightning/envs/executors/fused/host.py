@@ -20,16 +20,7 @@ from esper_lightning.hosts.parts import Dropout
 
 
 class HostStack:
-    """Stack of many hosts of one architecture.
-
-    Args:
-        host: One of the hosts; its seeds are ignored.
-
-    Attributes:
-        seed_slots: Host index and slot name of each seed in the coming epoch, by stacked seeds.
-
-    Raises ValueError if a layer cannot be stacked.
-    """
+    """Stack of many hosts of one architecture, given one of them. Raises ValueError if a layer cannot be stacked."""
 
     def __init__(self, host: nn.Module) -> None:
         self.index = StackIndex()
@@ -64,13 +55,7 @@ class HostStack:
         return self.arena if self.arena.holds(self.assignments) else FlatWeights(self.assignments)
 
     def settle(self, hosts: Sequence[nn.Module], optimizers: Sequence[Optimizer], state_names: Sequence[str]) -> Arena:
-        """Assign N hosts with their seeds, to train them. Returns the arena, where they live from now on.
-
-        Args:
-            hosts: The hosts.
-            optimizers: Their optimizers.
-            state_names: Keys of the optimizer state; see `Arena.assign`.
-        """
+        """Assign N hosts with their seeds, to train them. Returns the arena, where they live from now on."""
         self._assign(hosts)
         self.arena.assign(self.assignments, optimizers, state_names)
         return self.arena
@@ -83,7 +68,7 @@ class HostStack:
             owners = [host.get_submodule(path) for host in hosts]
             layer.generators = [generator for own in owners if isinstance(own, Dropout) for generator in own.generators]
         self.assignments = [Assignment(self.stacked_host, self.hosts, range(len(hosts)))]
-        self.seed_slots: list[list[tuple[int, str]]] = []
+        self.seed_slots: list[list[tuple[int, str]]] = []  # host and slot of each seed, by stacked seeds
         for name, slot in self.slots.items():
             slot.assign([slots[name] for slots in self.host_slots])
             for seeds in slot.active_seeds:

@@ -29,11 +29,7 @@ ones."""
 
 
 class StackedLayer(nn.Module):
-    """One layer of many hosts.
-
-    Args:
-        layer: The layer of one host.
-        index: The stack's selection of weight rows.
+    """One layer of many hosts, made from the layer of one host.
 
     Attributes:
         bound: The layer's own parameters by name, with one more axis in front, [rows, …]. Buffers are registered as

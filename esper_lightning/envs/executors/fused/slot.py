@@ -79,11 +79,7 @@ def _effective_alpha(slot: SeedSlot) -> float:
 
 
 class StackedSeeds:
-    """Seeds of one kind in one slot of several hosts, computed by one module.
-
-    Args:
-        seed: A seed of this kind, of which a copy is stacked.
-        style: How the seeds' outputs are blended into the hosts' features.
+    """Seeds of one kind in one slot of several hosts, computed by one module: the stacked copy of a seed.
 
     Attributes:
         row_of_host: Row of the stacked weights for each host index that has such a seed.
@@ -144,12 +140,9 @@ class StackEntries:
         self.items: list[tuple[int, list[int]]] = []  # host index, and indices of its combinations
 
     def begin_pass(self, variants: Sequence[Sequence[SeedVariant]], off_trunk: Mapping[str, Collection[int]]) -> None:
-        """Begin a pass over N hosts.
+        """Begin a pass over N hosts with combinations of seeds [N][V].
 
-        Args:
-            variants: Combinations of seeds, [N][V].
-            off_trunk: Slots bypassed by a shortcut, with the indices of the hosts with a seed there. Entries
-                of these hosts are divided at the input.
+        Hosts with a seed in a slot off the trunk, which a shortcut bypasses, are divided at the input.
         """
         self.variants = variants
         self.items = [(host, list(range(len(combinations)))) for host, combinations in enumerate(variants)]
@@ -158,7 +151,6 @@ class StackEntries:
 
     @property
     def count(self) -> int:
-        """Number of entries."""
         return len(self.items)
 
     @property
@@ -201,23 +193,14 @@ class StackEntries:
 
 
 class StackedSlot:
-    """One slot of many hosts, each with its own seed or none. Replaces the forward pass of a `SeedSlot`.
-
-    Args:
-        index: The stack's selection of weight rows.
-        entries: Combinations of seeds that the stack entries stand for in evaluation.
-
-    Attributes:
-        seed_modules: Stacked seeds of every kind, so that a search for buffers finds theirs.
-        active_seeds: Stacked seeds in the coming epoch.
-    """
+    """One slot of many hosts, each with its own seed or none. Replaces the forward pass of a `SeedSlot`."""
 
     def __init__(self, index: StackIndex, entries: StackEntries) -> None:
         self.index = index
         self.entries = entries
-        self.seed_modules = nn.ModuleList()
+        self.seed_modules = nn.ModuleList()  # so that a search for buffers finds those of seeds
         self.seeds_by_kind: dict[SeedKind, StackedSeeds] = {}  # of every kind so far
-        self.active_seeds: list[StackedSeeds] = []
+        self.active_seeds: list[StackedSeeds] = []  # in the coming epoch
         self.orders: tuple[Tensor, Tensor] | None = None
         self.isolated: Flags = False
         self.blend_weights: Tensor | None = None
