@@ -397,19 +397,20 @@ class HostEnv(Subject):
         """Prices of added parameters and compute in this episode."""
         return self.context.prices(self.objective_config, self.rng_seed)
 
-    def objective_at(self, accuracy: float) -> float:
-        """Return the objective J of the host with its fossilized seeds for a given accuracy in 0 … 1.
+    @property
+    def score_dtype(self) -> torch.dtype:
+        """Data type of losses, accuracies and objectives: that of the network, at least float32."""
+        return torch.promote_types(next(self.network.parameters()).dtype, torch.float32)
 
-        The precision is that of the network, at least float32.
-        """
+    def objective_at(self, accuracy: float) -> float:
+        """Return the objective J of the host with its fossilized seeds for a given accuracy in 0 … 1."""
         config, prices = self.objective_config, self.prices
-        dtype = torch.promote_types(next(self.network.parameters()).dtype, torch.float32)
         charge: torch.Tensor | float = 0.0
         if config.charges_compute:
             flops = torch.tensor([[self.fossilized_flops], [self.flops.host]])
             charge = compute_rent(flops[0], flops[1], torch.tensor([prices.compute]))
         parameters = torch.tensor([[self.fossilized_parameters], [self.host_parameters]])
-        accuracies, price = torch.tensor([accuracy], dtype=dtype), torch.tensor([prices.parameters])
+        accuracies, price = torch.tensor([accuracy], dtype=self.score_dtype), torch.tensor([prices.parameters])
         return objective(
             accuracies, parameters[0], parameters[1], config=config, price=price, compute_cost=charge
         ).item()

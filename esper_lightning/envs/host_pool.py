@@ -189,8 +189,7 @@ class HostPool:
         self.growable = torch.stack(list(self.env_factory.growable.values())).any(0)
         kinds = self.env_factory.one_per_architecture()
         self.executor_choice, self.executor = self._prepare_executor(config.executor, kinds)
-        # Losses and accuracies have the precision of the hosts, at least float32.
-        self._score_dtype = torch.promote_types(next(self.envs[0].network.parameters()).dtype, torch.float32)
+        self._score_dtype = self.envs[0].score_dtype
         self.observation_builder = ObservationBuilder(
             self.envs,
             self.space,

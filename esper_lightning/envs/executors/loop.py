@@ -163,9 +163,8 @@ class HostEpoch:
         self.micro_batches = env.training.micro_batches
         self.frozen_parameters = [parameter for slot in env.failing_slots for parameter in slot.seed.parameters()]
         self.batches = env.draw_batches(data.samples).split(self.micro_batches)  # [batches · parts, B / parts]
-        dtype = next(env.network.parameters()).dtype
-        self.totals = torch.zeros(2, device=env.device, dtype=dtype)  # loss, accuracy
-        self.skipped_steps = torch.zeros((), device=env.device, dtype=dtype)  # steps with non-finite gradients
+        self.totals = torch.zeros(2, device=env.device, dtype=env.score_dtype)  # loss, accuracy
+        self.skipped_steps = torch.zeros_like(self.totals[0])  # steps with non-finite gradients
         env.network.train()
         if env.loss_scale is not None:
             init_momentum_buffers(env.optimizer)

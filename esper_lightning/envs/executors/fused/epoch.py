@@ -51,9 +51,7 @@ class FusedEpoch:
         self.frozen_mask = None if is_frozen is None else self.optimizer.per_weight(is_frozen)
         self.micro_batches = self.training.micro_batches
         self.batches = Batches.concatenate([env.draw_batches(data.samples).split(self.micro_batches) for env in envs])
-        # In the hosts' precision, but at least float32.
-        dtype = torch.promote_types(self.weights.values.dtype, torch.float32)
-        self.totals = torch.zeros(2, len(envs), device=envs[0].device, dtype=dtype)  # loss, accuracy
+        self.totals = torch.zeros(2, len(envs), device=envs[0].device, dtype=envs[0].score_dtype)  # loss, accuracy
         self.skipped_steps = torch.zeros_like(self.totals[0])
 
     def __len__(self) -> int:

@@ -191,7 +191,7 @@ class Resident(Section):
         return len(self.parameters) if name == STEP else self.size
 
     def settle(self, flat: dict[str, Tensor]) -> None:
-        """Make the owners' tensors views of "values" and of states by key, [size] each, which already hold their values."""
+        """Make the owners' tensors views of "values" and of states by key, which already hold their numbers."""
         for p, row in zip(self.parameters, self.rows(flat["values"]), strict=True):
             p.data = row
         self._state_rows = {n: list(flat[n].unbind()) if n == STEP else self.rows(flat[n]) for n in self.state_names}
