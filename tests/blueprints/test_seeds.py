@@ -86,17 +86,6 @@ def test_a_seed_born_at_random_passes_gradients_to_every_parameter_and_mixes_no_
     assert all(parameter.grad.any() for parameter in seed.parameters())
 
 
-@pytest.mark.parametrize(("name", "factor"), [("mlp_small", 2), ("mlp", 4), ("gated", 2)])
-def test_two_layers_by_hand(name: str, factor: int) -> None:
-    seed, x = seed_of(name, "vector", 5).double(), feature("vector", 5).double()
-    w1, b1, w2, b2 = seed.parameters()
-    inner = x @ w1.T + b1
-    assert inner.shape[1] == 5 * factor
-    gelu = inner * 0.5 * (1.0 + torch.erf(inner / math.sqrt(2.0)))
-    hidden = inner[:, :5] / (1.0 + torch.exp(-inner[:, 5:])) if name == "gated" else gelu
-    torch.testing.assert_close(seed(x), x + hidden @ w2.T + b2)
-
-
 def attention_by_hand(seed: nn.Module, x: Tensor, heads: int) -> Tensor:
     """Return x plus causal attention, one softmax at a time."""
     w_in, b_in, w_out, b_out = seed.parameters()

@@ -85,19 +85,6 @@ def test_the_trunk_is_where_all_data_passes(place: str, trunk: bool) -> None:
     assert attach_slots(Residual(), [place], torch.randn(3, 5))[place].on_single_path is trunk
 
 
-def test_attaching_leaves_modes_statistics_and_gradients_alone() -> None:
-    network = small_network()
-    network[1].eval()  # a frozen normalisation, as in fine-tuning
-    modes = {name: module.training for name, module in network.named_modules()}
-    state = deepcopy(network.state_dict())
-    slots = attach_slots(network, ["1", "5"], images())
-    assert {name: module.training for name, module in network.named_modules() if name in modes} == modes
-    assert all(slot.training for slot in slots.values())
-    assert all(torch.equal(network.state_dict()[key], value) for key, value in state.items())
-    assert all(p.grad is None for p in network.parameters())
-    assert not any(slot.training for slot in attach_slots(network.eval(), ["0"], images()).values() if slot.name == "0")
-
-
 def through_a_file(network: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.save(network, file)
@@ -139,10 +126,3 @@ def test_where_slots_are_is_enough_to_attach_them_again() -> None:
     attach_slots(beside, ["stem", "body.0"], torch.randn(3, 5))  # a shortcut bypasses the second
     attach_at(again, attached_places(beside))
     assert {name: slot.on_single_path for name, slot in slots_of(again).items()} == {"stem": True, "body.0": False}
-
-
-@pytest.mark.parametrize("name", ["keys", "values", "places", "handles"])
-def test_a_module_may_have_any_name(name: str) -> None:
-    network, x = small_network(), images()
-    network.add_module(name, nn.Linear(2, 2))
-    assert attach_slots(network, [name], x)[name].width == 2

@@ -94,11 +94,6 @@ def test_a_seed_is_blended_after_its_time_and_if_it_would_not_harm(
     assert reasons_against_blending(FIT._replace(**measured), LifecycleConfig(**settings)) == reasons
 
 
-@pytest.mark.parametrize(("alpha", "reasons"), [(0.94, ["alpha at 0.94, below 0.95"]), (0.95, []), (1.0, [])])
-def test_probation_begins_when_alpha_is_close_to_1(alpha: float, reasons: list[str]) -> None:
-    assert reasons_against_probation(NEW._replace(alpha=alpha)) == reasons
-
-
 @pytest.mark.parametrize(("age", "reasons"), [(1, ["1 ticks old, younger than 2"]), (2, []), (9, [])])
 def test_a_seed_may_be_culled_once_it_is_old_enough(age: int, reasons: list[str]) -> None:
     assert reasons_against_culling(NEW._replace(age=age), LifecycleConfig(min_cull_age=2)) == reasons
@@ -143,12 +138,6 @@ def test_a_seed_on_probation_goes_when_it_is_useless_or_late(
     assert reasons_to_cull(evidence, CONFIG, horizon=50) == reasons
     assert reasons_to_cull(evidence, LifecycleConfig(auto_cull=False), horizon=50) == []
     assert reasons_to_cull(evidence._replace(alpha=0.99), CONFIG, horizon=50) == []
-
-
-@pytest.mark.parametrize(("horizon", "limit"), [(1, 5), (12, 5), (50, 5), (60, 6), (200, 20)])
-def test_probation_lasts_the_longer_of_five_ticks_and_a_tenth_of_the_horizon(horizon: int, limit: int) -> None:
-    assert reasons_to_cull(FIT._replace(ticks_in_stage=limit - 1), CONFIG, horizon) == []
-    assert reasons_to_cull(FIT._replace(ticks_in_stage=limit), CONFIG, horizon) == [f"on probation for {limit} ticks"]
 
 
 @pytest.mark.parametrize(

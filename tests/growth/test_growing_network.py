@@ -12,7 +12,7 @@ from esper_lightning.blueprints import build_seed
 from esper_lightning.growth.counterfactual import contributions
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import NO_GRADIENT
-from esper_lightning.growth.growing_network import GrowingNetwork, SeedMeasurements
+from esper_lightning.growth.growing_network import GrowingNetwork
 from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.stages import Stage
 from tests.growth.by_hand import (
@@ -133,22 +133,6 @@ def test_gradients_are_measured_at_each_tick_unless_they_are_given() -> None:
     network.optimizer.zero_grad()
     network.end_epoch()
     assert network.evidence("block1").gradient is None  # a gradient of the previous epoch is not valid for this one
-
-
-def test_contributions_are_kept_of_blended_seeds_and_the_one_before_as_well() -> None:
-    network = growing()
-    network.germinate("block1", "norm", ticks=1)
-    epoch(network, contribution={"block1": 9.0})
-    assert network.measurements["block1"].contribution is None  # a seed in TRAINING contributes nothing
-    for value in (1.0, 2.0, None):
-        epoch(network, contribution=None if value is None else {"block1": value})
-    record = network.measurements["block1"]
-    assert (record.contribution, record.previous_contribution) == (2.0, 1.0)
-    assert network.cull("block1").contribution == 2.0
-    network.end_epoch()
-    network.germinate("block1", "norm")
-    assert network.measurements["block1"] == SeedMeasurements(), "a new seed is judged by nothing of the one before"
-    assert (network.evidence("block1").age, network.evidence("block1").in_optimizer) == (0, True)
 
 
 def test_the_potential_is_that_of_the_last_epoch_before_blending_and_survives_a_restart() -> None:

@@ -10,8 +10,6 @@ from esper_lightning.blueprints import build_on, initialise
 from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import EnvConfig, HostPool
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.growth.growing_network import GrowingNetwork
-from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.hosts import Attached
 from esper_lightning.registry import import_object
 from esper_lightning.tasks import Synthetic
@@ -62,18 +60,6 @@ def test_each_seed_draws_its_weights_from_its_own_generator() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_an_episode_begins_without_what_grew_in_the_last_one() -> None:
-    host = attached()
-    growing = GrowingNetwork(host, torch.optim.SGD(host.parameters(), lr=0.1), horizon=3)
-    growing.germinate("body", "norm")
-    growing.clear()
-
-    initialise(host, torch.Generator().manual_seed(0))
-
-    assert not slots_of(host)["body"].occupied
-    assert host(torch.randn(2, *SHAPE)).shape == (2, 5)
-
-
 @pytest.mark.parametrize(
     ("network", "slots", "executor"),
     rest_is_slow(
@@ -106,11 +92,6 @@ def make_pool(network: str, slots: tuple[str, ...], executor: str) -> HostPool:
     task = Synthetic(shape=(3, 32, 32), classes=5, train=16, validation=8, test=8)
     config = EnvConfig(horizon=3, executor=executor, training=HostTraining(batches=1, batch_size=8, lr=1e-4))
     return HostPool(task, task.load(), host, config=config, n_envs=2, device=CPU)
-
-
-def test_what_cannot_be_stacked_is_refused_with_the_way_out() -> None:
-    with pytest.raises(ValueError, match=r"a Learner with weights of its own; use env\.executor loop"):
-        make_pool(LEARNER, ("body",), "fused")
 
 
 @pytest.mark.parametrize(

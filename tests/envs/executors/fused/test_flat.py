@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.executors import FusedExecutor, LoopExecutor
 from esper_lightning.envs.executors.fused.epoch import STATE_NAMES, StackedOptimizer
-from esper_lightning.envs.executors.fused.flat import leave_arena
 from esper_lightning.envs.executors.fused.host import HostStack
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.param_groups import HOST_GROUP, find_group, seed_group_name
@@ -42,10 +41,6 @@ def tensors_of(env: HostEnv) -> Iterator[Tensor]:
     for group in env.optimizer.param_groups:
         for p in group["params"]:
             yield from (value for _, value in sorted(env.optimizer.state.get(p, {}).items()))
-
-
-def shares_memory(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 class Twins:
@@ -191,20 +186,6 @@ def test_what_is_saved_of_a_host_holds_nothing_of_others() -> None:
         sizes.append(file.tell())
 
     assert sizes[0] < 1.02 * sizes[1]
-
-
-def test_hosts_that_leave_the_arena_have_memory_of_their_own() -> None:
-    pool = make("fused", "cnn", N)
-    pool.reset(range(N))
-    pool.envs[1].growing.germinate("block1", "conv_small")
-    pool.train_without_actions(1)
-    env = pool.envs[1]
-    assert any(shares_memory(tensor) for tensor in tensors_of(env))
-    before = [tensor.clone() for tensor in tensors_of(env)]
-    leave_arena(env.network, env.optimizer)
-
-    assert all(map(torch.equal, tensors_of(env), before))
-    assert not any(shares_memory(tensor) for tensor in tensors_of(env))
 
 
 RULES: list[dict[str, Any]] = [

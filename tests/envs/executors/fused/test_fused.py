@@ -16,7 +16,6 @@ from esper_lightning.blueprints.seeds import Residual
 from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import ActionConfig, HostPool
 from esper_lightning.envs.executors import FusedExecutor
-from esper_lightning.envs.executors.fused import epoch
 from esper_lightning.envs.executors.fused.layers import StackedConv2d, StackedLinear
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.blend import Isolation
@@ -211,24 +210,6 @@ def test_executors_may_take_turns_because_everything_lives_in_the_environments()
         for key, state in theirs.items():
             assert ours[key]["step"] == state["step"]
             torch.testing.assert_close(ours[key]["exp_avg_sq"], state["exp_avg_sq"], rtol=1e-6, atol=EXACT)
-
-
-def test_an_epoch_that_broke_off_leaves_hosts_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = make("fused", "cnn", 2)
-    pool.reset([0, 1])
-    pool.train_without_actions(1)
-    before = [p.detach().clone() for env in pool.envs for p in env.network.parameters()]
-
-    def broken(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(epoch, "fetch", broken)
-        pool.train_without_actions(1)
-
-    assert all(map(torch.equal, before, (p for env in pool.envs for p in env.network.parameters())))
-    pool.train_without_actions(1)
-    assert pool.envs[0].history.loss[-1] < pool.envs[0].history.loss[0]
 
 
 def test_a_run_goes_on_from_a_checkpoint_bit_for_bit() -> None:
