@@ -1,7 +1,7 @@
-"""Parts that the hosts share: slots by name, dropout, and blocks whose activations are computed again, not stored."""
+"""Parts that the hosts share: slots by name, and blocks whose activations are computed again instead of stored."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -45,48 +45,6 @@ def _module_key(name: str) -> str:
     return name.replace(".", "_")
 
 
-class Dropout(nn.Module):
-    """Dropout (https://jmlr.org/papers/v15/srivastava14a.html) with random numbers from the host's own generator.
-
-    nn.Dropout draws from torch's global generator, so the masks of one host would depend on the other hosts of a pool
-    and on the order in which an executor trains them. Evaluation mode switches dropout off.
-
-    Args:
-        p: Probability that an element is set to zero, in [0, 1).
-
-    Attributes:
-        generators: Generators of the hosts whose samples form the batch: one for a host by itself, V for a stack of V
-            hosts. None: torch's global generator, for a network that no generator has initialised.
-    """
-
-    def __init__(self, p: float) -> None:
-        super().__init__()
-        self.p = p
-        self.generators: list[torch.Generator | None] = [None]
-
-    def initialise(self, generator: torch.Generator) -> None:
-        """Use `generator` from now on; draws no random numbers."""
-        self.generators = [generator]
-
-    def forward(self, x: Tensor) -> Tensor:  # [B, …], or [V·B, …] host by host; same shape out
-        if not self.training:
-            return x
-        kept = [
-            torch.rand(own.shape, generator=generator, device=x.device) >= self.p
-            for own, generator in zip(x.chunk(len(self.generators)), self.generators, strict=True)
-        ]
-        return x * torch.cat(kept) / (1.0 - self.p)
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}"
-
-
-def dropout_generators(network: nn.Module) -> list[torch.Generator]:
-    """Return the generators of all dropout layers of a network, each once."""
-    used = [own for layer in network.modules() if isinstance(layer, Dropout) for own in layer.generators]
-    return list({id(generator): generator for generator in used if generator is not None}.values())
-
-
 def run_block(host: nn.Module, block: Callable[[Tensor], Tensor], x: Tensor, *, checkpoint_activations: bool) -> Tensor:
     """Return `block(x)` for a part of `host`; with `checkpoint_activations` only `x` is stored for the backward pass.
 
@@ -95,24 +53,6 @@ def run_block(host: nn.Module, block: Callable[[Tensor], Tensor], x: Tensor, *, 
     """
     if not (checkpoint_activations and host.training and torch.is_grad_enabled()):
         return block(x)
-    states = [generator.get_state() for generator in dropout_generators(host)]
-    return checkpoint(block, x, use_reentrant=False, context_fn=lambda: (nullcontext(), _repeat(host, states)))
-
-
-@contextmanager
-def _repeat(network: nn.Module, states: Sequence[Tensor]) -> Iterator[None]:
-    """Begin with `states` of the generators of dropout, and discard writes to buffers and generators afterwards.
-
-    Without it BatchNorm would count a recomputed batch twice, see https://github.com/pytorch/pytorch/issues/96136, and
-    dropout would draw other masks: torch restores its global generators only.
-    """
-    generators = dropout_generators(network)
-    later_states = [generator.get_state() for generator in generators]
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)
-    try:
-        with preserved_buffers(network):
-            yield
-    finally:
-        for generator, state in zip(generators, later_states, strict=True):
-            generator.set_state(state)
+    # Without preserved buffers BatchNorm would count a recomputed batch twice, see
+    # https://github.com/pytorch/pytorch/issues/96136.
+    return checkpoint(block, x, use_reentrant=False, context_fn=lambda: (nullcontext(), preserved_buffers(host)))

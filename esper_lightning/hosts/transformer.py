@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.hosts.parts import Dropout, Slots, run_block
+from esper_lightning.hosts.parts import Slots, run_block
 
 INITIAL_STD = 0.02
 """Standard deviation of the initial weights, as in GPT-2."""
@@ -70,11 +70,10 @@ class Block(nn.Module):
     Args:
         width: Channels C.
         heads: Number of attention heads.
-        dropout: Probability of dropout on what attention and MLP add to the feature.
         rotary, rms_norm, bias: See GPT.
     """
 
-    def __init__(self, width: int, heads: int, dropout: float, *, rotary: bool, rms_norm: bool, bias: bool) -> None:
+    def __init__(self, width: int, heads: int, *, rotary: bool, rms_norm: bool, bias: bool) -> None:
         super().__init__()
         self.norm1 = make_norm(width, rms_norm=rms_norm, bias=bias)
         self.attention = CausalAttention(width, heads, bias=bias, rotary=rotary)
@@ -82,16 +81,10 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width, bias=bias), nn.GELU(), nn.Linear(4 * width, width, bias=bias)
         )
-        self.dropout = make_dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, T, C] -> [B, T, C]
-        x = x + self.dropout(self.attention(self.norm1(x)))
-        return x + self.dropout(self.mlp(self.norm2(x)))
-
-
-def make_dropout(p: float) -> nn.Module:
-    """Return a dropout layer, or the identity for p = 0."""
-    return Dropout(p) if p else nn.Identity()
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
 
 
 def make_norm(width: int, *, rms_norm: bool, bias: bool) -> nn.Module:
@@ -118,9 +111,6 @@ class GPT(nn.Module):
         checkpoint_activations: Recompute the activations of each block in the backward pass instead of storing them,
             with the same results bit for bit. 512 tokens then need 6.5 instead of 74 MiB, for 1.2 times the processor
             time.
-        dropout: Probability of dropout in training, after the embeddings and on what attention and MLP add to the
-            feature. The attention weights themselves are not dropped: the fused attention kernel draws from torch's
-            global generator. 0: off.
         rotary: Tell attention the positions by rotation, in place of position embeddings.
         rms_norm: Normalise by RMSNorm (https://arxiv.org/abs/1910.07467) in place of LayerNorm.
         bias: Give linear layers and LayerNorm a bias.
@@ -138,7 +128,6 @@ class GPT(nn.Module):
         slots: list[str] | None = None,
         isolate: bool | None = None,
         checkpoint_activations: bool = False,
-        dropout: float = 0.0,
         rotary: bool = False,
         rms_norm: bool = False,
         bias: bool = True,
@@ -153,14 +142,11 @@ class GPT(nn.Module):
             )
         if input_shape[0] > context:
             raise ValueError(f"host GPT: context must be at least {input_shape[0]}, the task's length, got {context}")
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"host GPT: dropout must lie in [0, 1), got {dropout}")
         self.checkpoint_activations = checkpoint_activations
         self.tokens = TokenEmbedding(outputs, width)
         self.positions = nn.Identity() if rotary else PositionEmbedding(context, width)
-        self.dropout = make_dropout(dropout)
         self.blocks = nn.ModuleList(
-            Block(width, heads, dropout, rotary=rotary, rms_norm=rms_norm, bias=bias) for _ in range(blocks)
+            Block(width, heads, rotary=rotary, rms_norm=rms_norm, bias=bias) for _ in range(blocks)
         )
         slot_widths = {f"layer{i + 1}": width for i in range(blocks)}
         self.slots = Slots(
@@ -185,7 +171,7 @@ class GPT(nn.Module):
                 nn.init.normal_(last.weight, std=INITIAL_STD / math.sqrt(2 * len(self.blocks)), generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, T] int64 -> [B, T, outputs]
-        x = self.dropout(self.positions(self.tokens(x)))
+        x = self.positions(self.tokens(x))
         for i in range(len(self.blocks)):
             x = run_block(self, partial(self._block, i), x, checkpoint_activations=self.checkpoint_activations)
         # Not a second, tied Parameter: it would lose the tie when a host is built on the meta device.

@@ -13,7 +13,6 @@ from esper_lightning.growth import GrowingNetwork, LifecycleConfig, attach_slots
 from esper_lightning.growth.blend import PROXIMAL_STEP, BlendStyle, Isolation, proximal_gradient
 from esper_lightning.growth.slot import Layout
 from esper_lightning.growth.stages import Stage
-from esper_lightning.hosts.parts import Dropout
 from tests.growth.grown import (
     CPU,
     LAYOUTS,
@@ -44,7 +43,7 @@ class DropoutNet(nn.Module):
         self.norm = nn.BatchNorm2d(6)
         self.twice = nn.Conv2d(6, 6, 1)
         self.relu = nn.ReLU(inplace=True)
-        self.dropout = nn.Sequential(nn.Dropout(0.3), Dropout(0.2))
+        self.dropout = nn.Dropout(0.3)
         self.head = nn.Linear(6, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,8 +55,6 @@ class DropoutNet(nn.Module):
 
 def dropout_net() -> nn.Module:
     network = build_on(CPU, DropoutNet, generator_of(0))
-    for layer in network.dropout[1:]:
-        layer.initialise(generator_of(1))
     attach_slots(network, ["norm"], small_batch(2)[0])
     return network
 

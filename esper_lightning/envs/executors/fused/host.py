@@ -16,7 +16,6 @@ from esper_lightning.growth.attach import attach_at, attached_places, detach_slo
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.slot import SeedSlot
-from esper_lightning.hosts.parts import Dropout
 
 
 class HostStack:
@@ -33,7 +32,6 @@ class HostStack:
         self.network = stack_layers(network, self.index).eval()
         attach_at(self.network, attached)
         self.stacked_host = StackedModule(self.network)
-        self.dropouts = {path: layer for path, layer in self.network.named_modules() if isinstance(layer, Dropout)}
         self.slots: dict[str, StackedSlot] = {}
         for name, slot in slots_of(self.network).items():
             slot.empty()
@@ -64,9 +62,6 @@ class HostStack:
         self.release()
         if len(self.hosts) != len(hosts) or any(a is not b for a, b in zip(hosts, self.hosts, strict=True)):
             self.hosts, self.host_slots = list(hosts), [slots_of(host) for host in hosts]
-        for path, layer in self.dropouts.items():
-            owners = [host.get_submodule(path) for host in hosts]
-            layer.generators = [generator for own in owners if isinstance(own, Dropout) for generator in own.generators]
         self.assignments = [Assignment(self.stacked_host, self.hosts, range(len(hosts)))]
         self.seed_slots: list[list[tuple[int, str]]] = []  # host and slot of each seed, by stacked seeds
         for name, slot in self.slots.items():

@@ -15,7 +15,6 @@ from esper_lightning.growth.counterfactual import forward_variants, leave_one_ou
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.probe import probe_seeds
 from esper_lightning.growth.stages import Stage
-from esper_lightning.hosts.parts import dropout_generators
 
 N_HOSTS, N_SAMPLES = 3, 4
 """Numbers of hosts in the stack and of samples per host.
@@ -153,12 +152,8 @@ class Trial:
         """Yield the name of each result, its tensors from the stack, and its tensors from the separate hosts."""
         weights = stack.load(self.hosts)
         weights.bind(requires_grad=True)
-        generators = [one for host in self.hosts for one in dropout_generators(host)]  # copies, as the hosts are
-        states = [generator.get_state() for generator in generators]
         stacked_outputs = stack.train(self.inputs)
         stacked_outputs.square().mean().backward()
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)  # the separate hosts must draw the same masks
         for host in self.hosts:
             host.train().zero_grad()
         parts = zip(self.hosts, self.inputs.chunk(N_HOSTS), strict=True)

@@ -57,7 +57,6 @@ HOSTS: dict[str, Callable[[Sequence[int], int], nn.Module]] = {
     "gpt, rotary": partial(
         GPT, width=16, blocks=2, heads=2, context=8, slots=["layer1"], rotary=True, rms_norm=True, bias=False
     ),
-    "gpt, dropout": partial(GPT, width=16, blocks=3, heads=2, context=8, slots=["layer1", "layer2"], dropout=0.2),
     "mlp": partial(MLP, width=16),
     "residual": ShortcutHost,
 }
