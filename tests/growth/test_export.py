@@ -223,7 +223,7 @@ def test_an_export_that_gives_other_outputs_is_refused_and_the_earlier_file_stay
         return lambda x: network(x) + 0.01
 
     (tmp_path / "grown.pt2").write_text("earlier")
-    monkeypatch.setitem(export_module.WRITERS, "pt2", write_wrongly)
+    monkeypatch.setattr(export_module, "_write_pt2", write_wrongly)
     with pytest.raises(ValueError, match=r"gives other outputs: 0\.01 off"):
         export(cnn(), digits(2), tmp_path / "grown.pt2", "pt2")
     assert (tmp_path / "grown.pt2").read_text() == "earlier"
