@@ -212,6 +212,15 @@ def test_scalers_on_a_gpu_agree_with_those_of_lone_hosts(executor: str) -> None:
     assert differences(*cpu) == []
 
 
+def test_a_stream_is_made_once(make_pool: MakePool, fake_cuda: FakeCuda) -> None:
+    """S1: a pool makes one stream per environment, however many episodes it plays."""
+    pool = on_streams(make_pool(3))
+    for seed in range(2):
+        play(pool, seed)
+
+    assert Stream.n_created == 3
+
+
 @on_gpu
 @pytest.mark.parametrize("executor", ["loop", "streams", "fused"])
 def test_memory_is_flat_over_50_rollouts(executor: str) -> None:
