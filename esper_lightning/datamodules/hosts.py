@@ -12,8 +12,8 @@ from esper_lightning.checkpointing.resize import move_environments, resize_envir
 from esper_lightning.checkpointing.validate import FEATURES_KEY
 from esper_lightning.console import print_status
 from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool, check_host_count
-from esper_lightning.envs.context.distribution import FamilyConfig
-from esper_lightning.envs.context.env_factory import EnvFactory
+from esper_lightning.envs.env_factory import EnvFactory
+from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.envs.host_devices import find_host_devices
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.seeding import EVALUATION, check_rng_seed, episode_rng_seeds

@@ -13,8 +13,7 @@ from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from torch import Tensor
 
-from esper_lightning.envs.spaces.choices import ChoiceAction, ChoiceSpace
-from esper_lightning.envs.vector_env import FinalObservation, Observation, VectorStep
+from esper_lightning.envs.vector_env import ChoiceAction, ChoiceSpace, Observation, VectorStep
 from esper_lightning.profiling import PhaseClock
 
 EPISODE_WINDOW = 100
@@ -94,7 +93,7 @@ class GymVector:
             rows = np.zeros_like(observation, dtype=np.float32)
             for i in info["_final_obs"].nonzero()[0]:
                 rows[i] = info["final_obs"][i]
-            final = FinalObservation(Observation(self._flatten(rows)), None)
+            final = Observation(self._flatten(rows)), None
         self.returns += reward
         self.lengths += 1
         if ended.any():

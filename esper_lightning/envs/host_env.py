@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from esper_lightning.blueprints import get_blueprint, initialise
-from esper_lightning.envs.context.distribution import HostContext
+from esper_lightning.blueprints import initialise
 from esper_lightning.envs.device_transfer import variants_to_validate
+from esper_lightning.envs.family import HostContext
 from esper_lightning.envs.flops import HostFlops
 from esper_lightning.envs.measurements import EpochResult, History, Score, Validation
-from esper_lightning.envs.packing import pack, unpack
 from esper_lightning.envs.spaces.actions import STYLES, ActionConfig, ActionSpace, Op
-from esper_lightning.governor.judge import EpochStats, Judgement, Verdict
-from esper_lightning.governor.monitor import HostMonitor
-from esper_lightning.governor.snapshot import clone_tensors
+from esper_lightning.governor.judge import EpochStats, HostMonitor, Judgement, Verdict, veto_reasons
+from esper_lightning.governor.snapshot import clone_tensors, pack, unpack
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
@@ -24,12 +22,14 @@ from esper_lightning.growth.growing_network import GrowingNetwork, SeedMeasureme
 from esper_lightning.growth.lifecycle import SeedEvent, count_parameters
 from esper_lightning.growth.param_groups import host_groups, nominal_lr
 from esper_lightning.growth.slot import SeedSlot
-from esper_lightning.growth.stages import OCCUPIED, Stage
-from esper_lightning.rewards import HostStep, ObjectiveConfig, Prices, SlotStatus, SlotStep, compute_rent, objective
+from esper_lightning.growth.stages import Stage
+from esper_lightning.rewards import REWARDS, HostStep, ObjectiveConfig, SlotStatus, SlotStep, objective
+from esper_lightning.rewards.objective import SMALLEST_HOST
 from esper_lightning.tasks import Batches
 
 if TYPE_CHECKING:
     from esper_lightning.envs.config import EnvConfig
+    from esper_lightning.envs.spaces.descriptions import HostDescription
     from esper_lightning.profiling import HostTimer
 
 
@@ -71,6 +71,7 @@ class Subject:
         self.flops = flops
         seeds = sum(count_parameters(slot.seed) for slot in growing.slots.values())
         self.host_parameters = count_parameters(growing.module) - seeds
+        self.description: HostDescription | None = None  # made when it is first observed
         self._clear()
 
     def _clear(self) -> None:
@@ -115,9 +116,9 @@ class Subject:
         return min(1.0, float(group["lr"]) / nominal) if nominal else 0.0
 
     @property
-    def prices(self) -> Prices:
-        """Prices of added parameters and compute."""
-        return Prices(self.objective_config.price, self.objective_config.compute_price)
+    def price(self) -> float:
+        """Price of growth."""
+        return self.objective_config.price
 
     def apply(self, action: Sequence[int]) -> list[SeedEvent]:
         """Execute one action, an index per head. Raises ValueError if the lifecycle forbids it."""
@@ -174,12 +175,6 @@ class Subject:
     def fossilized_parameters(self) -> int:
         """Number of parameters of the host and its fossilized seeds."""
         return self.host_parameters + self.seed_parameters(frozenset({Stage.FOSSILIZED}))
-
-    @property
-    def fossilized_flops(self) -> int:
-        """FLOPs of the forward pass for one sample through the host and its fossilized seeds."""
-        fossilized = [slot for slot in self.slots if slot.stage is Stage.FOSSILIZED]
-        return self.flops.host + sum(self.flops.seed_flops(slot) for slot in fossilized)
 
     def record_state(self) -> dict[str, Any]:
         """Return the record of the training, in types that `torch.load(weights_only=True)` accepts."""
@@ -243,8 +238,7 @@ class HostEnv(Subject):
         self.device = device
         self.timer = timer
         self.monitor: HostMonitor | None = None
-        self.reward_config = config.reward
-        self.measure_host_only = config.reward.needs_host_only
+        self.reward = REWARDS.find(config.reward.mode)
         self.architecture = architecture
         self.longest = config.horizon
         self.set_context(context)
@@ -268,8 +262,6 @@ class HostEnv(Subject):
         """Set the context that holds from the next reset on."""
         self.context = context
         self.training = context.training
-        if self.monitor is not None:
-            self.monitor.chance_loss = context.chance_loss
 
     @property
     def horizon(self) -> int:
@@ -285,7 +277,6 @@ class HostEnv(Subject):
         super()._clear()
         self.objective = 0.0  # J at the last measurement
         self.failure: str | None = None  # out-of-memory message of the last host epoch
-        self.lr_factor = 1.0
 
     def reset(self, rng_seed: int) -> None:
         """Start a new episode in place: fresh weights, empty slots, no optimizer state."""
@@ -307,7 +298,7 @@ class HostEnv(Subject):
     @property
     def lr_share(self) -> float:
         """Learning rate of the coming epoch as a share of the configured one, 0 to 1."""
-        return self.lr_factor * self.training.lr_share(self.tick / self.horizon)
+        return self.training.lr_share(self.tick / self.horizon)
 
     def _set_optimizer_options(self) -> None:
         """Set the optimizer options of the coming epoch in this run, in place of those of a loaded state."""
@@ -331,7 +322,7 @@ class HostEnv(Subject):
 
     def _slot_statuses(self) -> list[SlotStatus]:
         """Return what the reward has to know of each slot, [K]; nothing if it does not depend on seeds."""
-        if not self.reward_config.depends_on_seeds:
+        if not self.reward.depends_on_seeds:
             return []
         return [
             SlotStatus(slot.stage, slot.ticks_in_stage, slot.age, count_parameters(slot.seed)) for slot in self.slots
@@ -341,7 +332,7 @@ class HostEnv(Subject):
         """Draw the sample indices of the next epoch; `samples` is the size of each data variant."""
         if self.data_order is not None:
             self.generator.manual_seed(self.data_order(self.rng_seed, self.tick))
-        batches = self.context.draw_batches(samples, self.rng_seed, generator=self.generator)
+        batches = self.context.draw_batches(samples, self.generator)
         if self.on_batches is not None:
             self.on_batches(batches)
         return batches
@@ -354,7 +345,7 @@ class HostEnv(Subject):
     def variants(self) -> list[SeedVariant]:
         """Return the combinations of seeds to validate with; see `Validation`."""
         return variants_to_validate(
-            self.slots, host_only=self.measure_host_only, potential=self.lifecycle.min_potential is not None
+            self.slots, host_only=self.reward.needs_host_only, potential=self.lifecycle.min_potential is not None
         )
 
     def finish_step(self, result: EpochResult | None, judged: bool = True) -> tuple[list[SeedEvent], Judgement | None]:
@@ -396,26 +387,18 @@ class HostEnv(Subject):
         return score
 
     @property
-    def prices(self) -> Prices:
-        """Prices of added parameters and compute in this episode."""
-        return self.context.prices(self.objective_config, self.rng_seed)
+    def price(self) -> float:
+        """Price of growth in this episode."""
+        return self.context.price
 
     def objective_at(self, accuracy: float) -> float:
         """Return the objective J of the host with its fossilized seeds for a given accuracy in 0 … 1.
 
         The precision is that of the network, at least float32.
         """
-        config, prices = self.objective_config, self.prices
         dtype = torch.promote_types(next(self.network.parameters()).dtype, torch.float32)
-        charge: torch.Tensor | float = 0.0
-        if config.charges_compute:
-            flops = torch.tensor([[self.fossilized_flops], [self.flops.host]])
-            charge = compute_rent(flops[0], flops[1], torch.tensor([prices.compute]))
-        parameters = torch.tensor([[self.fossilized_parameters], [self.host_parameters]])
-        accuracies, price = torch.tensor([accuracy], dtype=dtype), torch.tensor([prices.parameters])
-        return objective(
-            accuracies, parameters[0], parameters[1], config=config, price=price, compute_cost=charge
-        ).item()
+        parameters, host = torch.tensor([[self.fossilized_parameters], [self.host_parameters]])
+        return objective(torch.tensor([accuracy], dtype=dtype), parameters, host, torch.tensor([self.price])).item()
 
     def reward_step(self, diverged: bool) -> HostStep:
         """Return the finished step in the numbers that rewards are computed from, after `update_objective`."""
@@ -425,7 +408,7 @@ class HostEnv(Subject):
         # J with fossilized seeds only: the charge is the same, so J differs by the accuracy.
         kept_before = objective_before - first.all_seeds.accuracy + first.fossilized.accuracy
         kept = self.objective - last.all_seeds.accuracy + last.fossilized.accuracy
-        host = max(self.host_parameters, self.objective_config.smallest_host)
+        host = max(self.host_parameters, SMALLEST_HOST)
         seeds = zip(before, self._acted, self._slot_statuses(), self.accuracy_at_germination, strict=True)
         contributions = zip(first.contributions, last.contributions, strict=True)
         slots = (
@@ -441,15 +424,12 @@ class HostEnv(Subject):
             objective=self.objective,
             fossilized_objective_before=kept_before,
             fossilized_objective=self.objective if at_horizon else kept,
-            accuracy_at_start=self.history.accuracy[0],
             accuracy_before=first.all_seeds.accuracy,
             accuracy=last.all_seeds.accuracy,
             fossilized_accuracy=last.fossilized.accuracy,
             host_only_accuracy_before=(first.host_only or first.all_seeds).accuracy,
             host_only_accuracy=(last.host_only or last.all_seeds).accuracy,
-            loss_before=first.all_seeds.loss,
             loss=last.all_seeds.loss,
-            fossilized_loss=last.fossilized.loss,
             slots=tuple(slots) if before else (),
         )
 
@@ -457,13 +437,7 @@ class HostEnv(Subject):
 
     def refusal_reasons(self, action: Sequence[int]) -> list[str]:
         """Return the Governor's reasons to veto an action; an empty list allows it."""
-        if self.monitor is None or action[0] == Op.WAIT:
-            return []
-        chosen, parameters = self.space.decode(action), self.host_parameters + self.seed_parameters(OCCUPIED)
-        if action[0] == Op.GERMINATE:
-            slot = self.growing.slots[chosen.slot]
-            parameters += get_blueprint(chosen.blueprint, slot.layout).parameters(slot.width)
-        return self.monitor.refusal_reasons(chosen.op, parameters / self.host_parameters)
+        return [] if self.monitor is None else veto_reasons(Op(action[0]).name, self.monitor.governor_state)
 
     def _judge(self, result: EpochResult | None) -> Judgement:
         """Return the monitor's judgement on a host epoch. `result` is None if the host ran out of memory."""
@@ -496,10 +470,10 @@ class HostEnv(Subject):
         """
         assert self.monitor is not None, "only watched hosts have snapshots"
         events = [self.growing.status_event(slot.name) for slot in self.slots]
-        tick, factor = self.tick, self.lr_factor * self.monitor.config.lr_factor
+        tick = self.tick
         # A copy: optimizer state loaded from a view would keep the snapshot's whole memory alive.
         self._load_host(self.monitor.snapshot.copy())
-        self.tick, self.lr_factor, self.stopped = tick + 1, factor, ended
+        self.tick, self.stopped = tick + 1, ended
         self._set_optimizer_options()
         self.growing.cull_live_seeds(cause)
         pairs = zip(events, self.slots, strict=True)
@@ -524,7 +498,6 @@ class HostEnv(Subject):
             "rng_seed": self.rng_seed,
             "objective": self.objective,
             "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
-            "lr_factor": self.lr_factor,
             "growing": self.growing.state_dict(),
         }
 
@@ -546,6 +519,6 @@ class HostEnv(Subject):
         self.load_record_state(state)
         if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
-        self.objective, self.lr_factor = state["objective"], state["lr_factor"]
+        self.objective = state["objective"]
         self.growing.load_state_dict(state["growing"])
         self._set_optimizer_options()

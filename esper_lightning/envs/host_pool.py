@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs.config import EnvConfig, HostFactory, check_compatible
-from esper_lightning.envs.context.env_factory import EnvFactory
 from esper_lightning.envs.device_transfer import (
     copy_to_device,
     download,
@@ -17,19 +16,19 @@ from esper_lightning.envs.device_transfer import (
     unpack_epochs,
     unpack_validations,
 )
+from esper_lightning.envs.env_factory import EnvFactory
 from esper_lightning.envs.executors import AUTO, EXECUTORS, LoopExecutor
 from esper_lightning.envs.executors.out_of_memory import isolate_oom
 from esper_lightning.envs.executors.threads import usable_cores
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.measurements import EpochResult
 from esper_lightning.envs.memory import check_host_memory
-from esper_lightning.envs.packing import unpack
 from esper_lightning.envs.spaces.action_discovery import SharedSpace
-from esper_lightning.envs.spaces.actions import HEADS, Action, ActionError, check_is_action, to_action
-from esper_lightning.envs.spaces.masks import Masks
+from esper_lightning.envs.spaces.actions import HEADS, Action, ActionError, Masks, check_is_action, to_action
 from esper_lightning.envs.spaces.observation_builder import ObservationBuilder
 from esper_lightning.envs.vector_env import Observation
 from esper_lightning.governor.judge import GovernorConfig, Judgement, Verdict
+from esper_lightning.governor.snapshot import unpack
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.growing_network import RefusalReasons
 from esper_lightning.growth.lifecycle import SeedEvent
@@ -381,8 +380,10 @@ class HostPool:
         action is not allowed.
         """
         check_is_action(action, self.n_envs)
-        chosen = list(zip(*download(torch.stack(action)).tolist(), strict=True))
-        executable = self.observation_builder.mask_invalid(chosen, WAIT_ACTION)
+        chosen: list[tuple[int, ...]] = list(zip(*download(torch.stack(action)).tolist(), strict=True))
+        executable = chosen
+        if not self.config.sight.masks:
+            executable = [row if self.masks_on_cpu.allows(i, row) else WAIT_ACTION for i, row in enumerate(chosen)]
         sizes = tuple(self.space.sizes.values())
         for i, (env, row) in enumerate(zip(self.envs, executable, strict=True)):
             if env.tick >= self.horizon:

@@ -44,23 +44,24 @@ class Validation(NamedTuple):
 
     def state(self) -> dict[str, Any]:
         """Return the scores in types that `torch.load(weights_only=True)` accepts."""
-        return {
+        lists = {name: [list(score) for score in getattr(self, name)] for name in ("without", "trials")}
+        host_only = None if self.host_only is None else list(self.host_only)
+        return lists | {
             "all_seeds": list(self.all_seeds),
             "fossilized": list(self.fossilized),
-            "host_only": None if self.host_only is None else list(self.host_only),
-            "without": [list(score) for score in self.without],
-            "trials": [list(score) for score in self.trials],
+            "host_only": host_only,
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Validation":
         """Return the validation of which `state` made plain data."""
+        host_only = state["host_only"]
+        lists = {name: [Score(*score) for score in state[name]] for name in ("without", "trials")}
         return cls(
-            Score(*state["all_seeds"]),
-            [Score(*score) for score in state["without"]],
-            Score(*state["fossilized"]),
-            [Score(*score) for score in state["trials"]],
-            None if state["host_only"] is None else Score(*state["host_only"]),
+            all_seeds=Score(*state["all_seeds"]),
+            fossilized=Score(*state["fossilized"]),
+            host_only=None if host_only is None else Score(*host_only),
+            **lists,
         )
 
 

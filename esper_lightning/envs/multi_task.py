@@ -8,8 +8,7 @@ from torch import Tensor
 
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_pool import HostPool, PoolMetrics, StepResult
-from esper_lightning.envs.spaces.actions import Action
-from esper_lightning.envs.spaces.masks import Masks
+from esper_lightning.envs.spaces.actions import Action, Masks
 from esper_lightning.envs.vector_env import Observation
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.profiling import PhaseClock

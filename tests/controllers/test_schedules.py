@@ -24,7 +24,7 @@ from esper_lightning.controllers.schedules import (
     yoke_schedules,
 )
 from esper_lightning.envs import Action, ActionConfig, HostPool
-from esper_lightning.envs.context.distribution import FamilyConfig
+from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.stages import Stage
 from tests.conftest import FREE

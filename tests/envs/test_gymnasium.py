@@ -12,7 +12,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete  # noqa: E402
 from gymnasium.vector import AutoresetMode, SyncVectorEnv  # noqa: E402
 
 from esper_lightning.envs.gymnasium import GymVector, gym_vector  # noqa: E402
-from esper_lightning.envs.spaces.choices import ChoiceAction  # noqa: E402
+from esper_lightning.envs.vector_env import ChoiceAction  # noqa: E402
 from esper_lightning.ppo.collector import RolloutCollector  # noqa: E402
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms  # noqa: E402
 from esper_lightning.ppo.running_norm import RunningMeanStd  # noqa: E402
@@ -88,7 +88,7 @@ def test_a_time_limit_shows_the_last_state_although_the_next_episode_has_begun()
 
     assert first.final is None and not first.truncated.any()
     assert second.truncated.all() and not second.terminated.any() and pool.episode_starts.all()
-    assert second.final.observation.features.tolist() == [[2.0, begun[0].item()], [2.0, begun[1].item()]]
+    assert second.final[0].features.tolist() == [[2.0, begun[0].item()], [2.0, begun[1].item()]]
     assert pool.observation.features[:, 0].tolist() == [0.0, 0.0]
     assert not torch.equal(pool.observation.features[:, 1], begun)
 

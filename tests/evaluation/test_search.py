@@ -11,7 +11,7 @@ import pytest
 
 from esper_lightning.controllers.schedules import FixedSchedule, Schedule
 from esper_lightning.envs import ActionConfig, HostPool
-from esper_lightning.envs.context.distribution import FamilyConfig
+from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.seeding import episode_rng_seeds
 from esper_lightning.evaluation import search as search_module

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from esper_lightning.governor.judge import EpochStats, GovernorConfig, Judgement, Verdict
-from esper_lightning.governor.monitor import HostMonitor
+from esper_lightning.governor.judge import EpochStats, GovernorConfig, HostMonitor, Judgement, Verdict
 from tests.runs import differences
 
 HEALTHY, SUSPICIOUS, ROLL_BACK, END = Verdict

@@ -21,8 +21,8 @@ from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HEADS, HostPool, Op
 from esper_lightning.envs.gymnasium import GymVector
 from esper_lightning.envs.spaces.actions import RELEVANT_OPS
-from esper_lightning.envs.spaces.choices import ChoiceAction
 from esper_lightning.envs.spaces.observation import slot_features
+from esper_lightning.envs.vector_env import ChoiceAction
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.gym import GrowthVectorEnv, make_vector_env
 from esper_lightning.rewards import RewardConfig

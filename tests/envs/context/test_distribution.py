@@ -12,7 +12,7 @@ from torch import Tensor
 
 from esper_lightning.controllers.random import RandomValid, WaitOnly
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.context.distribution import Context, ContextDistribution, FamilyConfig
+from esper_lightning.envs.family import Context, ContextDistribution, FamilyConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.seeding import TRAINING, episode_rng_seeds
 from esper_lightning.growth.stages import Stage

@@ -16,7 +16,7 @@ from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.random import RandomValid, WaitOnly
 from esper_lightning.controllers.rules import Heuristic, HillClimbing, Periodic
 from esper_lightning.envs import HostPool, Op
-from esper_lightning.envs.context.distribution import FamilyConfig
+from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.measurements import EpochResult, Score, TrainingStats, Validation
