@@ -44,15 +44,6 @@ class Subject:
         space: Choices that the numbers of an action index.
         actions, objective: Settings.
         flops: FLOPs of the host.
-
-    Attributes:
-        host_parameters: Number of parameters of the network without its seeds.
-        stopped: True if the training was stopped before the horizon.
-        tick: Number of recorded epochs.
-        history: Metrics of each epoch.
-        accuracy_at_germination: Accuracy of the network when the last seed of each slot was germinated, [K].
-        trials: Last measured contribution of each blueprint that was blended in a slot, in accuracy points, by name,
-            [K].
     """
 
     def __init__(
@@ -64,30 +55,27 @@ class Subject:
         objective: ObjectiveConfig,
         flops: HostFlops,
     ) -> None:
-        self.growing = growing
-        self.space = space
-        self.actions = actions
+        self.growing, self.space, self.actions, self.flops = growing, space, actions, flops
         self.objective_config = objective
-        self.flops = flops
         seeds = sum(count_parameters(slot.seed) for slot in growing.slots.values())
-        self.host_parameters = count_parameters(growing.module) - seeds
+        self.host_parameters = count_parameters(growing.module) - seeds  # of the network without its seeds
         self.description: HostDescription | None = None  # made when it is first observed
         self._clear()
 
     def _clear(self) -> None:
-        self.tick = 0
+        self.tick = 0  # recorded epochs
         self.last_op = Op.WAIT
-        self.history = History()
-        self.accuracy_at_germination = [0.0 for _ in self.growing.slots]
+        self.history = History()  # metrics of each epoch
+        self.accuracy_at_germination = [0.0 for _ in self.growing.slots]  # of the network, for the last seed of a slot
+        # Last measured contribution of each blueprint that was blended in a slot, in accuracy points, by name, [K].
         self.trials: list[dict[str, float]] = [{} for _ in self.growing.slots]
-        self.validated: Validation | None = None  # of the last validation
+        self.validated: Validation | None = None
         self.host_gradient: GradientStats | None = None
-        self.stopped = False
+        self.stopped = False  # before the horizon
         self.skipped_steps = 0  # since the start, because gradients overflowed fp16
 
     @property
     def horizon(self) -> int:
-        """Total number of epochs of the training."""
         return self.growing.horizon
 
     @property
@@ -117,7 +105,6 @@ class Subject:
 
     @property
     def price(self) -> float:
-        """Price of growth."""
         return self.objective_config.price
 
     def apply(self, action: Sequence[int]) -> list[SeedEvent]:
@@ -210,16 +197,9 @@ class HostEnv(Subject):
         space: Choices that the numbers of an action index.
         context: Context of the first episode; `set_context` replaces it.
         config: Settings of the environments.
-        device: Device of the network.
-        timer: Timer of the work on this host.
+        device, timer: Device of the network, and timer of the work on it.
         flops: FLOPs of the host.
         architecture: Name of the architecture; hosts of one architecture can be stacked.
-
-    Attributes:
-        monitor: The Governor's monitor of this host. None: the host is not watched.
-        data_order: Function of the episode's RNG seed and the tick, which returns the RNG seed of the epoch's
-            minibatches. None: they depend on everything drawn before, such as the weights of seeds.
-        on_batches: Callback for the minibatches of each host epoch, after the action and before training.
     """
 
     def __init__(
@@ -234,10 +214,8 @@ class HostEnv(Subject):
         flops: HostFlops,
         architecture: str = "",
     ) -> None:
-        self.network = network
-        self.device = device
-        self.timer = timer
-        self.monitor: HostMonitor | None = None
+        self.network, self.device, self.timer = network, device, timer
+        self.monitor: HostMonitor | None = None  # of the Governor. None: the host is not watched
         self.reward = REWARDS.find(config.reward.mode)
         self.architecture = architecture
         self.longest = config.horizon
@@ -254,8 +232,10 @@ class HostEnv(Subject):
             generator=self.generator,
         )
         super().__init__(growing, space, actions=config.actions, objective=config.objective, flops=flops)
+        # Function of the episode's RNG seed and the tick, which returns the RNG seed of the epoch's minibatches. None:
+        # they depend on everything drawn before, such as the weights of seeds.
         self.data_order: Callable[[int, int], int] | None = None
-        self.on_batches: Callable[[Batches], None] | None = None
+        self.on_batches: Callable[[Batches], None] | None = None  # called with the minibatches of each host epoch
         self.rng_seed = 0
 
     def set_context(self, context: HostContext) -> None:
@@ -265,7 +245,6 @@ class HostEnv(Subject):
 
     @property
     def horizon(self) -> int:
-        """Length of the episode in environment steps."""
         return self.context.horizon
 
     @property
@@ -351,13 +330,8 @@ class HostEnv(Subject):
     def finish_step(self, result: EpochResult | None, judged: bool = True) -> tuple[list[SeedEvent], Judgement | None]:
         """Record the result of a host epoch and advance the seeds, or roll the host back, which must then be validated.
 
-        The tick count moves on in every case.
-
-        Args:
-            result: Result of the epoch. None: the host's episode has ended, or it ran out of memory.
-            judged: False to record the epoch without the Governor.
-
-        Returns the stage changes of seeds, and the Governor's judgement if the host was judged.
+        The tick count moves on in every case. `result` is None if the host's episode has ended, or if it ran out of
+        memory. Returns the stage changes of seeds, and the Governor's judgement if the host is `judged`.
         """
         if self.ended:
             self.tick += 1
@@ -388,7 +362,6 @@ class HostEnv(Subject):
 
     @property
     def price(self) -> float:
-        """Price of growth in this episode."""
         return self.context.price
 
     def objective_at(self, accuracy: float) -> float:
@@ -460,10 +433,6 @@ class HostEnv(Subject):
 
     def roll_back(self, ended: bool, cause: str) -> list[SeedEvent]:
         """Roll the host back to its last snapshot and cull its live seeds; the tick count still moves on by one.
-
-        Args:
-            ended: True to end the episode.
-            cause: Reason for the culls, for the events.
 
         Returns one event for each slot whose stage differs from its stage before the rollback, so that the sequence of
         events stays complete.

@@ -20,17 +20,13 @@ class Score(NamedTuple):
 class Validation(NamedTuple):
     """Scores of one host in one validation pass, by the active seeds."""
 
-    all_seeds: Score
-    """Score with all blended seeds."""
-    without: list[Score]
-    """Leave-one-out scores, [K]: all seeds except the one in this slot."""
-    fossilized: Score
-    """Score with fossilized seeds only, which are the ones that remain at the horizon."""
+    all_seeds: Score  # all blended ones
+    without: list[Score]  # leave-one-out, [K]: all seeds except the one in this slot
+    fossilized: Score  # fossilized seeds only, which are the ones that remain at the horizon
     trials: list[Score]
     """Scores with all seeds and the one in this slot at full alpha, [K]. The score with all seeds where the slot has no
     seed to be blended yet, or where the potential is not measured."""
-    host_only: Score | None = None
-    """Score with every seed switched off. None: not measured."""
+    host_only: Score | None = None  # every seed switched off. None: not measured
 
     @property
     def contributions(self) -> list[float]:
@@ -68,15 +64,11 @@ class Validation(NamedTuple):
 class TrainingStats(NamedTuple):
     """Statistics of one epoch of host training. Gradients are those of the last minibatch, before clipping."""
 
-    loss: float
-    """Mean loss over minibatches."""
-    accuracy: float
-    """Mean accuracy over minibatches, 0 … 1."""
-    skipped_steps: int
-    """Optimizer steps skipped because gradients overflowed fp16."""
+    loss: float  # mean over minibatches
+    accuracy: float  # mean over minibatches, 0 … 1
+    skipped_steps: int  # because gradients overflowed fp16
     host_gradient: GradientStats
-    seed_gradients: list[GradientStats]
-    """Gradient statistics of the seed in each slot, [K]."""
+    seed_gradients: list[GradientStats]  # [K]
 
 
 class EpochResult(NamedTuple):

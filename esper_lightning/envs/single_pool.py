@@ -20,9 +20,7 @@ CPU = torch.device("cpu")
 class ActsOnSinglePool(Protocol):
     """Controller of a pool of one."""
 
-    def act(self, pool: "SinglePool") -> Action:
-        """Return an action that is possible according to `pool.masks`."""
-        ...
+    def act(self, pool: "SinglePool") -> Action: ...  # possible according to `pool.masks`
 
 
 class SinglePool:
@@ -74,10 +72,7 @@ class SinglePool:
         self._is_observed = False
 
     def choose(self, controller: ActsOnSinglePool) -> list[int]:
-        """Return the action of a controller, an index per head.
-
-        Raises ValueError if it is none, or if the masks forbid it.
-        """
+        """Return the action of a controller, an index per head. Raises ValueError if it is none, or is forbidden."""
         name = type(controller).__name__
         try:
             chosen = controller.act(self)

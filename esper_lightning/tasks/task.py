@@ -24,10 +24,8 @@ class Split:
 
     inputs: Tensor  # [variants · samples, …]
     targets: Tensor  # [variants · samples, …] integers
-    variants: int = field(default=1, kw_only=True)
-    """Number of variants of the data, one after the other."""
-    copies: Mapping[torch.device, "Split"] = field(default_factory=dict, kw_only=True)
-    """The split on each device, if it lies on several."""
+    variants: int = field(default=1, kw_only=True)  # of the data, one after the other
+    copies: Mapping[torch.device, "Split"] = field(default_factory=dict, kw_only=True)  # if it lies on several devices
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.inputs, self.targets))
@@ -132,22 +130,22 @@ class Task(ABC):
 def check_data(data: TaskData, task: str) -> None:
     """Raise ValueError, naming the split, unless hosts can learn from `data`: on a GPU torch would not say why."""
     for name, (inputs, targets) in zip(SPLITS, data[:3], strict=True):
-        where = f"task {task}: its {name} data"
+        wrong = ""
         if not 0 < len(inputs) == len(targets):
-            raise ValueError(f"{where} have {len(inputs)} inputs and {len(targets)} targets; get the data set again")
-        if inputs.shape[1:] != data.train.inputs.shape[1:]:
-            raise ValueError(f"{where} have inputs {list(inputs.shape[1:])}, the training data {data.input_shape}")
-        if inputs.ndim > 3 and not inputs.is_floating_point():
-            raise ValueError(f"{where} have images of {inputs.dtype}; give floats, such as inputs.float() / 255")
-        if inputs.is_floating_point() and not inputs.isfinite().all():
-            raise ValueError(f"{where} hold inputs that are not finite; get the data set again")
-        if targets.is_floating_point():
-            raise ValueError(f"{where} have targets of {targets.dtype}; give the number of the class, int64")
-        if not 0 <= int(targets.min()) <= int(targets.max()) < data.classes:
-            raise ValueError(
-                f"{where} hold targets {int(targets.min())} … {int(targets.max())}, outside of 0 … {data.classes - 1}; "
-                "correct `classes` or the targets"
-            )
+            wrong = f"{len(inputs)} inputs and {len(targets)} targets; get the data set again"
+        elif inputs.shape[1:] != data.train.inputs.shape[1:]:
+            wrong = f"inputs {list(inputs.shape[1:])}, the training data {data.input_shape}"
+        elif inputs.ndim > 3 and not inputs.is_floating_point():
+            wrong = f"images of {inputs.dtype}; give floats, such as inputs.float() / 255"
+        elif inputs.is_floating_point() and not inputs.isfinite().all():
+            wrong = "inputs that are not finite; get the data set again"
+        elif targets.is_floating_point():
+            wrong = f"targets of {targets.dtype}; give the number of the class, int64"
+        elif not 0 <= int(targets.min()) <= int(targets.max()) < data.classes:
+            least, most = int(targets.min()), int(targets.max())
+            wrong = f"targets {least} … {most}, outside of 0 … {data.classes - 1}; correct `classes` or the targets"
+        if wrong:
+            raise ValueError(f"task {task}: its {name} data have {wrong}")
 
 
 def check_outputs(outputs: object, classes: int) -> None:

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from esper_lightning.envs import HostPool, loss_scale
 from esper_lightning.envs.executors import LoopExecutor
-from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.envs.loss_scale import INITIAL_LOSS_SCALE, LossScale, next_scale
+from esper_lightning.envs.host_training import INITIAL_LOSS_SCALE, HostTraining, LossScale, next_scale
 from tests.envs.executors.episodes import same
 from tests.envs.executors.fused.hosts import make
 from tests.growth.grown import CPU

@@ -69,12 +69,7 @@ def relevance_table(device: torch.device | None = None) -> Tensor:  # [ops, head
 
 
 def zero_irrelevant_heads(action: Action, relevant: Tensor) -> Action:
-    """Set the heads that the op does not use to 0, so that equivalent actions have equal indices.
-
-    Args:
-        action: Actions of N environments.
-        relevant: Table of `relevance_table` on the action's device, [ops, heads].
-    """
+    """Set the heads that the op does not use, by `relevance_table`, to 0: equivalent actions have equal indices."""
     is_relevant = relevant[action.op].long()  # [..., heads]
     return Action(*(head * is_relevant[..., i] for i, head in enumerate(action)))
 
@@ -165,10 +160,7 @@ class ActionSpace(NamedTuple):
 
 
 def pad_action(row: Sequence[int]) -> Sequence[int]:
-    """Return an index for each head; those missing at the end of `row` are 0.
-
-    Raises ActionError if a row is no list, or has more indices than there are heads.
-    """
+    """Return an index for each head; those missing at the end of `row` are 0."""
     if not hasattr(row, "__len__"):
         raise ActionError(f"the action of one host is a list, as [op, slot, blueprint, …]; got {row!r:.50}")
     if len(row) > len(HEADS):
@@ -185,10 +177,7 @@ def to_action(rows: Sequence[Sequence[int]], device: torch.device) -> Action:
 
 
 def check_is_action(action: Any, n_envs: int) -> None:
-    """Raise ActionError unless an object has one tensor of whole numbers per head, with one index per environment.
-
-    Controllers may be a user's own.
-    """
+    """Raise ActionError unless an object, of a user's own controller, has one tensor of N whole numbers per head."""
     parts = action if isinstance(action, tuple) else ()
     fits = [isinstance(part, Tensor) and part.shape == (n_envs,) and not part.is_floating_point() for part in parts]
     if len(parts) != len(HEADS) or not all(fits):
@@ -240,13 +229,3 @@ def possible_ops(growing: GrowingNetwork, refusals: Sequence[RefusalReasons], en
         Op.FOSSILIZE: [not reasons.fossilizing for reasons in refusals],
     }
     return [[may and not (ended and op is not Op.WAIT) for may in possible[op]] for op in Op]
-
-
-def make_masks(n_envs: int, space: ActionSpace, growable: Tensor) -> Masks:
-    """Allocate masks of `n_envs` environments on the CPU; `growable` bool is [K, blueprints] for all of them, or
-    [N, K, blueprints]."""
-    return Masks(
-        slot=torch.zeros(n_envs, len(Op), len(space.slot), dtype=torch.bool),
-        blueprint=growable.expand(n_envs, -1, -1),
-        ended=torch.zeros(n_envs, dtype=torch.bool),
-    )

@@ -14,7 +14,7 @@ from torch import Tensor
 from esper_lightning.envs.config import EnvConfig
 from esper_lightning.envs.device_transfer import copy_to_device
 from esper_lightning.envs.host_env import Subject
-from esper_lightning.envs.spaces.actions import ActionSpace, Masks, Op, make_masks, possible_ops
+from esper_lightning.envs.spaces.actions import ActionSpace, Masks, Op, possible_ops
 from esper_lightning.envs.spaces.descriptions import (
     BLUEPRINT_DESCRIPTION,
     SLOT_DESCRIPTION,
@@ -23,6 +23,7 @@ from esper_lightning.envs.spaces.descriptions import (
 )
 from esper_lightning.envs.spaces.observation import CONTRIBUTION_SCALE, clip, host_features, slot_features
 from esper_lightning.envs.vector_env import Observation
+from esper_lightning.growth.growing_network import RefusalReasons
 from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.rewards.objective import SMALLEST_HOST
 
@@ -48,11 +49,8 @@ class RowSizes(NamedTuple):
     """Numbers of features in the parts of a row. They depend neither on slots nor on blueprints."""
 
     host: int
-    """Features of the host."""
-    slot: int
-    """Features of a slot; the first is 1 if anything can grow there."""
-    blueprint: int
-    """Features of a blueprint in a slot; the first is 1 if it can grow there."""
+    slot: int  # the first is 1 if anything can grow there
+    blueprint: int  # the first is 1 if it can grow there
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split rows [..., K, R] into features of the host [..., host], the slots [..., K, slot] and the blueprints
@@ -132,20 +130,10 @@ class ObservationBuilder:
     Args:
         envs: Environments, or networks in another training; the entries of the list may be replaced between episodes.
         space: Action space of all environments.
-        growable: True where a blueprint can grow in a slot, [K, blueprints] bool, or [N, K, blueprints] if environments
-            differ; see `update_growable`.
+        growable: True where a blueprint can grow in a slot, [K, blueprints] bool, or [N, K, blueprints].
         config: Settings of actions and observation.
         device: Device of observation and masks.
         num_privileged: Number of privileged features P of each episode; 0: nothing is hidden.
-
-    Attributes:
-        names: Names of the observed features: those of the host, of a slot and of a blueprint.
-        rows: Sizes of the parts of a row.
-        observation: Observation of all environments.
-        masks: Masks that a policy receives; all True under `masks: false`, except `ended`.
-        masks_on_cpu: Masks of the possible actions, on the CPU.
-        privileged: Hidden context variables of each episode, [N, P] float. None: nothing is hidden.
-        refusals: Reasons of the lifecycle gates against stage changes of each seed, [N][K].
 
     Raises ValueError if a pattern in `config.sight` matches no feature.
     """
@@ -160,10 +148,14 @@ class ObservationBuilder:
         device: torch.device,
         num_privileged: int = 0,
     ) -> None:
-        self.envs = envs
-        self.device = device
-        self.config = config.sight
-        self.masks_on_cpu = make_masks(len(envs), space, growable)
+        self.envs, self.device, self.config = envs, device, config.sight
+        self.refusals: list[list[RefusalReasons]] = []  # of the lifecycle gates against changes of each seed, [N][K]
+        self.masks_on_cpu = Masks(  # of the possible actions
+            slot=torch.zeros(len(envs), len(Op), len(space.slot), dtype=torch.bool),
+            blueprint=growable.expand(len(envs), -1, -1),
+            ended=torch.zeros(len(envs), dtype=torch.bool),
+        )
+        # Those that a policy receives: all True under `masks: false`, except `ended`.
         self.masks = Masks(*(mask.to(device) for mask in self.masks_on_cpu))
         if not self.config.masks:
             self.masks = Masks(*(torch.ones_like(mask, memory_format=torch.contiguous_format) for mask in self.masks))
@@ -198,12 +190,8 @@ class ObservationBuilder:
     def update_masks(self) -> None:
         """Update masks and refusals from the environments."""
         self.refusals = [env.growing.refusal_reasons() for env in self.envs]
-        slot = torch.tensor(
-            [
-                possible_ops(env.growing, refusals, env.ended)
-                for env, refusals in zip(self.envs, self.refusals, strict=True)
-            ]
-        )
+        refusals = zip(self.envs, self.refusals, strict=True)
+        slot = torch.tensor([possible_ops(env.growing, reasons, env.ended) for env, reasons in refusals])
         slot[:, Op.GERMINATE] &= self.masks_on_cpu.blueprint.any(-1)
         ended = torch.tensor([env.ended for env in self.envs])
         for masks in (self.masks_on_cpu, self.masks):
