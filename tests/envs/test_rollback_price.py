@@ -1,16 +1,12 @@
 """State that survives a rollback, and the reward of a rollback."""
 
 from copy import deepcopy
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from esper_lightning.envs import HostPool, Op
-from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.governor.judge import Verdict
 from esper_lightning.growth.param_groups import group_names
 from esper_lightning.growth.slot import EXTRA_STATE
@@ -19,12 +15,9 @@ from esper_lightning.rewards import objective
 from tests.decisions import WAIT, act, fossilize, germinate
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
 from tests.envs.episodes import (
-    HORIZON,
-    Episode,
     MakePool,
     accuracy_by_forward_pass,
     fossilize_in_broken_epoch,
-    restored_by_hand,
 )
 from tests.runs import differences
 
@@ -90,7 +83,7 @@ def measure_objective(pool: HostPool, host: int, committed: bool = False) -> flo
     gone = [slot.name for slot in env.slots if slot not in kept] if committed else []
     accuracy = accuracy_by_forward_pass(env.network, pool.data.validation, gone)
     parameters = 390 + sum(p.numel() for slot in kept for p in slot.seed.parameters())
-    return objective(torch.tensor([accuracy]), torch.tensor([parameters]), 390, config=pool.config.objective).item()
+    return objective(torch.tensor([accuracy]), torch.tensor([parameters]), 390, pool.config.objective.price).item()
 
 
 def test_a_rollback_costs_the_penalty_and_ends_the_trajectory_there(rarely_snapshotting_pool: HostPool) -> None:
@@ -108,31 +101,6 @@ def test_a_rollback_costs_the_penalty_and_ends_the_trajectory_there(rarely_snaps
     step = rarely_snapshotting_pool.step(act(WAIT, WAIT))
     assert step.terminated.tolist() == [False, False]
     assert step.reward[0].item() == pytest.approx(measure_objective(rarely_snapshotting_pool, 0) - before, abs=1e-6)
-
-
-def test_a_rolled_back_host_may_learn_more_slowly_from_then_on(
-    make_pool: MakePool, snapshots: dict[HostEnv, dict[str, Any]]
-) -> None:
-    fast, slow = (HostTraining(batches=2, optimizer="adamw", lr=lr) for lr in (0.02, 0.01))
-    pool = make_pool(2, governor=replace(ONLY_NAN_DIVERGES, lr_factor=0.5), horizon=HORIZON, training=fast)
-    by_hand = make_pool(2, governor=None, horizon=HORIZON, training=slow)
-    episode = Episode(pool, 7).play(4).play_broken(0)
-    restored_by_hand(by_hand, deepcopy(pool.state_dict()), 0, snapshots[pool.envs[0]])
-    other = episode.continue_in(by_hand).play(2)
-    episode.play(2)
-
-    ours, theirs = ([row[1:] for row in rows] for rows in (episode.rows_of_host(0)[5:], other.rows_of_host(0)))
-    assert differences(ours, theirs) == [], "as a host whose learning rate is half as high, which the policy observes"
-    assert {group["lr"] for group in pool.envs[1].optimizer.param_groups} == {0.02}
-    episode.play_broken(0)
-    assert {group["lr"] for group in pool.envs[0].optimizer.param_groups} == {0.005}
-    state = deepcopy(pool.state_dict())
-    pool.reset([1, 2])
-    assert {group["lr"] for env in pool.envs for group in env.optimizer.param_groups} == {0.02}
-    pool.load_state_dict(state)
-    row = [k for k, may in enumerate(pool.masks.slot[0, Op.GERMINATE]) if may][:1]
-    pool.step(act(germinate(row[0]) if row else WAIT, WAIT))
-    assert {group["lr"] for group in pool.envs[0].optimizer.param_groups} == {0.005}, "that of new seeds, too"
 
 
 def test_a_rollback_at_the_horizon_ends_the_episode_as_ever(make_pool: MakePool) -> None:

@@ -24,7 +24,6 @@ SPACE = ActionSpace(
         ({"blueprints": ["norm", "conv_light", "norm"]}, "'norm' is named twice"),
         ({"tempos": {}}, "at least one tempo"),
         ({"tempos": {"FAST": 3, "NOW": 0}}, "at least 1 host epoch"),
-        ({"max_seeds": 0}, "max_seeds must be at least 1, got 0"),
         ({"styles": []}, r"actions\.styles is empty; name at least one, or leave it out for the default"),
         ({"styles": ["linear_ad"]}, r"actions\.styles: unknown style 'linear_ad'; did you mean 'linear_add'\?"),
         ({"styles": ["linear_add", "linear_gate", "linear_add"]}, r"actions\.styles: 'linear_add' is named twice"),
