@@ -256,13 +256,9 @@ class HostPoolData(LightningDataModule):
     def make_pool(
         self, n_envs: int, held_out: bool = False, task: str | None = None, *, sight: ObservationConfig | None = None
     ) -> HostPool:
-        """Return another pool with the same task, hosts, rules, executor and Governor.
+        """Return another pool of `n_envs` hosts of a task (None: the first), with the same rules and executor.
 
-        Args:
-            n_envs: Number of hosts.
-            held_out: Draw hosts from the held-out contexts of the family instead of the training contexts.
-            task: Name of the task, where there are several. None: the first.
-            sight: Features that a policy observes. None: as configured.
+        `held_out`: draw hosts from the held-out contexts of the family. `sight`: features that a policy observes.
         """
         name = task or next(iter(self.task_configs))
         config, loaded = self.task_configs[name], self.loaded_tasks[name]
@@ -346,8 +342,7 @@ class HostPoolData(LightningDataModule):
         """Return the loader of one batch: the RNG seeds of the hosts of a validation, the same in every validation."""
         return EpisodeLoader(episode_rng_seeds(self.seed, EVALUATION, 1, n_envs=self.val_hosts))
 
-    def test_dataloader(self) -> EpisodeLoader:
-        """Return the loader of one batch, which stands for the comparison: it knows its own hosts."""
+    def test_dataloader(self) -> EpisodeLoader:  # one batch, which stands for the comparison: it knows its own hosts
         return EpisodeLoader([])
 
     def validation_pools(self, n_envs: int) -> list[HostPool]:

@@ -80,8 +80,7 @@ class EnvFactory:
     """Creates and keeps environments; `make` returns the one for a host index and the RNG seed of an episode.
 
     Args:
-        task: Computes loss and accuracy of outputs on `data`.
-        data: Data of the task, on the hosts' devices.
+        task, data: Task, and its data on the hosts' devices.
         host: Factory of host networks.
         config: Settings of the environments, with the distribution over contexts.
         devices: Devices of hosts, which are assigned to them in turn.

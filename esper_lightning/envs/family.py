@@ -42,8 +42,7 @@ class Context(NamedTuple):
 
     variables: tuple[tuple[str, Any], ...] = ()
 
-    def value(self, variable: str) -> Any:
-        """Return the value of a variable; None: as configured."""
+    def value(self, variable: str) -> Any:  # None: as configured
         return dict(self.variables).get(variable)
 
     def variables_in(self, group: str) -> dict[str, Any]:
@@ -51,8 +50,7 @@ class Context(NamedTuple):
         return {name.removeprefix(f"{group}."): value for name, value in self.variables if name.startswith(f"{group}.")}
 
     @property
-    def architecture(self) -> dict[str, Any]:
-        """Keyword arguments of the host factory."""
+    def architecture(self) -> dict[str, Any]:  # keyword arguments of the host factory
         return self.variables_in(HOST)
 
     @property
@@ -61,7 +59,6 @@ class Context(NamedTuple):
 
     @property
     def transform(self) -> str:
-        """Transform of the data; see `TRANSFORMS`."""
         return self.value(TRANSFORM) or "none"
 
     @property
@@ -69,8 +66,7 @@ class Context(NamedTuple):
         return self.value(PRICE)
 
     @property
-    def horizon(self) -> int | None:
-        """Length of an episode in environment steps. None: as configured."""
+    def horizon(self) -> int | None:  # in environment steps
         return self.value(HORIZON)
 
     @property
@@ -206,16 +202,7 @@ def _check_variable(name: str, value: Any) -> None:
 
 
 class ContextDistribution:
-    """Uniform distribution over contexts.
-
-    Args:
-        config: Variables and values.
-        held_out: True to draw held-out contexts instead of those of training.
-
-    Attributes:
-        encoded_variables: Values of each variable that differs between training contexts, in order; None where a
-            context leaves it as configured.
-    """
+    """Uniform distribution over the contexts of training, or over the held-out ones."""
 
     def __init__(self, config: FamilyConfig, held_out: bool = False) -> None:
         if held_out and not config.held_out:
@@ -223,6 +210,7 @@ class ContextDistribution:
         self.contexts = config.contexts(held_out)
         # The encoding depends on training contexts even if held-out ones are drawn: the critic was built for it.
         of_training = config.contexts()
+        # Values of each variable that differs between contexts; None where a context leaves it as configured.
         self.encoded_variables: dict[str, list[Any]] = {}
         for name in sorted({name for context in of_training for name, _ in context.variables}):
             values = [context.value(name) for context in of_training]  # may be lists, which no set can hold
@@ -248,12 +236,9 @@ class ContextDistribution:
 
 
 def select_offer(growable: Sequence[Sequence[bool]], context: Context, rng_seed: int) -> list[list[bool]]:
-    """Return which blueprint may grow in which slot [K][B] in the episode with this RNG seed.
+    """Return which blueprint may grow in which slot [K][B] in the episode with this RNG seed, which selects them.
 
-    Args:
-        growable: True where a blueprint can grow in a slot of the host, [K][B].
-        context: Context with the numbers of slots and blueprints on offer; where there are fewer, all are.
-        rng_seed: RNG seed of the episode, which selects them.
+    `growable` [K][B] is where a blueprint can grow at all. Where there are fewer than on offer, all are.
     """
     rng = random.Random(f"offer {rng_seed}")
 

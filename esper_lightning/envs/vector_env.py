@@ -53,14 +53,10 @@ class VectorEnv(Protocol):
     clock: PhaseClock
 
     @property
-    def space(self) -> Any:
-        """Action space, as `ChoiceSpace`: sizes of the heads, `zeros`, and `iter_heads`."""
-        ...
+    def space(self) -> Any: ...  # as `ChoiceSpace`: sizes of the heads, `zeros`, and `iter_heads`
 
     @property
-    def privileged(self) -> Tensor | None:
-        """Privileged features for the critic alone and only in training, [N, P] float. None: there are none."""
-        ...
+    def privileged(self) -> Tensor | None: ...  # features for the critic alone, only in training, [N, P]. None: none
 
     def reset(self, rng_seeds: Sequence[int]) -> Observation:
         """Start an episode in every environment; environment i depends on the RNG seed `rng_seeds[i]` alone."""
@@ -88,14 +84,10 @@ class ChoiceMasks(NamedTuple):
 class ChoiceSpace:
     """Action space of heads that are sampled in order, each of which may depend on an earlier one."""
 
-    sizes: Mapping[str, int]
-    """Number of choices of each head."""
-
+    sizes: Mapping[str, int]  # number of choices of each head
     parents: Mapping[str, str] = field(default_factory=dict)
     """Parent of each conditional head: an earlier head. Logits and mask have one row for each choice of the parent."""
-
-    masked: bool = False
-    """True if choices can be impossible."""
+    masked: bool = False  # choices can be impossible
 
     def __post_init__(self) -> None:
         names = list(self.sizes)

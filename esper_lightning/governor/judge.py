@@ -165,19 +165,14 @@ def veto_reasons(op: str, state: GovernorState) -> list[str]:
 class HostMonitor:
     """Monitors one host across episodes: judges its epochs and holds its snapshot.
 
-    Args:
-        config: Thresholds and limits.
-        chance_loss: Loss of uniform guessing, ln(classes).
-        steps_per_epoch: Optimizer steps in a host epoch.
-        device: Device of the host.
+    `chance_loss` is the loss of uniform guessing, ln(classes), and `steps_per_epoch` the optimizer steps of a host
+    epoch.
     """
 
     def __init__(
         self, config: GovernorConfig, *, chance_loss: float, steps_per_epoch: int, device: torch.device = CPU
     ) -> None:
-        self.config = config
-        self.chance_loss = chance_loss
-        self.steps_per_epoch = steps_per_epoch
+        self.config, self.chance_loss, self.steps_per_epoch = config, chance_loss, steps_per_epoch
         self.snapshot = Snapshot(device)
         self.reset()
 

@@ -4,11 +4,11 @@ from esper_lightning.tasks.augment import AugmentConfig, Batches, draw_augment_p
 from esper_lightning.tasks.datamodule import FromDataModule
 from esper_lightning.tasks.glyphs import Glyphs
 from esper_lightning.tasks.images import CIFAR10, Digits
-from esper_lightning.tasks.synthetic import Synthetic
 from esper_lightning.tasks.tabular import Tabular
 from esper_lightning.tasks.task import (
     Measures,
     Split,
+    Synthetic,
     Task,
     TaskData,
     check_data,
