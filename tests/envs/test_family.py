@@ -25,7 +25,7 @@ from esper_lightning.tamiyo.policy import Policy
 from esper_lightning.tasks import Digits, Task, TaskData
 from esper_lightning.tasks.variants import transform_data
 from tests.conftest import SMALL
-from tests.decisions import WAIT, act, fossilize, germinate
+from tests.decisions import WAIT, act, germinate
 from tests.tiers import rest_is_slow
 
 MakePool = Callable[..., HostPool]
@@ -269,19 +269,6 @@ def test_a_horizon_beyond_that_of_the_pool_is_refused() -> None:
         replace(SMALL, horizon=12, family=family(horizon=[8, 13]))
 
 
-def test_rent_is_relative_to_each_host(make_pool: MakePool) -> None:
-    pool = make_pool(6, host=cnn, family=family(**{"host.widths": [[4, 8, 16], [8, 8, 8]], "objective.price": [0.1]}))
-    pool.reset(range(6))
-    pool.step(act(*[germinate(0, 2)] * 6))
-    for _ in range(4):  # some seeds wait for their gradient
-        pool.step(act(*[WAIT] * 6))
-    metrics = pool.step(act(*[fossilize(0)] * 6)).metrics
-    hosts = torch.tensor([env.host_parameters for env in pool.envs], dtype=torch.float64)
-    assert len(set(hosts.tolist())) == 2
-    growth = torch.log1p((pool.parameter_counts - hosts) / hosts.clamp(min=200))
-    torch.testing.assert_close(metrics.objective.double(), metrics.accuracy.double() - 0.1 * growth, rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("name", "values", "said"),
     [
@@ -323,8 +310,3 @@ def test_a_held_out_context_may_not_be_one_of_training() -> None:
         FamilyConfig(held_out=[{"host.kernel": [3]}])
     with pytest.raises(ValueError, match="no held-out contexts"):
         ContextDistribution(FamilyConfig(train=[{"host.kernel": [3]}]), held_out=True)
-
-
-def test_a_variable_that_only_some_contexts_have_counts() -> None:
-    whole = ContextDistribution(FamilyConfig(train=[{"host.kernel": [1]}, {"host.base": [8]}, {}]))
-    assert [whole.encode(member) for member in whole.contexts] == [[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]

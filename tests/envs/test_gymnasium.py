@@ -69,16 +69,6 @@ def test_steps_rewards_and_ends_are_the_environments_own() -> None:
     assert [one.unwrapped.did[0].tolist() for one in pool.envs.envs] == [[10, 1]] * 2, "gymnasium counts from 10 here"
 
 
-def test_an_episode_depends_on_its_seed_alone() -> None:
-    pool, other = counters(), counters(n_envs=3)
-
-    first = pool.reset([5, 6]).features.clone()
-    again = other.reset([6, 7, 5]).features.clone()
-
-    assert torch.equal(first, again[[2, 0]])
-    assert not torch.equal(first[0], first[1])
-
-
 def test_a_time_limit_shows_the_last_state_although_the_next_episode_has_begun() -> None:
     pool = counters(settings={"end": 9}, time_limit=2)
     pool.reset([1, 2])
@@ -129,11 +119,6 @@ def test_a_policy_acts_there_and_its_ratio_is_one() -> None:
     assert loop.ticks == 21 and rollout.starts.any() and not rollout.starts.all()
 
 
-def test_environments_that_reset_themselves_a_step_late_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"autoreset_mode=AutoresetMode\.SAME_STEP"):
-        GymVector(SyncVectorEnv([Counter] * 2), 4)
-
-
 def test_what_a_policy_cannot_see_or_do_is_refused() -> None:
     class Nested(Counter):
         observation_space = Dict({"count": Box(0.0, 1.0, (1,))})
@@ -146,6 +131,8 @@ def test_what_a_policy_cannot_see_or_do_is_refused() -> None:
     for kind, message in ((Nested, "FlattenObservation"), (Continuous, "decides among choices")):
         with pytest.raises(ValueError, match=message):
             GymVector(SyncVectorEnv([kind], autoreset_mode=AutoresetMode.SAME_STEP), 4)
+    with pytest.raises(ValueError, match=r"autoreset_mode=AutoresetMode\.SAME_STEP"):
+        GymVector(SyncVectorEnv([Counter] * 2), 4)
     with pytest.raises(ValueError, match="horizon must be at least 1"):
         counters(horizon=0)
 

@@ -21,7 +21,6 @@ from esper_lightning.envs.spaces.observation import (
     MISSING,
     ObservationConfig,
     host_features,
-    plateau_length,
     slot_features,
 )
 from esper_lightning.governor.judge import GovernorState
@@ -124,21 +123,6 @@ def test_a_host_whose_weights_are_not_numbers_is_observed_within_bounds(make_poo
     assert within_bounds(step.observation.features.flatten().tolist(), 3.0)
     assert seen(pool).host["loss.0"] == 1.0, "no better than any other"
     assert math.isnan(step.metrics.loss[0]) and step.reward.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("accuracy", "length"),
-    [
-        ([], 0),
-        ([0.3], 0),
-        ([0.3, 0.3, 0.3], 2),
-        ([0.3, 0.5, 0.4, 0.45], 2),
-        ([0.3, 0.302, 0.304, 0.306], 0),  # creeping, but by now above the best by more than a step
-        ([0.3, 0.304], 1),
-    ],
-)
-def test_a_plateau_lasts_since_the_best_accuracy_was_last_beaten(accuracy: list[float], length: int) -> None:
-    assert plateau_length(accuracy) == length
 
 
 def test_a_seed_is_seen_through_its_life(make_pool: MakePool) -> None:
