@@ -35,12 +35,8 @@ class SinglePool:
     n_envs = 1
 
     def __init__(self, subject: Subject, growable: Tensor, config: EnvConfig) -> None:
-        self.subject = subject
-        self.envs = [subject]
-        self.space = subject.space
-        self.growable = growable
-        self.config = config
-        self.device = CPU
+        self.subject, self.envs, self.space = subject, [subject], subject.space
+        self.growable, self.config, self.device = growable, config, CPU
         self._builder = ObservationBuilder(self.envs, self.space, growable, config=config, device=CPU)
         self.masks, self.masks_on_cpu = self._builder.masks, self._builder.masks_on_cpu
         self.feature_names = self._builder.names

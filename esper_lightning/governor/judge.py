@@ -51,15 +51,13 @@ class GovernorConfig:
     """Healthy host epochs between two snapshots."""
 
     def __post_init__(self) -> None:
-        for name in ("window", "patience", "snapshot_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Governor.rules.{name} must be at least 1 host epoch, got {getattr(self, name)}")
-        for name in ("cooldown", "max_rollbacks", "penalty"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"Governor.rules.{name} must not be negative, got {getattr(self, name)}")
-        for name in ("max_loss", "max_ratio", "learned", "guessing"):
-            if not getattr(self, name) > 0.0:
-                raise ValueError(f"Governor.rules.{name} must be positive, got {getattr(self, name)}")
+        for name, value in vars(self).items():
+            if name in ("window", "patience", "snapshot_every") and value < 1:
+                raise ValueError(f"Governor.rules.{name} must be at least 1 host epoch, got {value}")
+            if name in ("cooldown", "max_rollbacks", "penalty") and not value >= 0:
+                raise ValueError(f"Governor.rules.{name} must not be negative, got {value}")
+            if name in ("max_loss", "max_ratio", "learned", "guessing") and not value > 0.0:
+                raise ValueError(f"Governor.rules.{name} must be positive, got {value}")
 
 
 class GovernorState(NamedTuple):
