@@ -182,7 +182,7 @@ class HostPool:
         builder = self.observation_builder = ObservationBuilder(
             self.envs,
             self.space,
-            self._offered(),
+            self.growable,
             config=config,
             device=device,
             num_privileged=factory.num_privileged,
@@ -219,10 +219,6 @@ class HostPool:
         has_workers = self.device.type == "cpu" and min(self.n_envs, usable_cores()) > 1
         return self._prepare_executor("threads" if has_workers else "loop", kinds)
 
-    def _offered(self) -> Tensor:  # [N, K, blueprints] bool
-        """Return which blueprint can grow in which slot of each host in its present episode."""
-        return torch.stack([self.env_factory.growable_in(env) for env in self.envs])
-
     def reset(self, rng_seeds: Sequence[int]) -> Observation:
         """Start an episode in every environment; environment i depends on the RNG seed `rng_seeds[i]` alone."""
         assert len(rng_seeds) == self.n_envs, "one RNG seed per environment"
@@ -250,8 +246,9 @@ class HostPool:
 
     def _update_constants(self) -> None:
         """Update what stays the same in an episode: privileged features, and what can grow in which host."""
-        self.observation_builder.update_growable(self._offered())
-        self.observation_builder.update_privileged([self.env_factory.privileged_features(env) for env in self.envs])
+        builder, factory = self.observation_builder, self.env_factory
+        builder.update_growable(torch.stack([factory.growable_in(env) for env in self.envs]))
+        builder.update_privileged([factory.privileged_features(env) for env in self.envs])
 
     def _record_validations(self, envs: Sequence[HostEnv], validated: Tensor) -> None:
         """Record a validation of hosts that have not trained since their last one; `validated` is [N, 2, V]."""

@@ -130,7 +130,7 @@ class ObservationBuilder:
     Args:
         envs: Environments, or networks in another training; the entries of the list may be replaced between episodes.
         space: Action space of all environments.
-        growable: True where a blueprint can grow in a slot, [K, blueprints] bool, or [N, K, blueprints].
+        growable: True where a blueprint can grow in a slot, [K, blueprints] bool; see `update_growable`.
         config: Settings of actions and observation.
         device: Device of observation and masks.
         num_privileged: Number of privileged features P of each episode; 0: nothing is hidden.
@@ -152,7 +152,7 @@ class ObservationBuilder:
         self.refusals: list[list[RefusalReasons]] = []  # of the lifecycle gates against changes of each seed, [N][K]
         self.masks_on_cpu = Masks(  # of the possible actions
             slot=torch.zeros(len(envs), len(Op), len(space.slot), dtype=torch.bool),
-            blueprint=growable.expand(len(envs), -1, -1),
+            blueprint=growable.expand(len(envs), -1, -1).clone(),
             ended=torch.zeros(len(envs), dtype=torch.bool),
         )
         # Those that a policy receives: all True under `masks: false`, except `ended`.
