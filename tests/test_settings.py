@@ -21,7 +21,6 @@ from esper_lightning.__main__ import main
 from esper_lightning.callbacks import Governor
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.module import TamiyoModule
-from esper_lightning.tasks import Variant
 from esper_lightning.telemetry.anomalies import RULES, Rule
 from tests.runs import CONFIGS, with_callback
 
@@ -35,7 +34,7 @@ LINKED = {("data", "env", "reward"): {"gamma", "horizon_is_end"}}
 """Fields that are linked to another setting and cannot be set themselves."""
 
 
-NO_SETTINGS = {Rule, Variant}
+NO_SETTINGS = {Rule}
 """Records that look like settings but are none: a row of the table of anomalies, and a context of a family."""
 
 
