@@ -202,7 +202,7 @@ def test_parts_that_are_not_what_they_should_be_are_refused_in_a_sentence(place:
     for returned, said in (
         ({"gain": 0.0}, r"returned {'gain': 0.0}, not its terms; return a dictionary of \['gain', 'size'\]"),
         (None, "returned None, not its terms; return a dictionary"),
-        ({"gain": torch.zeros(3), "size": 0.0}, r"returned tensor.* as its term 'gain'; return a number"),
+        ({"gain": torch.zeros(3), "size": 0.0}, r"returned tensor.* as its term 'gain'; return a finite number"),
         ({"gain": None, "size": 0.0}, "returned None as its term 'gain'"),
         ({"gain": math.nan, "size": 0.0}, "returned nan as its term 'gain'; return a finite number"),
     ):
