@@ -172,7 +172,8 @@ def compute_terms(step: HostStep, config: RewardConfig) -> dict[str, float]:
     returned = reward.compute(step, config)
     if not isinstance(returned, Mapping) or set(returned) != set(reward.terms):
         raise ValueError(
-            f"reward {config.mode!r} returned {returned!r:.80}, not its terms; return a dictionary of {list(reward.terms)}"
+            f"reward {config.mode!r} returned {returned!r:.80}, not its terms; return a dictionary of "
+            f"{list(reward.terms)}"
         )
     is_measured = all(math.isfinite(number) for number in step if isinstance(number, float))
     terms = {}
