@@ -35,7 +35,7 @@ LINKED = {("data", "env", "reward"): {"gamma", "horizon_is_end"}}
 
 
 NO_SETTINGS = {Rule}
-"""Records that look like settings but are none: a row of the table of anomalies, and a context of a family."""
+"""Records that look like settings but are none: rows of the table of anomalies."""
 
 
 class Group(NamedTuple):
