@@ -171,7 +171,10 @@ def compute_terms(step: HostStep, config: RewardConfig) -> dict[str, float]:
         return dict.fromkeys(reward.terms, 0.0)
     returned = reward.compute(step, config)
     if not isinstance(returned, Mapping) or set(returned) != set(reward.terms):
-        raise ValueError(f"reward {config.mode!r} returned {returned!r:.80}; return a dict of {list(reward.terms)}")
+        raise ValueError(
+            f"reward {config.mode!r} returned {returned!r:.80}, not its terms; return a dictionary of "
+            f"{list(reward.terms)}"
+        )
     is_measured = all(math.isfinite(number) for number in step if isinstance(number, float))
     terms = {}
     for name in reward.terms:
