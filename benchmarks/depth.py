@@ -35,7 +35,7 @@ from torchvision.models.vision_transformer import VisionTransformer
 
 from benchmarks.rows import appended_rows, read_rows
 from esper_lightning.growth import stack
-from esper_lightning.growth.stack import Order
+from esper_lightning.growth.stack import Content, Order, State
 from esper_lightning.hosts import GPT
 from esper_lightning.tasks import Glyphs, Source, Tabular
 from esper_lightning.tasks.task import Split, TaskData
@@ -55,7 +55,8 @@ class Plan(NamedTuple):
     start: int
     growth: tuple[tuple[float, int], ...] = ()  # (share of the FLOPs, depth from then on)
     how: Order = "stack"
-    zero: bool = False  # new blocks change nothing at first
+    new: Content = "copy"
+    state: State = "copy"
     rate_after: float = 1.0  # factor of the learning rate after growth
 
 
@@ -71,7 +72,10 @@ PLANS = {
     "3 to 6 at 50 %": Plan(3, ((0.5, 6),)),
     "3 to 6, interleave": Plan(3, AT_20, how="interleave"),
     "3 to 6, last": Plan(3, AT_20, how="last"),
-    "3 to 6, zero": Plan(3, AT_20, zero=True),
+    "3 to 6, middle": Plan(3, AT_20, how="middle"),
+    "3 to 6, zero": Plan(3, AT_20, new="zero"),
+    "3 to 6, fresh": Plan(3, AT_20, new="fresh"),
+    "3 to 6, state reset": Plan(3, AT_20, state="reset"),
     "3 to 6, half the rate after": Plan(3, AT_20, rate_after=0.5),
     "1 to 6": Plan(1, AT_20),
     "1 to 3 to 6": Plan(1, ((0.1, 3), (0.3, 6))),
@@ -207,7 +211,8 @@ def train(name: str, steps: int, plan_name: str, rate: float, seed: int) -> Iter
             _, depth = growth.pop(0)
             factor *= plan.rate_after
             for blocks in (net.get_submodule(at) for at in host.lists):
-                stack(blocks, to=depth, optimizer=optimizer, how=plan.how, zero=host.zero if plan.zero else ())
+                zero = host.zero if plan.new == "zero" else ()
+                stack(blocks, to=depth, optimizer=optimizer, how=plan.how, new=plan.new, state=plan.state, zero=zero)
         for group in optimizer.param_groups:
             group["lr"] = rate * factor * min(1.0, (step + 1) / WARMUP, (1.0 - spent / budget) / DECAY)
         chosen = torch.randint(data.train.samples, (host.batch,), generator=random)

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from esper_lightning.callbacks.grow import Grow
 from esper_lightning.console import print_status
 from esper_lightning.growth import stack
-from esper_lightning.growth.stack import Blocks, Order, check_blocks, check_optimizers, place
+from esper_lightning.growth.stack import Blocks, Content, Order, State, check_blocks, check_optimizers, place
 
 CONFLICTING_CALLBACKS = (BaseFinetuning, BatchSizeFinder, LearningRateFinder)
 """Callbacks that rearrange parameter groups, or try steps before the training."""
@@ -48,9 +48,11 @@ class Stack(Callback):
             with the number of blocks from then on: `{0.1: 4, 0.3: 12}`. Steps, epochs and `max_time` of the trainer
             count, whichever ends the training first.
         how: Order of the copies; see `esper_lightning.growth.stack`, also for the following ones.
-        zero: Layers that are zero in new blocks, such as the last one of each residual branch.
+        new: Content of new blocks. Those of `fresh` do not depend on the random numbers of the training.
+        state: Optimizer state of new blocks.
+        zero: Last layers of the residual branches for `new="zero"`.
         renumber: Called with every block and its index after a change. Needed by blocks that know their index only if
-            `how` is `interleave`: in other orders each block is the one that the class has built there.
+            `how` is `interleave` or `middle`: in other orders each block is the one that the class has built there.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class Stack(Callback):
         start: int,
         at: float | dict[float, int],
         how: Order = "stack",
+        new: Content = "copy",
+        state: State = "copy",
         zero: Sequence[str] = (),
         renumber: Callable[[nn.Module, int], Any] | None = None,
     ) -> None:
@@ -72,7 +76,7 @@ class Stack(Callback):
         self.name = blocks
         self.start = start
         self.at = at
-        self.options: dict[str, Any] = {"how": how, "zero": zero, "renumber": renumber}
+        self.options: dict[str, Any] = {"how": how, "new": new, "state": state, "zero": zero, "renumber": renumber}
         self.depths: list[int] = []
         """Numbers of blocks of the network so far."""
         self.lr_peak = 0.0
@@ -226,7 +230,7 @@ class Stack(Callback):
         for model in averages_of(trainer):
             average = self._find(model)
             sources = stack(average, to=to, how=self.options["how"], renumber=self.options["renumber"])
-            if self.options["zero"]:  # the average of a new block begins with the block
+            if self.options["new"] != "copy":  # the average of a new block begins with the block
                 for i in (i for i, source in enumerate(sources) if source in sources[:i]):
                     average[i].load_state_dict(self.blocks[i].state_dict())
         self.depths.append(to)

@@ -14,7 +14,11 @@ from torch.optim import Optimizer
 
 Blocks = nn.ModuleList | nn.Sequential
 
-Order = Literal["stack", "interleave", "last"]
+Order = Literal["stack", "interleave", "last", "middle"]
+
+Content = Literal["copy", "zero", "fresh"]
+
+State = Literal["copy", "reset"]
 
 FLAT_OPTIMIZERS = ("LBFGS", "ZeroRedundancyOptimizer")
 """Optimizers that keep their parameters in a further place than their groups."""
@@ -26,6 +30,8 @@ def stack(
     to: int,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     how: Order = "stack",
+    new: Content = "copy",
+    state: State = "copy",
     zero: Sequence[str] = (),
     into: Sequence[nn.Module] | None = None,
     renumber: Callable[[nn.Module, int], Any] | None = None,
@@ -43,20 +49,31 @@ def stack(
         optimizer: Optimizer or optimizers with the blocks' parameters. A new parameter joins the group of its source,
             where the optimizer of a network of this depth would have it. None: you make a new one.
         how: `stack`: 1 2 3 1 2 3, and 1 2 3 1 2 for 5. `interleave`: 1 1 2 2 3 3, and 1 1 2 2 3 for 5. `last`:
-            1 2 3 3 3 3.
-        zero: Names or ends of names of layers that are zero in new blocks: with the last layer of each residual
-            branch, as in `("attention.project", "mlp.2")`, a new block changes nothing at first.
+            1 2 3 3 3 3. `middle`: 1 2 2 2 2 3.
+        new: Content of new blocks. `copy`: that of the source. `zero`: the same, but the layers named by `zero` are
+            zero, so that a new block of residual branches changes nothing at first. `fresh`: `reset_parameters` of all
+            modules, by torch's global generator.
+        state: `copy`: new parameters begin with the optimizer state of their source. `reset`: with none, as
+            parameters of fresh blocks always do.
+        zero: Names or ends of names of the last layer of each residual branch, as in `("attention.project", "mlp.2")`.
         into: Modules that become the new blocks and take over the content of their sources. None: copies are made.
         renumber: Called with every block and its index afterwards, for blocks that know their index.
     """
     assert check_blocks(blocks)
     old, count = list(blocks), len(blocks)
-    if how not in get_args(Order):
-        raise ValueError(f"stack: how must be one of {', '.join(get_args(Order))}, got {how!r}")
+    for name, value, kind in (("how", how, Order), ("new", new, Content), ("state", state, State)):
+        if value not in get_args(kind):
+            raise ValueError(f"stack: {name} must be one of {', '.join(get_args(kind))}, got {value!r}")
     if to <= count:
         raise ValueError(f"stack: to must be above {count}, the present number of blocks, got {to}")
+    if (new == "zero") != bool(zero):
+        layers = ", ".join(name for name, part in old[0].named_modules() if isinstance(part, nn.Linear)) or "none"
+        raise ValueError(
+            f"stack: new='zero' needs in zero=(…) the last layer of each residual branch, and nothing else does; "
+            f"linear layers of a block: {layers}"
+        )
     shared = _shared_parts(old)
-    zeroed = _layers_to_zero(old[0], zero, shared)
+    changed = _layers_to_change(old[0], new, zero, shared)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
     order = sources_of(count, to, how)
     is_new = [source in order[:i] for i, source in enumerate(order)]
@@ -67,12 +84,14 @@ def stack(
 
     targets = iter([None] * (to - count) if into is None else into)
     grown = [_copy_of(old[s], next(targets), shared) if n else old[s] for s, n in zip(order, is_new, strict=True)]
-    for layer in (block.get_submodule(name) for block, n in zip(grown, is_new, strict=True) if n for name in zeroed):
-        for parameter in layer.parameters(recurse=False):
+    for layer in (block.get_submodule(name) for block, n in zip(grown, is_new, strict=True) if n for name in changed):
+        if new == "fresh":
+            layer.reset_parameters()  # pyright: ignore[reportCallIssue]
+        for parameter in layer.parameters(recurse=False) if new == "zero" else ():
             nn.init.zeros_(parameter)
     origins = [old[source] for source in order]
     for each in optimizers:
-        _adopt(each, origins, grown)
+        _adopt(each, origins, grown, keep_state=state == "copy" and new != "fresh")
     place(blocks, grown)
     if renumber is not None:
         for i, block in enumerate(grown):
@@ -82,10 +101,12 @@ def stack(
 
 def sources_of(count: int, to: int, how: Order) -> list[int]:
     """Return the source of each of `to` blocks that grow from `count`. The first block of each source is itself."""
+    added = range(to - count)
     return {
         "stack": [i % count for i in range(to)],
         "interleave": [i * count // to for i in range(to)],
-        "last": [min(i, count - 1) for i in range(to)],
+        "last": [*range(count), *(count - 1 for _ in added)],
+        "middle": sorted([*range(count), *((count - 1) // 2 for _ in added)]),
     }[how]
 
 
@@ -149,25 +170,31 @@ def _shared_parts(blocks: Iterable[nn.Module]) -> dict[int, Any]:
     return {key: x for one in parts for key, x in one.items() if counts[key] > 1}
 
 
-def _layers_to_zero(block: nn.Module, zero: Sequence[str], shared: dict[int, Any]) -> list[str]:
-    """Return the full names of the modules of a block that are set to zero; ValueError if one cannot be."""
+def _layers_to_change(block: nn.Module, new: Content, zero: Sequence[str], shared: dict[int, Any]) -> list[str]:
+    """Return the names of the modules of a block that are set to zero or made fresh; ValueError if one cannot be."""
     parts = dict(block.named_modules())
-    chosen = []
+    if new == "fresh":
+        chosen = [name for name, part in parts.items() if list(part.parameters(recurse=False))]
+    else:
+        chosen = [name for name in parts if any(name == end or name.endswith(f".{end}") for end in zero)]
     for end in zero:
-        found = [name for name in parts if name == end or name.endswith(f".{end}")]
-        if not found:
+        if not any(name == end or name.endswith(f".{end}") for name in chosen):
             raise ValueError(
                 f"stack: a block has no layer {end!r} to set to zero; it has {', '.join(filter(None, parts))}"
             )
-        chosen += found
     for name in chosen:
-        own = list(parts[name].parameters(recurse=False))
-        if is_parametrized(parts[name]) or not own:
+        part = parts[name]
+        if new == "fresh" and not hasattr(part, "reset_parameters"):
+            kind = type(part).__name__
+            raise ValueError(f"stack: {name!r} of a block, a {kind}, has no reset_parameters for new='fresh'; add it")
+        if new == "zero" and (is_parametrized(part) or not list(part.parameters(recurse=False))):
             raise ValueError(
                 f"stack: {name!r} of a block has no parameters of its own to set to zero; name its last layer"
             )
-        if any(id(parameter) in shared for parameter in own):
-            raise ValueError(f"stack: {name!r} is shared among blocks, so zero would change them all")
+        if any(id(parameter) in shared for parameter in part.parameters(recurse=False)):
+            raise ValueError(
+                f"stack: {name!r} is shared among blocks, so new={new!r} would change them all; use 'copy'"
+            )
     return chosen
 
 
@@ -193,7 +220,7 @@ def _copy_of(block: nn.Module, target: nn.Module | None, shared: dict[int, Any])
     return target
 
 
-def _adopt(optimizer: Optimizer, origins: list[nn.Module], grown: list[nn.Module]) -> None:
+def _adopt(optimizer: Optimizer, origins: list[nn.Module], grown: list[nn.Module], *, keep_state: bool) -> None:
     """Put the parameters of new blocks into the groups of their sources, and name them if parameters have names."""
     places = {id(p): (i, name) for i in reversed(range(len(grown))) for name, p in grown[i].named_parameters()}
     before = {id(block): i for i, block in enumerate(dict.fromkeys(origins))}
@@ -217,7 +244,7 @@ def _adopt(optimizer: Optimizer, origins: list[nn.Module], grown: list[nn.Module
                     origin_index = next(k for k, p in enumerate(params) if p is source)
                     names.insert(index, _renamed(names[origin_index], name, places[id(source)][0], i))
                 params.insert(index, target)
-                if source in optimizer.state:
+                if keep_state and source in optimizer.state:
                     optimizer.state[target] = {
                         key: value.clone() if torch.is_tensor(value) else copy.deepcopy(value)
                         for key, value in optimizer.state[source].items()

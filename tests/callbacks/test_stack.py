@@ -86,8 +86,10 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], list[Callback]], Calla
     "two changes": (make, lambda: [stacked({0.3: 3, 0.6: 4})], dict),
     "from one block": (make, lambda: [stacked(start=1)], dict),
     "interleave": (make, lambda: [stacked(how="interleave")], dict),
-    "zero": (make, lambda: [stacked(zero=["project", "mlp.2"])], dict),
-    "last": (make, lambda: [stacked(how="last")], dict),
+    "middle, twice": (make, lambda: [stacked({0.3: 3, 0.6: 4}, how="middle")], dict),
+    "zero": (make, lambda: [stacked(new="zero", zero=["project", "mlp.2"])], dict),
+    "fresh": (make, lambda: [stacked(new="fresh", how="last")], dict),
+    "reset": (make, lambda: [stacked(state="reset")], dict),
     "accumulation and clipping": (
         make,
         lambda: [stacked(0.5)],
@@ -109,7 +111,7 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], list[Callback]], Calla
     "EMA behind": (make, lambda: [stacked(how="interleave"), EMAWeightAveraging(decay=0.7)], dict),
     "SWA": (make, lambda: [stacked(0.4), StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)], dict),
     "SWA ahead": (make, lambda: [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2), stacked()], dict),
-    "EMA of zero": (make, lambda: [stacked(zero=["project", "mlp.2"]), EMAWeightAveraging()], dict),
+    "EMA of zero": (make, lambda: [stacked(new="zero", zero=["project", "mlp.2"]), EMAWeightAveraging()], dict),
 }
 
 
@@ -158,7 +160,7 @@ def test_random_numbers_of_the_training_are_those_without_the_callback() -> None
         def on_train_batch_start(self, *_: object) -> None:
             drawn[-1].append(torch.rand(3))
 
-    for callbacks in ([stacked()], []):
+    for callbacks in ([stacked(new="fresh")], []):
         drawn.append([])
         L.seed_everything(1, verbose=False)
         trainer(*callbacks, Draw(), limit_val_batches=0).fit(NoDropout())

@@ -80,6 +80,7 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
         ("interleave", 6, [0, 0, 1, 1, 2, 2]),
         ("interleave", 5, [0, 0, 1, 1, 2]),
         ("last", 5, [0, 1, 2, 2, 2]),
+        ("middle", 5, [0, 1, 1, 1, 2]),
     ],
 )
 def test_each_block_is_that_of_its_source_and_goes_on_by_itself(how: Any, to: int, sources: list[int]) -> None:
@@ -97,7 +98,7 @@ def test_each_block_is_that_of_its_source_and_goes_on_by_itself(how: Any, to: in
 
 
 @pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("how", ["stack", "interleave", "last"])
+@pytest.mark.parametrize("how", ["stack", "interleave", "last", "middle"])
 def test_the_optimizer_is_that_of_a_network_of_the_new_depth(how: Any, named: bool) -> None:
     network, optimizer = trained(named=named)
     states = [[optimizer.state[p] for p in block.parameters()] for block in network.blocks]
@@ -133,12 +134,26 @@ def test_zero_blocks_change_nothing_at_first_and_learn() -> None:
     x = torch.randn(5, WIDTH)
     before = network(x)
 
-    stack(network.blocks, to=6, optimizer=optimizer, how="interleave", zero=["mlp.2"])
+    stack(network.blocks, to=6, optimizer=optimizer, how="interleave", new="zero", zero=["mlp.2"])
 
     assert torch.equal(network(x), before)
     assert equal(network.blocks[1].norm, network.blocks[0].norm)
     train(network, optimizer, steps=1)
     assert not torch.equal(network(x), before)
+
+
+def test_fresh_blocks_are_drawn_by_torch_and_have_no_state() -> None:
+    network, optimizer = trained()
+    torch.manual_seed(3)
+    expected = deepcopy(network.blocks[0])
+    for name in ("norm", "mlp.0", "mlp.2"):
+        expected.get_submodule(name).reset_parameters()
+    torch.manual_seed(3)
+
+    stack(network.blocks, to=4, optimizer=optimizer, new="fresh")
+
+    assert equal(network.blocks[3], expected)
+    assert not any(p in optimizer.state for p in network.blocks[3].parameters())
 
 
 def test_what_blocks_share_stays_shared_and_buffers_are_copied() -> None:
@@ -207,6 +222,14 @@ def oddly_named() -> nn.Sequential:
     return blocks
 
 
+class Scale(nn.Module):
+    """Layer of a parameter without reset_parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+
 def weight_normed() -> nn.ModuleList:
     return nn.ModuleList(Block(layer=nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))) for _ in range(2))
 
@@ -224,11 +247,19 @@ def sharing() -> nn.ModuleList:
         (oddly_named, {}, "blocks are called stem, body; give them names that differ by their number"),
         (unlike, {}, "blocks 0 and 1 differ in their parameters or shapes"),
         (None, {"to": 3}, "to must be above 3, the present number of blocks, got 3"),
-        (None, {"how": "first"}, "how must be one of stack, interleave, last, got 'first'"),
-        (None, {"zero": ["out"]}, "has no layer 'out' to set to zero; it has norm, mlp, mlp.0"),
-        (None, {"zero": ["mlp"]}, "'mlp' of a block has no parameters of its own"),
-        (weight_normed, {"zero": ["mlp.0"]}, "'mlp.0' of a block has no parameters of its own"),
-        (sharing, {"zero": ["mlp.0"]}, "'mlp.0' is shared among blocks"),
+        (None, {"how": "first"}, "how must be one of stack, interleave, last, middle, got 'first'"),
+        (None, {"new": "zero"}, r"needs in zero=\(…\) the last layer .*; linear layers of a block: mlp.0, mlp.2"),
+        (None, {"zero": ["mlp.2"]}, "new='zero' needs"),
+        (None, {"new": "zero", "zero": ["out"]}, "has no layer 'out' to set to zero; it has norm, mlp, mlp.0"),
+        (None, {"new": "zero", "zero": ["mlp"]}, "'mlp' of a block has no parameters of its own"),
+        (weight_normed, {"new": "zero", "zero": ["mlp.0"]}, "'mlp.0' of a block has no parameters of its own"),
+        (sharing, {"new": "zero", "zero": ["mlp.0"]}, "'mlp.0' is shared among blocks, so new='zero'"),
+        (sharing, {"new": "fresh"}, "'mlp.0' is shared among blocks, so new='fresh'"),
+        (
+            lambda: nn.ModuleList(Block(layer=Scale()) for _ in range(2)),
+            {"new": "fresh"},
+            "'mlp.0' of a block, a Scale, has no reset_parameters",
+        ),
         (None, {"into": [Block()]}, "into must hold 2 blocks with the parameters of those in the list"),
         (None, {"into": [nn.Linear(2, 2)] * 2}, "into must hold 2 blocks"),
     ],
