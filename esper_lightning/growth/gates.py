@@ -89,10 +89,7 @@ class Evidence(NamedTuple):
 
 
 def reasons_against_gradient(evidence: Evidence, config: LifecycleConfig) -> list[str]:
-    """Return the reasons why the seed's gradient is not healthy.
-
-    It was not measured, its norm is too large, or too many tensors have a gradient that vanished or exploded.
-    """
+    """Return the reasons why the seed's gradient is not healthy; one is that it was not measured."""
     gradient = evidence.gradient
     if gradient is None:
         return ["gradient not measured"]
@@ -121,10 +118,7 @@ def reasons_against_blending(evidence: Evidence, config: LifecycleConfig) -> lis
 
 
 def reasons_it_is_stuck(evidence: Evidence, config: LifecycleConfig) -> list[str]:
-    """Return the reasons why a seed in TRAINING still cannot be blended, once its time there is over twice.
-
-    Empty at any other tick, so that each seed is reported once.
-    """
+    """Return why a seed cannot be blended at the tick when its time in TRAINING is over twice; empty at any other."""
     overdue = evidence.ticks_in_stage - config.training_ticks
     return reasons_against_blending(evidence, config) if overdue == max(1, config.training_ticks) else []
 

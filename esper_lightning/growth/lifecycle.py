@@ -12,16 +12,9 @@ import torch
 from torch import nn
 
 from esper_lightning.blueprints import Birth, suggest_name
+from esper_lightning.growth import gates
 from esper_lightning.growth.blend import BlendStyle, Ramp, check_ramp
-from esper_lightning.growth.gates import (
-    Evidence,
-    LifecycleConfig,
-    reasons_against_blending,
-    reasons_against_probation,
-    reasons_against_training,
-    reasons_it_is_stuck,
-    reasons_to_cull,
-)
+from esper_lightning.growth.gates import Evidence, LifecycleConfig
 from esper_lightning.growth.slot import SeedSlot, new_seed
 from esper_lightning.growth.stages import Stage, check_transition
 
@@ -113,15 +106,8 @@ def move(slot: SeedSlot, stage: Stage, cause: str) -> SeedEvent:
 
 def unchanged_stage(slot: SeedSlot, cause: str) -> SeedEvent:
     """Return an event of the seed in `slot` that leaves its stage as it is."""
-    return SeedEvent(
-        slot.name,
-        slot.blueprint or "",
-        before=slot.stage,
-        after=slot.stage,
-        cause=cause,
-        ticks_before=slot.ticks_in_stage,
-        age=slot.age,
-    )
+    place, ticks = (slot.name, slot.blueprint or ""), slot.ticks_in_stage
+    return SeedEvent(*place, before=slot.stage, after=slot.stage, cause=cause, ticks_before=ticks, age=slot.age)
 
 
 def auto_transition(
@@ -133,16 +119,16 @@ def auto_transition(
     With `hold` no seed is advanced to BLENDING or PROBATIONARY.
     """
     events: list[SeedEvent] = []
-    if slot.stage is Stage.GERMINATED and not reasons_against_training(evidence):
+    if slot.stage is Stage.GERMINATED and not gates.reasons_against_training(evidence):
         events.append(move(slot, Stage.TRAINING, "placed"))
         evidence = evidence._replace(ticks_in_stage=0)
-    if slot.stage is Stage.TRAINING and not hold and not reasons_against_blending(evidence, config):
+    if slot.stage is Stage.TRAINING and not hold and not gates.reasons_against_blending(evidence, config):
         events.append(move(slot, Stage.BLENDING, "ready to blend"))
-    elif slot.stage is Stage.TRAINING and (reasons := reasons_it_is_stuck(evidence, config)):
+    elif slot.stage is Stage.TRAINING and (reasons := gates.reasons_it_is_stuck(evidence, config)):
         events.append(unchanged_stage(slot, f"stuck: {'; '.join(reasons)}"))
-    elif slot.stage is Stage.BLENDING and not hold and not reasons_against_probation(evidence):
+    elif slot.stage is Stage.BLENDING and not hold and not gates.reasons_against_probation(evidence):
         events.append(move(slot, Stage.PROBATIONARY, "alpha reached its target"))
-    elif slot.stage is Stage.PROBATIONARY and (reasons := reasons_to_cull(evidence, config, horizon)):
+    elif slot.stage is Stage.PROBATIONARY and (reasons := gates.reasons_to_cull(evidence, config, horizon)):
         events.append(cull(slot, "; ".join(reasons)))
     elif slot.stage is Stage.CULLED:
         events.append(move(slot, Stage.EMBARGOED, "removed"))

@@ -23,8 +23,7 @@ from esper_lightning.growth.stages import BLENDED, ISOLATED, LIVE, OCCUPIED, Sta
 Layout = Literal["image", "sequence", "vector"]
 """Layout of the feature at a slot: [B, C, H, W], [B, T, C] or [B, C], where C is the slot's width."""
 
-Absent = Literal["absent"]
-ABSENT: Absent = "absent"
+ABSENT: Literal["absent"] = "absent"
 """Layout of a padded slot, which only exists to equalise the number of slots: no seed can grow in it."""
 
 EXTRA_STATE = "_extra_state"
@@ -46,20 +45,12 @@ class SeedSlot(nn.Module):
             may split the batch here. False if a shortcut bypasses the slot.
 
     Attributes:
-        occupied: True if the slot contains a seed.
-        live: True if the slot contains a seed that is not fossilized.
-        isolated: True if the seed learns without an effect on the host's output.
-        blended: True if the seed's output is part of the host's feature; only then can it contribute.
+        occupied, live, isolated, blended: True if the stage is in the set of this name; see `stages`.
         seed: The growing module; an identity if the slot is empty.
-        blueprint: Name of the seed's blueprint, or None.
-        style: Function that blends the seed's output into the host's feature.
-        ramp: Path of alpha from 0 to 1, which starts with BLENDING.
-        ramp_ticks: Host epochs since the start of the ramp.
+        ramp_ticks, age, ticks_in_stage: Host epochs since BLENDING began, since germination, and in the present stage.
         isolation: How a seed learns before it is blended; `GrowingNetwork` sets it from its lifecycle.
         folded: Layer applied before the slot that contains an earlier, folded seed; None if there is none.
         override: Replacement of the forward pass during counterfactual passes.
-        age: Host epochs since germination.
-        ticks_in_stage: Host epochs in the present stage.
     """
 
     alpha: Tensor
@@ -68,7 +59,7 @@ class SeedSlot(nn.Module):
     def __init__(
         self,
         name: str,
-        layout: Layout | Absent,
+        layout: Layout | Literal["absent"],
         width: int,
         *,
         detach_input: bool | None = None,
@@ -181,8 +172,7 @@ class SeedSlot(nn.Module):
         """Return the output with an active seed: blended as it is, or at full alpha if it is not blended yet."""
         return self.trial_output(x) if self.isolated else self.blend_output(x)
 
-    def _mix(self, x: Tensor, seed_input: Tensor, alpha: Tensor | None) -> Tensor:
-        """Blend the seed's output for `seed_input` into `x`; alpha None means full alpha."""
+    def _mix(self, x: Tensor, seed_input: Tensor, alpha: Tensor | None) -> Tensor:  # None: full alpha
         if alpha is None and self.style == "add":
             return self.seed(seed_input).to(x.dtype)
         return mix(self.style, x, self.seed, seed_input=seed_input, alpha=x.new_ones(()) if alpha is None else alpha)
