@@ -10,7 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the records' format; raised whenever a reader of the old format cannot read the new one."""
 
 EVENTS_FILE = "events.jsonl"
@@ -66,19 +66,6 @@ class Contributed(NamedTuple):
     """Contribution of each seed in accuracy points (of 100)."""
 
 
-class SeedCredited(NamedTuple):
-    """Value of a fossilized seed at the end of an episode, in accuracy points (of 100) on validation data."""
-
-    tick: int
-    host: int
-    slot: str
-    blueprint: str
-    shapley: float
-    """Shapley value: the seed's share of the accuracy that all fossilized seeds add together."""
-    interaction: float
-    """Sum of the seed's interactions with the other fossilized seeds."""
-
-
 class RolledBack(NamedTuple):
     """The Governor restored a host's last healthy state, or ended its episode."""
 
@@ -129,16 +116,13 @@ class AnomalyChanged(NamedTuple):
         return line if self.level == "cleared" else f"{line}: {self.cause}; look at {', '.join(self.settings)}"
 
 
-Event = (
-    Started | SeedChanged | GateRefused | Contributed | SeedCredited | RolledBack | Vetoed | Updated | AnomalyChanged
-)
+Event = Started | SeedChanged | GateRefused | Contributed | RolledBack | Vetoed | Updated | AnomalyChanged
 
 EVENT_CLASSES: dict[str, type[Event]] = {
     "started": Started,
     "seed": SeedChanged,
     "gate": GateRefused,
     "contributions": Contributed,
-    "credit": SeedCredited,
     "rollback": RolledBack,
     "veto": Vetoed,
     "update": Updated,

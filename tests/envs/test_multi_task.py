@@ -12,7 +12,7 @@ from esper_lightning.controllers.learned import SampledController
 from esper_lightning.envs import ActionConfig, HostPool, MixedPool, Op
 from esper_lightning.envs.context.env_factory import EnvFactory
 from esper_lightning.envs.spaces.action_discovery import SharedSpace, pad_slots, union_of_slots
-from esper_lightning.evaluation.plans import PlanSampler
+from esper_lightning.evaluation.search import PlanSampler
 from esper_lightning.growth.attach import attach_slots
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.hosts import MLP

@@ -15,9 +15,11 @@ from esper_lightning.envs.context.distribution import FamilyConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.seeding import episode_rng_seeds
 from esper_lightning.evaluation import search as search_module
-from esper_lightning.evaluation.plans import Plan, PlannedSeed, PlanSampler
 from esper_lightning.evaluation.play import play_episode
 from esper_lightning.evaluation.search import (
+    Plan,
+    PlannedSeed,
+    PlanSampler,
     SearchConfig,
     SuccessiveHalving,
     check_budget,

@@ -133,7 +133,14 @@ def test_a_rule_can_be_ignored_by_its_name() -> None:
         AnomalyDetector(ignore=["dead"])
 
 
-def test_the_page_says_what_to_do_about_each() -> None:
+def test_the_page_has_the_row_and_the_remedy_of_each_rule() -> None:
     described = re.findall(r"^- ((?:`\w+`(?:, )?)+):", PAGE, re.MULTILINE)
 
     assert sorted(re.findall(r"\w+", " ".join(described))) == sorted(rule.name for rule in RULES)
+    rows = [
+        f"| `{rule.name}` | `{rule.metric}` | {rule.side} "
+        f"{'see below' if callable(rule.bound) else f'{rule.bound:g}'} | {rule.updates} "
+        f"| {rule.cause.format(what='`…`')} | {', '.join(f'`{name}`' for name in rule.settings)} |"
+        for rule in RULES
+    ]
+    assert "\n".join(rows) in PAGE

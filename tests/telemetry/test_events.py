@@ -82,10 +82,10 @@ def test_going_on_where_nothing_was_written_makes_no_file(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"type":"nonsense","tick":1}', "no event of schema 2"),
-        ("[]", "no event of schema 2"),
-        ('{"type":"seed","tick":1}', "no event of schema 2"),
-        (to_line(START._replace(schema=1)), "events of schema 1; use the version of this package that wrote them"),
+        ('{"type":"nonsense","tick":1}', "no event of schema 3"),
+        ("[]", "no event of schema 3"),
+        ('{"type":"seed","tick":1}', "no event of schema 3"),
+        (to_line(START._replace(schema=2)), "events of schema 2; use the version of this package that wrote them"),
         ("{", "Expecting property name"),
         ("", "Expecting value"),
         ("x" * 1_000_000, "Expecting value"),

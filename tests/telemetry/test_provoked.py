@@ -1,15 +1,102 @@
 """Anomalies provoked in small real runs are named correctly; healthy runs raise none."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from esper_lightning.blueprints import registry
+from esper_lightning.callbacks import telemetry
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.tamiyo.policy import RecurrentState
-from tests.runs import cli
-from tests.telemetry.provoke import SMALL, collect_printed_lines, dead_blueprints, open_gate, run
+from tests.runs import CONFIGS, cli, only_run
 from tests.tiers import rest_is_slow
+
+SMALL = (
+    *("--config", str(CONFIGS / "smoke.yaml"), "--data.env.horizon=8", "--data.env.training.batches=4"),
+    *("--data.n_envs=8", "--model.evaluation.hosts=0", "--trainer.enable_progress_bar=false"),
+)
+"""Settings of a small run: eight hosts, eight ticks of four minibatches; half a second per rollout."""
+
+
+class RunReport:
+    """Anomalies that a run reported: printed lines, and by name whether they were raised after each update, 0 or 1."""
+
+    def __init__(self, root: Path, lines: list[str]) -> None:
+        self.lines = lines
+        scalars = only_run(root).scalars()
+        self.levels = {
+            tag.removeprefix("anomaly/"): [int(value) for _, value in points]
+            for tag, points in scalars.items()
+            if tag.startswith("anomaly/")
+        }
+
+    @property
+    def raised(self) -> set[str]:
+        """Anomalies that were ever raised."""
+        return {name for name, levels in self.levels.items() if any(levels)}
+
+    def line(self, name: str) -> str:
+        """Return the line with which an anomaly was first raised."""
+        return next(line for line in self.lines if line.startswith(f"anomaly {name}: "))
+
+
+@contextmanager
+def collect_printed_lines(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Collect the lines that telemetry prints."""
+    lines: list[str] = []
+    with patch.context() as inner:
+        inner.setattr(telemetry, "print_status", lines.append)
+        yield lines
+
+
+def run(root: Path, patch: pytest.MonkeyPatch, *args: str) -> RunReport:
+    """Run a small training with its folder below `root`."""
+    with collect_printed_lines(patch) as lines:
+        cli(*SMALL, "--trainer.default_root_dir", str(root), *args)
+    return RunReport(root, lines)
+
+
+class GradientlessSeed(nn.Module):
+    """x + relu(norm(conv(x))) with all parameters zero: an identity whose ReLU never passes a gradient back."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 1)
+        self.norm = nn.GroupNorm(1, channels)
+
+    def start_as_identity(self) -> None:
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.relu(self.norm(self.conv(x.contiguous())))
+
+
+@contextmanager
+def dead_blueprints(patch: pytest.MonkeyPatch, *names: str) -> Iterator[None]:
+    """Register blueprints of `Stillborn` for the duration of the context."""
+    with patch.context() as inner:
+        inner.setattr(registry, "_BLUEPRINTS", dict(registry._BLUEPRINTS))
+        for name in names:
+            register = registry.register(
+                name, {"image"}, parameters=lambda c: c * c + 3 * c, flops=lambda c, n: 2 * n * c * c
+            )
+            register(GradientlessSeed)
+        yield
+
+
+@contextmanager
+def open_gate(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let every seed pass gate G0, as if its trial batch had happened to give it a gradient."""
+    with patch.context() as inner:
+        inner.setattr("esper_lightning.growth.probe._reasons_against", lambda slot, trial: [])
+        yield
+
 
 DEAD = ("dead_a", "dead_b", "dead_c", "dead_d")
 
@@ -32,20 +119,6 @@ def test_blueprints_that_are_dead_at_birth_are_named(tmp_path: Path, monkeypatch
     assert f"blueprint {min(named).removeprefix('dead_seeds.')} " in line
 
 
-@pytest.mark.slow
-def test_seeds_that_fail_because_a_family_says_so_are_named_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = run(
-        *(tmp_path, monkeypatch, "--trainer.max_epochs=1", "--data.n_envs=16"),
-        "--data.env.actions.blueprints=[norm, conv_small, conv_light]",
-        "--data.env.family.train=[{fail.norm: [1.0]}]",
-    )
-
-    assert found.raised == {"dead_seeds.norm"}
-    assert "data.env.family" in found.line("dead_seeds.norm")
-
-
 def test_a_gate_keeps_what_never_gets_a_gradient_out_in_the_first_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -55,40 +128,42 @@ def test_a_gate_keeps_what_never_gets_a_gradient_out_in_the_first_place(
     assert "its first gradient is zero: it could never learn" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lr", ["0.0", "1e-12"])
-def test_a_policy_without_a_learning_rate_is_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lr: str) -> None:
-    found = run(tmp_path, monkeypatch, "--trainer.max_epochs=2", f"--model.ppo.lr={{start: {lr}, end: {lr}}}")
-
-    assert found.levels["frozen_policy"] == [0, 1]
-    assert found.raised == {"frozen_policy"}
-    assert "look at model.ppo.lr" in found.line("frozen_policy")
-
-
-@pytest.mark.slow
-def test_one_step_per_update_leaves_ratios_at_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(*(tmp_path, monkeypatch, "--trainer.max_epochs=2"), "--model.ppo.epochs=1", "--model.ppo.minibatches=1")
-
-    assert found.levels["ratio_one"] == [0, 1]
-    assert found.raised == {"ratio_one"}
-    assert "look at model.ppo.epochs, model.ppo.minibatches" in found.line("ratio_one")
-
-
 @pytest.mark.parametrize(
-    ("governor", "named"),
-    rest_is_slow([(True, {"rolled_back", "gradient_health"}), (False, set())], lambda case: case[0]),
+    ("flags", "raised", "said"),
+    rest_is_slow(
+        [
+            (("--model.ppo.lr={start: 0.0, end: 0.0}",), {"frozen_policy"}, "look at model.ppo.lr"),
+            (("--model.ppo.lr={start: 1e-12, end: 1e-12}",), {"frozen_policy"}, "look at model.ppo.lr"),
+            (
+                ("--model.ppo.epochs=1", "--model.ppo.minibatches=1"),
+                {"ratio_one"},
+                "look at model.ppo.epochs, model.ppo.minibatches",
+            ),
+            (("--data.env.training.lr=1000",), {"gradient_health", "rolled_back"}, "look at data.env.training.lr"),
+            (
+                ("--data.env.training.lr=1000", "--trainer.callbacks=[esper_lightning.callbacks.Telemetry]"),
+                {"gradient_health"},
+                "look at data.env.training.lr",
+            ),
+            (
+                (
+                    *("--data.n_envs=16", "--data.env.actions.blueprints=[norm, conv_small, conv_light]"),
+                    "--data.env.family.train=[{fail.norm: [1.0]}]",
+                ),
+                {"dead_seeds.norm"},
+                "data.env.family",
+            ),
+        ],
+        lambda case: case[1] == {"gradient_health", "rolled_back"},
+    ),
 )
-def test_exploding_hosts_are_the_learning_rate_s_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, governor: bool, named: set[str]
+def test_a_fault_of_the_settings_is_named(
+    flags: tuple[str, ...], raised: set[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = run(
-        *(tmp_path, monkeypatch, "--trainer.max_epochs=1", "--data.env.training.lr=1000"),
-        *([] if governor else ["--trainer.callbacks=[esper_lightning.callbacks.Telemetry]"]),
-    )
+    found = run(tmp_path, monkeypatch, "--trainer.max_epochs=2", *flags)
 
-    assert found.raised == {"gradient_health"} | named
-    for name in found.raised:
-        assert "look at data.env.training.lr" in found.line(name)
+    assert found.raised == raised
+    assert all(said in found.line(name) for name in raised)
 
 
 @pytest.mark.slow
