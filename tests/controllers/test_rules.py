@@ -24,7 +24,6 @@ from esper_lightning.controllers.rules import (
 from esper_lightning.controllers.schedules import FixedSchedule, Schedule, ScheduledAction
 from esper_lightning.envs import ActionConfig, HostPool, Op
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import ObjectiveConfig
 from esper_lightning.tamiyo.policy import Policy
@@ -35,8 +34,6 @@ MakePool = Callable[..., HostPool]
 
 FLAT, STABLE = [0.5] * 9, [2.0] * 9
 """Validation accuracy of a host on a plateau, and validation loss of a stable host."""
-
-DEAD, HEALTHY = (GradientStats(norm=0.1, rms=0.01, vanished=vanished, exploded=0.0) for vanished in (1.0, 0.5))
 
 
 class Eager(Heuristic):
@@ -173,7 +170,7 @@ def test_blueprints_of_the_heuristic_take_turns(patient: HostPool) -> None:
     "rule",
     [
         *(Eager(), Periodic(PeriodicConfig(every=1)), Periodic(PeriodicConfig(every=2))),
-        HillClimbing(ClimbingConfig(at_once=3, patience=0, zero_gradient=True)),
+        HillClimbing(ClimbingConfig(at_once=3, patience=0)),
     ],
 )
 def test_no_mask_is_ever_broken_and_every_episode_begins_anew(
@@ -265,20 +262,6 @@ def test_a_seed_that_may_not_be_kept_is_given_as_long_as_patience_says(
     for expected in [WAIT] * patience + [cull(0)]:
         pool.envs[0].records[0].contribution = contribution
         assert play(rule, pool, 1) == [expected]
-
-
-@pytest.mark.parametrize(
-    ("zero_gradient", "gradient", "expected"),
-    [(True, DEAD, cull(0)), (True, HEALTHY, WAIT), (False, DEAD, WAIT), (True, None, WAIT)],
-)
-def test_a_seed_that_no_gradient_reaches_is_culled_at_once_if_asked(
-    dear: HostPool, zero_gradient: bool, gradient: GradientStats | None, expected: Row
-) -> None:
-    rule = climbing(dear, zero_gradient=zero_gradient)
-    play(rule, dear, 1)
-    dear.envs[0].records[0].gradient = gradient
-
-    assert decision(rule, dear) == expected
 
 
 @pytest.mark.parametrize(

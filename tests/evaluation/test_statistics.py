@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from esper_lightning.evaluation.statistics import Interval, effect_size, mean_interval
+from esper_lightning.evaluation.statistics import Interval, mean_interval
 from tests.tiers import rest_is_slow
 
 HOSTS = np.array([0.1, 0.35, 0.4, 0.55, 0.62, 0.9])
@@ -68,10 +68,3 @@ def test_without_spread_the_interval_is_the_mean(values: list) -> None:
     mean = float(np.mean(values))
 
     assert mean_interval(np.array(values)) == Interval(mean, mean, mean)
-
-
-def test_an_effect_size_is_in_deviations_of_the_difference() -> None:
-    assert effect_size(np.array([1.0, 2.0, 3.0])) == pytest.approx(2.0)  # mean 2, standard deviation 1
-    # Over training seeds each host's mean counts: [2, 4] has mean 3 and standard deviation √2.
-    assert effect_size(np.array([[1.0, 3.0], [3.0, 5.0]])) == pytest.approx(3.0 / 2.0**0.5)
-    assert np.isnan(effect_size(np.array([0.5, 0.5])))
