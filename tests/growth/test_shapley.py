@@ -1,14 +1,14 @@
-"""Shapley values and interactions compared with their definitions and with all orders of joining."""
+"""Shapley values compared with their definition and with all orders of joining."""
 
 import math
 from collections.abc import Sequence
-from itertools import combinations, permutations
+from itertools import permutations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esper_lightning.growth.counterfactual import SeedVariant, all_variants, interactions, shapley_values
+from esper_lightning.growth.counterfactual import SeedVariant, all_variants, shapley_values
 
 Game = dict[SeedVariant, float]
 
@@ -33,16 +33,6 @@ def over_all_orders(worth: Game, players: Sequence[str]) -> dict[str, float]:
         / len(orders)
         for player in players
     }
-
-
-def interaction_over_all_orders(worth: Game, players: Sequence[str], a: str, b: str) -> float:
-    """Return the joint marginal value of a pair minus the separate ones, averaged over every order of joining."""
-    orders = list(permutations(player for player in players if player != b))
-    total = 0.0
-    for order in orders:
-        before = frozenset(order[: order.index(a)])
-        total += worth[before | {a, b}] - worth[before | {a}] - worth[before | {b}] + worth[before]
-    return total / len(orders)
 
 
 @given(games())
@@ -74,20 +64,3 @@ def test_values_of_two_gloves_by_hand() -> None:
     players = ["left", "right", "spare"]
     worth = {joined: float("left" in joined and len(joined) > 1) for joined in all_variants(players)}
     assert shapley_values(worth, players) == pytest.approx({"left": 4 / 6, "right": 1 / 6, "spare": 1 / 6})
-
-
-@given(games())
-def test_interactions_are_the_mean_over_all_orders_in_which_a_pair_joins_as_one(game: tuple[Game, list[str]]) -> None:
-    worth, players = game
-    measured = interactions(worth, players)
-    assert list(measured) == list(combinations(players, 2))
-    for (a, b), index in measured.items():
-        assert index == pytest.approx(interaction_over_all_orders(worth, players, a, b), rel=1e-9, abs=1e-9)
-
-
-def test_help_is_positive_and_doing_the_same_work_is_negative() -> None:
-    players = ["a", "b", "c"]
-    both = {joined: float({"a", "b"} <= joined) for joined in all_variants(players)}
-    either = {joined: float(bool({"a", "b"} & joined)) for joined in all_variants(players)}
-    assert interactions(both, players) == {("a", "b"): 1.0, ("a", "c"): 0.0, ("b", "c"): 0.0}
-    assert interactions(either, players) == {("a", "b"): -1.0, ("a", "c"): 0.0, ("b", "c"): 0.0}
