@@ -209,18 +209,6 @@ def test_all_controllers_see_the_same_data_whatever_they_do(
     assert not [env for env in pool.envs if env.data_order is not None or env.on_batches is not None]
 
 
-def test_outside_of_a_comparison_a_germination_changes_the_data(
-    make_pool: MakePool, orders: dict[tuple[int, int], list[Tensor]]
-) -> None:
-    pool = make_pool(2)
-    for controller in (WaitOnly(), RandomValid(0)):
-        pool.reset(SEEDS)
-        for _ in range(6):
-            pool.step(controller.act(pool))
-
-    assert not all(torch.equal(*met) for met in orders.values())
-
-
 class RecordsInitialNetworks(StaticController):
     """Keeps copies of the networks before they train, in which every slot is replaced by its seed or nothing."""
 

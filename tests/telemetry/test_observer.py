@@ -1,6 +1,5 @@
 """What telemetry sees of the hosts suffices to follow every seed, and its statistics are those of real pools."""
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -18,7 +17,7 @@ from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.stages import LIVE, Stage
 from esper_lightning.ranks import ALONE, Ranks
 from esper_lightning.telemetry.events import Contributed, SeedChanged
-from esper_lightning.telemetry.metrics import episode_metrics, lstm_metrics
+from esper_lightning.telemetry.metrics import episode_metrics
 from esper_lightning.telemetry.observer import HOST, SLOT, Observer, SeedStats, Tick, join, observe
 from tests.runs import load
 
@@ -188,21 +187,6 @@ def test_ranks_see_together_what_one_process_sees(run: tuple[Observer, list[Play
     assert sorted(map(str, joined.changes)) == sorted(map(str, one.seen.changes))
 
 
-def test_a_seed_is_judged_by_what_it_was_culled_for(make_pool: Callable[..., HostPool]) -> None:
-    pool = make_pool(HOSTS, horizon=HORIZON, lifecycle=LifecycleConfig(training_ticks=1, embargo_ticks=1))
-    causes = [
-        (said, change)
-        for one in play(pool, make_observer(pool))
-        for change in one.told
-        if isinstance(change, SeedChanged)
-        and (said := re.match(r"contribution ([+-]\d+\.\d+) points is not positive", change.cause))
-    ]
-
-    assert len(causes) > 3
-    for said, change in causes:
-        assert change.contribution == pytest.approx(float(said[1]), abs=0.006)
-
-
 def gradients_of_a_rollout(pool: HostPool, silenced: Collection[str], ill: bool = False) -> dict[str, float]:
     """Return what is told of gradients if seeds of some blueprints, and the hosts if `ill`, have none."""
     observer, controller = make_observer(pool), RandomValid(0)
@@ -253,10 +237,3 @@ def test_a_host_relies_on_a_seed_that_contributes_far_more_than_was_gained(
 
     assert found["rollout/reliance"] == reliance
     assert found["rollout/fossils"] == found["rollout/rolled_back"] == 0.5
-
-
-def test_size_of_a_recurrent_state() -> None:
-    found = lstm_metrics((torch.full((2, 3), 3.0), torch.full((2, 3), 4.0)))
-
-    assert found["rollout/state_rms"] == pytest.approx(12.5**0.5)
-    assert lstm_metrics((torch.zeros(2, 0), torch.zeros(2, 0))) == {}, "a policy without memory has none"
