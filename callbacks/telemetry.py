@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,14 @@ class Telemetry(Callback):
     Args:
         every_n_ticks: Ticks between two writes of the hosts' metrics and of the mean seconds per tick.
         figures_every: Rollouts between figures; the last rollout always has some. 0: no figures.
-        ignore: Names of the rules for anomalies that are not applied.
     """
 
-    def __init__(self, *, every_n_ticks: int = 1, figures_every: int = 10, ignore: Sequence[str] = ()) -> None:
+    def __init__(self, *, every_n_ticks: int = 1, figures_every: int = 10) -> None:
         if every_n_ticks < 1:
             raise ValueError(f"Telemetry.every_n_ticks must be at least 1, got {every_n_ticks}")
         self.every_n_ticks = every_n_ticks
         self.figures_every = figures_every
-        self.detector = AnomalyDetector(ignore)
+        self.detector = AnomalyDetector()
         self.events: EventLog | None = None
         self.writers: list[SummaryWriter] = []
         self.last_rollout: dict[str, float] = {}
@@ -64,7 +63,6 @@ class Telemetry(Callback):
         self._rollout_seconds: Counter[str] = Counter()
         self._unwritten_seconds: Counter[str] = Counter()
         self._last_written_tick = self.collector.ticks
-        self._trained = self._validated = 0  # host epochs, and validations of hosts
         self._peak_memory = 0.0  # of any phase so far, in MiB
         pool.clock.take_seconds()
         pool.clock.profile, pool.clock.measures_memory = trainer.profiler.profile, True
@@ -109,10 +107,6 @@ class Telemetry(Callback):
             if of_ranks := ranks.gather(own):
                 self._tick = join(of_ranks, ranks)
                 self._write_events(self.observer.update(self._tick))
-                alive = int((~self._tick.hosts["ended"]).sum())
-                self._trained += alive
-                # Fresh hosts are validated once more, before the first tick of an episode.
-                self._validated += alive + (ranks.total if self._tick.number == 1 else 0)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
         collector, clock = self.collector, self.collector.pool.clock
@@ -174,20 +168,15 @@ class Telemetry(Callback):
 
     def _cost_metrics(self) -> dict[str, float]:
         """Return speed, shares of time and memory of the rollout, and begin to measure the next one."""
-        collector, pool, seconds = self.collector, self.collector.pool, self._rollout_seconds
+        collector, pool = self.collector, self.collector.pool
         now, (start, ticks) = time.perf_counter(), self._rollout_start
         speed = (collector.ticks - ticks) / (now - start)
         found = {"time/ticks_per_second": speed, "time/env_steps_per_second": speed * collector.ranks.total}
-        found |= numbers.phase_shares(seconds, now - start)
-        counts = zip(("train", "validate"), (self._trained, self._validated), pool.samples_per_epoch, strict=True)
-        for phase, epochs, samples in counts:
-            if seconds[phase] > 0.0:
-                found[f"time/samples_per_second.{phase}"] = epochs * samples / seconds[phase]
+        found |= numbers.phase_shares(self._rollout_seconds, now - start)
         peaks = pool.clock.take_memory()
         self._peak_memory = max(self._peak_memory, *peaks.values())
         found |= numbers.memory_metrics(pool.device, peaks, self._peak_memory)
         self._rollout_start, self._rollout_seconds = (now, collector.ticks), Counter()
-        self._trained = self._validated = 0
         return found
 
     def _check_anomalies(self, found: dict[str, float], trainer: Trainer) -> dict[str, float]:

@@ -466,12 +466,6 @@ class HostPool:
         return self, host
 
     @property
-    def samples_per_epoch(self) -> tuple[float, float]:
-        """Training and validation samples of one host epoch; with several tasks, averaged over hosts."""
-        training = self.config.training
-        return training.steps_per_epoch(self.data.train.samples) * training.batch_size, self.data.validation.samples
-
-    @property
     def parameter_counts(self) -> Tensor:
         """Parameters of each host with its fossilized seeds, [N]."""
         return torch.tensor([env.fossilized_parameters for env in self.envs])

@@ -91,13 +91,6 @@ class MixedPool:
         """Description of the executor of each task."""
         return ", ".join(f"{name}: {pool.executor_choice}" for name, pool in self.pools.items())
 
-    @property
-    def samples_per_epoch(self) -> tuple[float, float]:
-        """Training and validation samples of one host epoch, averaged over hosts."""
-        rows = [[pool.n_envs * samples for samples in pool.samples_per_epoch] for pool in self.pools.values()]
-        trained, validated = (sum(column) / self.n_envs for column in zip(*rows, strict=True))
-        return trained, validated
-
     def locate_host(self, host: int) -> tuple[HostPool, int]:
         """Return the single-task pool that holds a host, and the host's index in it."""
         return next((pool, host - span.start) for pool, span in self._pool_slices() if host < span.stop)

@@ -28,7 +28,6 @@ from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import HostPool, Op, check_host_count
 from esper_lightning.envs.seeding import EVALUATION, check_rng_seed, episode_rng_seeds
 from esper_lightning.evaluation.checkpoints import TrainedPolicy
-from esper_lightning.evaluation.networks import GrownHost, best_hosts
 from esper_lightning.evaluation.play import Outcome, named_controller, play_episode, play_static
 from esper_lightning.evaluation.search import (
     BEST_FILE,
@@ -97,9 +96,6 @@ class EvaluationConfig:
     schedules: dict[str, str] | None = None
     """Files of schedules to add to the comparison, by the names under which they appear in the table."""
 
-    save_networks: int = 0
-    """Number of hosts to save as grown networks, in `networks` in the folder: those with the best objective."""
-
     jobs: int = 1
     """Processes that play the controllers, and search schedules, side by side; each has its own copy of the data. The
     number does not change the result."""
@@ -116,8 +112,6 @@ class EvaluationConfig:
         check_host_count("model.evaluation.hosts", self.hosts, least=0)
         check_rng_seed("model.evaluation.seed", self.seed)
         check_jobs(self.jobs)
-        if self.save_networks < 0:
-            raise ValueError(f"model.evaluation.save_networks must be at least 0, got {self.save_networks}")
 
 
 class Entry(NamedTuple):
@@ -152,8 +146,6 @@ class ComparisonResult(NamedTuple):
     """Schedules to save, by file name without suffix: the most frequent one of each policy, and the best of the search.
     """
     notes: list[str]
-    networks: list[GrownHost]
-    """The best hosts of the reference, the best first, if they are to be saved."""
 
     @property
     def reference(self) -> Entry:
@@ -178,17 +170,13 @@ class Played(NamedTuple):
     outcome: Outcome
     schedules: Sequence[Schedule] = ()  # [H] that a trained policy chose; empty for other controllers
     prices: Sequence[float] = ()  # [H] of parameters
-    networks: Sequence[GrownHost] = ()  # the best hosts, the best first, as many as are to be saved
 
 
-def play(
-    pool: HostPool, name: str, controller: Controller, *, rng_seeds: Sequence[int], recorded: bool, saved: int
-) -> list[Played]:
-    """Play one episode, whose actions may be `recorded`, and keep the best `saved` hosts."""
+def play(pool: HostPool, name: str, controller: Controller, *, rng_seeds: Sequence[int]) -> list[Played]:
+    """Play one episode, and record the actions of the policy."""
     recording = RecordingController(controller)
-    outcome = play_episode(pool, name, recording if recorded else controller, rng_seeds=rng_seeds)
-    networks = best_hosts(pool, outcome, saved)
-    return [Played(outcome, recording.schedules if recorded else (), parameter_prices(pool), networks)]
+    outcome = play_episode(pool, name, recording if name == TAMIYO else controller, rng_seeds=rng_seeds)
+    return [Played(outcome, recording.schedules if name == TAMIYO else (), parameter_prices(pool))]
 
 
 def play_twin(pool: HostPool, name: str, grown: Outcome, *, rng_seeds: Sequence[int]) -> list[Played]:
@@ -319,13 +307,11 @@ class Comparison:
         reference = TAMIYO if policies else (config.against or [UNGROWN_HOST])[0]
         reference = RIVAL_PREFIX + reference if reference in self.rivals else reference
 
-        def episode(name: str, controller: Controller, *, own: HostPool = pool, first: bool = True) -> partial:
-            saved = config.save_networks if name == reference and first else 0
-            recorded = name == TAMIYO
-            return partial(play, own, name, controller, rng_seeds=rng_seeds, recorded=recorded, saved=saved)
+        def episode(name: str, controller: Controller, *, own: HostPool = pool) -> partial:
+            return partial(play, own, name, controller, rng_seeds=rng_seeds)
 
         # First everything that needs nothing else: the policies, rivals, each in a pool that it can see, and rules.
-        work = {TAMIYO: [episode(TAMIYO, one.greedy(), first=one is policies[0]) for one in policies]}
+        work = {TAMIYO: [episode(TAMIYO, one.greedy()) for one in policies]}
         for name, rival in rows_of_rivals.items():
             sees_other = rival.sight != pool.config.sight
             own = make_pool(config.hosts, held_out=config.held_out, sight=rival.sight) if sees_other else pool
@@ -384,7 +370,6 @@ class Comparison:
             sorted(entries, key=lambda entry: entry.name != reference),
             common | best,
             notes,
-            list(played[reference][0][0].networks),
         )
 
     def _common_schedules(

@@ -12,7 +12,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import safetensors
 import safetensors.torch
 import torch
@@ -34,7 +33,7 @@ from esper_lightning.serialization.replace import replace_durably
 from esper_lightning.tasks import Split
 from esper_lightning.telemetry.figures import timeline
 
-NETWORK_FILE, HOST_FILE, SAMPLES_FILE = NETWORK_FILES = ("network.safetensors", "host.json", "samples.safetensors")
+NETWORK_FILE, HOST_FILE, SAMPLES_FILE = ("network.safetensors", "host.json", "samples.safetensors")
 
 FORMAT_VERSION = 1
 """Version of host.json; folders of another version are refused."""
@@ -58,12 +57,6 @@ class GrownHost(NamedTuple):
     """How the host is made, and its results, in plain JSON types."""
     samples: Tensor
     """The first inputs of the test split, [samples, …]."""
-
-
-def best_hosts(pool: HostPool, outcome: Outcome, number: int) -> list[GrownHost]:
-    """Return up to `number` hosts with the best objective of an episode that has just ended, the best first."""
-    best = np.argsort(-outcome.objective, kind="stable")[:number]
-    return [grown_host(pool, int(host), outcome) for host in best]
 
 
 def grown_host(pool: HostPool, host: int, outcome: Outcome) -> GrownHost:
@@ -221,8 +214,8 @@ def export_grown(
     """Write a grown network as a file that other programs run, and check it on real inputs.
 
     Args:
-        source: Folder that `grow` or `test` with `save_networks` has written, or a file of `growth.save`. The class of
-            the host that a folder names is imported and called: name only folders that you trust.
+        source: Folder that `grow` has written, or a file of `growth.save`. The class of the host that a folder names is
+            imported and called: name only folders that you trust.
         to: pt2: a program of torch.export, which runs without this package. onnx: a model of ONNX; needs the extra
             [onnx]. state_dict: weights with the record of what grew, for a network with the same slots.
         out: File to write. None: `network` in the folder, or the name of the file, with a suffix.

@@ -21,7 +21,6 @@ from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.evaluation import statistics
 from esper_lightning.evaluation.checkpoints import TrainedPolicy, check_training_seeds, load_policies
 from esper_lightning.evaluation.comparison import Comparison, ComparisonResult, Entry, EvaluationConfig
-from esper_lightning.evaluation.networks import NETWORK_FILES, save_host
 from esper_lightning.evaluation.statistics import Interval, mean_interval
 from esper_lightning.parallel import Mapper
 from esper_lightning.provenance import provenance
@@ -35,11 +34,8 @@ COLUMNS = ("accuracy", "loss", "parameters", "objective", "flops", "ticks", "fos
 RESULTS_FILE, SUMMARY_FILE = "evaluation.csv", "evaluation.json"
 """Files with one row per host and controller, and with all means."""
 
-EVALUATION_FOLDER, NETWORKS_FOLDER = "evaluation", "networks"
-"""Subfolder of a run folder for the results of a comparison; and its subfolder with grown hosts, the best in `1`."""
-
-EARLIER = re.compile(r"schedule\d*\.json|timeline\d*\.png")
-"""Pattern of the names of files that not every comparison writes."""
+EVALUATION_FOLDER = "evaluation"
+"""Subfolder of a run folder for the results of a comparison."""
 
 INTERVAL_METHOD = (
     f"{100 * statistics.CONFIDENCE:g} % percentile bootstrap, {statistics.RESAMPLES} resamples, "
@@ -171,7 +167,9 @@ def write_report(result: ComparisonResult, slots: Sequence[str], folder: Path, r
         record: Description of this process, saved in `evaluation.json`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    remove_earlier(folder)
+    for path in folder.glob("*"):  # of an earlier comparison of more policies; schedules of a search stay
+        if re.fullmatch(r"schedule\d*\.json|timeline\d*\.png", path.name):
+            path.unlink()
     replace_file(folder / RESULTS_FILE, lambda draft: write_rows(result, draft))
     # NaN and infinity, which JSON lacks, become null.
     text = json.dumps(replace_non_finite({**summary(result), **record}), indent=1, allow_nan=False) + "\n"
@@ -188,26 +186,7 @@ def write_report(result: ComparisonResult, slots: Sequence[str], folder: Path, r
         figures[name] = timeline(op, stages, slots, title=f"{who}: {of_hosts}")
     for name, figure in figures.items():
         replace_file(folder / name, lambda draft, figure=figure: figure.savefig(draft, dpi=130, format="png"))
-    for rank, grown in enumerate(result.networks, 1):
-        save_host(grown, folder / NETWORKS_FOLDER / str(rank))
-    saved = [f"{NETWORKS_FOLDER}/{rank}" for rank in range(1, len(result.networks) + 1)]
-    return [RESULTS_FILE, SUMMARY_FILE, *figures, *saved]
-
-
-def remove_earlier(folder: Path) -> None:
-    """Remove the files of an earlier comparison that a new one need not replace.
-
-    Their names depend on the numbers of policies and of saved networks. Schedules of a search stay, since a search
-    takes long, and so does what the user has put beside a saved network.
-    """
-    for path in folder.glob("*"):
-        if EARLIER.fullmatch(path.name) and path.is_file():
-            path.unlink()
-    for saved in (folder / NETWORKS_FOLDER).glob("[0-9]*/"):
-        for name in NETWORK_FILES:
-            (saved / name).unlink(missing_ok=True)
-        if not any(saved.iterdir()):
-            saved.rmdir()
+    return [RESULTS_FILE, SUMMARY_FILE, *figures]
 
 
 def write_rows(result: ComparisonResult, path: Path) -> None:

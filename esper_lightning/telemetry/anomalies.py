@@ -170,19 +170,9 @@ def next_state(state: AnomalyState, out_of_bounds: bool, updates: int) -> Anomal
 
 
 class AnomalyDetector:
-    """Applies the rules to the metrics of successive PPO updates.
+    """Applies the rules to the metrics of successive PPO updates."""
 
-    Args:
-        ignore: Names of rules that are not applied.
-
-    Raises ValueError if there is no such rule.
-    """
-
-    def __init__(self, ignore: Iterable[str] = ()) -> None:
-        names = [rule.name for rule in RULES]
-        if unknown := [name for name in ignore if name not in names]:
-            raise ValueError(f"Telemetry.ignore: no rule is called {unknown[0]!r}; rules are {', '.join(names)}")
-        self.rules = [rule for rule in RULES if rule.name not in ignore]
+    def __init__(self) -> None:
         self.states: dict[str, AnomalyState] = {}  # by name of the anomaly
         self.grad_norm = (0.0, 0.0)  # decaying sum of the norms, and of their weights
 
@@ -199,7 +189,7 @@ class AnomalyDetector:
         """
         values = self._with_derived(metrics)
         changes = []
-        for rule in self.rules:
+        for rule in RULES:
             bound = rule.bound(progress) if callable(rule.bound) else rule.bound
             for metric, what in rule.matches(values):
                 name, value = f"{rule.name}.{what}" if what else rule.name, values[metric]

@@ -115,14 +115,6 @@ def test_rules_and_schedules_are_compared_without_a_policy(trained: list[Run], t
     assert [row for row in rows if row["controller"] == "periodic"] == beside
 
 
-def test_the_best_networks_are_saved(trained: list[Run], tmp_path: Path) -> None:
-    folder = compare(
-        tmp_path, *TINY, *LITTLE, "--ckpt_path", lone(trained[0], tmp_path), "--model.evaluation.save_networks=1"
-    )
-
-    assert (folder / "networks" / "1" / "host.json").is_file()
-
-
 def test_a_policy_by_name_is_compared_like_that_of_the_checkpoint(trained: list[Run], tmp_path: Path) -> None:
     rows = rows_of(compare(tmp_path, *TINY, *LITTLE, f"--model.evaluation.policies=[{trained[0].last}]"))
 

@@ -145,7 +145,6 @@ def test_hosts_are_found_in_the_pool_of_their_task(common: SharedSpace) -> None:
     assert [pool.envs[place] for pool, place in homes] == mixed.envs
     assert mixed.task_slices == {"images": slice(0, 2), "table": slice(2, 3)}
     assert mixed.privileged.tolist() == [[1, 0], [1, 0], [0, 1]]
-    assert mixed.samples_per_epoch == ((2 * 64 + 64) / 3, (2 * 100 + 32) / 3)
 
 
 def test_a_bench_refuses_useless_seeds_only_where_there_is_nothing_in_common(common: SharedSpace) -> None:

@@ -15,7 +15,6 @@ from torch import nn
 from esper_lightning.controllers.schedules import Schedule, read_schedule
 from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.comparison import ComparisonResult, Entry
-from esper_lightning.evaluation.networks import NETWORK_FILES
 from esper_lightning.evaluation.play import Outcome, PoolTrace
 from esper_lightning.evaluation.report import (
     COLUMNS,
@@ -23,7 +22,6 @@ from esper_lightning.evaluation.report import (
     format_interval,
     make_tables,
     pareto_figure,
-    remove_earlier,
     write_report,
 )
 from esper_lightning.evaluation.statistics import Interval, mean_interval
@@ -71,7 +69,6 @@ def contest(training_seeds: Sequence[int | None]) -> ComparisonResult:
         entries=[learned[0], *rules, rival, *learned[1:]] if training_seeds else rules,
         schedules={"schedule": Schedule(tuple(SLOTS), ())},
         notes=["6 of 6 hosts"],
-        networks=[],
     )
 
 
@@ -185,18 +182,10 @@ def test_curves_are_means_over_hosts_and_training_seeds_after_each_tick(played: 
 
 
 def test_files_of_an_earlier_comparison_are_removed_and_those_of_the_user_and_of_a_search_stay(tmp_path: Path) -> None:
-    kept = ["best_schedule.json", "schedule_mine.json", "evaluation.csv", "notes.txt", "timeline.png.bak"]
-    for name in ("schedule.json", "schedule12.json", "timeline.png", "timeline1.png", *kept):
+    kept = ["best_schedule.json", "schedule_mine.json", "notes.txt", "timeline.png.bak"]
+    for name in ("schedule12.json", "timeline1.png", *kept):
         (tmp_path / name).touch()
-    for name in ("1", "3", "mine"):
-        (tmp_path / "networks" / name).mkdir(parents=True)
-        for file in NETWORK_FILES:
-            (tmp_path / "networks" / name / file).touch()
-    (tmp_path / "networks" / "1" / "network.pt2").touch()
 
-    remove_earlier(tmp_path)
-    remove_earlier(tmp_path / "new")
+    names = write_report(contest([0]), SLOTS, tmp_path, {})
 
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "networks"])
-    saved = {path.name: len(list(path.iterdir())) for path in (tmp_path / "networks").iterdir()}
-    assert saved == {"1": 1, "mine": 3}, "what was exported beside a network stays"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, *names, "schedule.json"])
