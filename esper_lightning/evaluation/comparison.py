@@ -19,7 +19,6 @@ from esper_lightning.controllers.schedules import (
     Schedule,
     SchedulePerPrice,
     actions_by_tick,
-    most_common_schedule,
     parameter_prices,
     read_schedule,
     yoke_schedules,
@@ -378,7 +377,7 @@ class Comparison:
         """Return the most frequent schedule of each policy, by file name without suffix, and notes for the reader."""
         schedules, notes, hosts = {}, [], self.config.hosts
         for number, (policy, played) in enumerate(zip(policies, episodes, strict=True)):
-            common, frequency = most_common_schedule(played.schedules)
+            ((common, frequency),) = Counter(played.schedules).most_common(1)
             name, suffix = "schedule", ""
             if len(policies) > 1:
                 name, suffix = f"schedule{number}", f" of training seed {policy.training_seed}"

@@ -115,12 +115,11 @@ def search(
 
     Args:
         pool: The hosts; their state is overwritten.
-        config: Budget. Raises ValueError if it is too small for one host per context.
+        config: Budget; see `check_budget`.
         known: Schedules that enter the last race, whatever their origin, if the budget allows one.
         contexts: Contexts of the pool's distribution to search for. None: all.
     """
     searched = pool.env_factory.context_distribution.contexts if contexts is None else contexts
-    check_group_budget([searched], config, pool, pool.n_envs)
     sampler = PlanSampler(pool, config.seed, horizon=longest_horizon(pool, searched))
     episodes = config.steps // (pool.n_envs * pool.config.horizon)
     halving = SuccessiveHalving(pool, config.seed, searched, episodes)
@@ -151,11 +150,7 @@ def search(
 class SuccessiveHalving:
     """Ranks schedules on the same few hosts, the better ones on further hosts, and so on.
 
-    Args:
-        pool: Pool that plays the schedules, one or more episodes per stage; its state is overwritten.
-        rng_seed: RNG seed of the hosts.
-        contexts: Contexts that hosts are drawn from.
-        episodes: Budget in episodes of the whole pool.
+    The pool plays one or more episodes per stage, with hosts drawn from `contexts`; the budget is in such `episodes`.
     """
 
     def __init__(self, pool: HostPool, rng_seed: int, contexts: Sequence[Context], episodes: int) -> None:
@@ -265,42 +260,32 @@ def check_budget(config: SearchConfig, pool: HostPool, n_envs: int) -> None:
     """
     everything = [pool.env_factory.context_distribution.contexts]
     for groups in [everything, list(contexts_by_price(pool).values())] if config.per_price else [everything]:
-        check_group_budget(groups, config, pool, n_envs)
+        least = len(groups) * -(-max(map(len, groups)) // n_envs) * n_envs * pool.config.horizon
+        if config.steps < least:
+            raise ValueError(
+                f"search.steps is {config.steps}; to see one schedule on a host of each context, {n_envs} hosts side "
+                f"by side, takes {least}" + (f", for {len(groups)} prices apart" if len(groups) > 1 else "")
+            )
         for group in groups:
             latest_germinations(pool.config, longest_horizon(pool, group))  # raises ValueError if there is none
 
 
-def check_group_budget(groups: Sequence[Sequence[Context]], config: SearchConfig, pool: HostPool, n_envs: int) -> None:
-    """Raise ValueError if the budget is too small for one search of each group of contexts."""
-    episodes = -(-max(map(len, groups)) // n_envs)
-    least = len(groups) * episodes * n_envs * pool.config.horizon
-    if config.steps < least:
-        raise ValueError(
-            f"search.steps is {config.steps}; to see one schedule on a host of each context, {n_envs} hosts side by "
-            f"side, takes {least}" + (f", for {len(groups)} prices apart" if len(groups) > 1 else "")
-        )
-
-
 class PlannedSeed(NamedTuple):
-    """One seed of a plan."""
+    """One seed of a plan. A culled one helps the host to learn and costs no parameters at the end."""
 
     slot: str
     blueprint: str
     style: str
     tempo: str
-    tick: int
-    """Tick of the germination."""
-    cull_tick: int | None = None
-    """Tick in which the seed is culled, or None if it is fossilized.
-    A culled seed helps the host to learn and costs no parameters at the end."""
+    tick: int  # of the germination
+    cull_tick: int | None = None  # None: it is fossilized
 
 
 class Plan(NamedTuple):
     """Seeds of one host, ordered by slot and tick. Only the last seed in a slot may be fossilized."""
 
     seeds: tuple[PlannedSeed, ...]
-    fossilize_late: bool
-    """True if the seeds are fossilized in the last ticks of the episode, False if each is as soon as possible."""
+    fossilize_late: bool  # in the last ticks of the episode, not each as soon as possible
 
 
 def latest_germinations(config: EnvConfig, horizon: int) -> dict[str, int]:
@@ -319,16 +304,11 @@ def latest_germinations(config: EnvConfig, horizon: int) -> dict[str, int]:
 
 
 class PlanSampler:
-    """Samples plans with 1 … K seeds in as many slots.
+    """Samples plans with 1 … K seeds in as many slots, for episodes of `horizon` ticks (None: those of the pool).
 
     The number of seeds, their slots and every choice for each seed are uniformly distributed, except that early ticks
     and fossilization are more likely. Mutated plans and crossovers may have several seeds in a slot, one after the
     other, and up to two per slot together.
-
-    Args:
-        pool: Pool that defines the slots, blueprints, styles and tempos.
-        rng_seed: RNG seed of the sampler.
-        horizon: Ticks of the longest episode that is planned for. None: those of the pool.
     """
 
     def __init__(self, pool: HostPool, rng_seed: int, *, horizon: int | None = None) -> None:
@@ -351,10 +331,7 @@ class PlanSampler:
         return self._make_plan([self._sample_seed(slot) for slot in chosen], self._coin_flip())
 
     def crossover(self, one: Plan, other: Plan) -> Plan:
-        """Return a crossover, in which each slot has the seeds of one parent, chosen at random.
-
-        Half of the crossovers are also mutated.
-        """
+        """Return a plan in which each slot has the seeds of one parent, chosen at random; half of them are mutated."""
         seeds = []
         for slot in self.slots:
             seeds += [seed for seed in (one, other)[self._coin_flip()].seeds if seed.slot == slot]
@@ -392,9 +369,9 @@ class PlanSampler:
         return self._make_plan(seeds, plan.fossilize_late)
 
     def sample_distinct(self, number: int, known: AbstractSet[Plan], parents: Sequence[Plan] = ()) -> list[Plan]:
-        """Return up to `number` plans not in `known`: crossovers of `parents`, or random plans without parents.
+        """Return up to `number` plans not in `known`, fewer if they are hard to find.
 
-        There are fewer if new plans are hard to find.
+        They are crossovers of `parents`, or random plans without parents.
         """
         plans: dict[Plan, None] = {}
         for _ in range(20 * number):
@@ -417,11 +394,9 @@ class PlanSampler:
         return PlannedSeed(slot, choose(self.growable[slot]), choose(self.space.style), tempo, tick, culled)
 
     def _sample_cull_tick(self, tick: int) -> int:
-        """Return a random tick to cull a seed that germinates at `tick`."""
         return self.random.randint(tick + 1, self.horizon - 1)
 
     def _sample_slot(self, seeds: Sequence[PlannedSeed]) -> str:
-        """Return a random slot for a further seed."""
         used = {seed.slot for seed in seeds}
         return self.random.choice(self.slots if len(used) < self.max_slots else [s for s in self.slots if s in used])
 

@@ -1,6 +1,7 @@
 """Events of a run as typed records: one line of JSON each in `events.jsonl`, in the run's folder.
 
-docs/reference/telemetry.md describes every record. A number that is not finite becomes null, since JSON has none.
+docs/reference/telemetry.md describes every record; contributions are in accuracy points (of 100). A number that is not
+finite becomes null, since JSON has none.
 """
 
 import json
@@ -38,10 +39,8 @@ class SeedChanged(NamedTuple):
     before: str
     after: str
     cause: str
-    age: int
-    """Host epochs since the seed was germinated."""
-    contribution: float | None
-    """Last measured contribution in accuracy points (of 100), this tick included; null: never, or while it fades."""
+    age: int  # host epochs since the seed was germinated
+    contribution: float | None  # last measured, this tick included, in points; null: never, or while it fades
 
 
 class GateRefused(NamedTuple):
@@ -51,8 +50,7 @@ class GateRefused(NamedTuple):
     host: int
     slot: str
     blueprint: str
-    stage: str
-    """Name of the refused stage."""
+    stage: str  # refused
     reasons: list[str]
 
 
@@ -63,7 +61,6 @@ class Contributed(NamedTuple):
     host: list[int]
     slot: list[str]
     points: list[float | None]
-    """Contribution of each seed in accuracy points (of 100)."""
 
 
 class RolledBack(NamedTuple):
@@ -74,8 +71,7 @@ class RolledBack(NamedTuple):
     seed: int
     decision: str
     cause: str
-    restored: int | None
-    """Tick of the episode at which the restored snapshot was taken."""
+    restored: int | None  # tick of the episode at which the restored snapshot was taken
 
 
 class Vetoed(NamedTuple):
@@ -101,15 +97,14 @@ class AnomalyChanged(NamedTuple):
     tick: int
     update: int
     name: str
-    level: str
-    """`raised` or `cleared`."""
+    level: str  # `raised` or `cleared`
     value: float | None
     threshold: float
     cause: str
     settings: list[str]
 
     def __str__(self) -> str:
-        """Return `anomaly kl: raised at update 7: 0.13, bound 0.1: updates are too large; look at model.ppo.lr, …`."""
+        """Return `anomaly kl: raised at update 7: 0.13, bound 0.1: updates are too large; look at model.ppo.lr`."""
         line = (
             f"anomaly {self.name}: {self.level} at update {self.update}: {self.value:.3g}, bound {self.threshold:.3g}"
         )
