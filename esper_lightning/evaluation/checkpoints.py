@@ -93,11 +93,7 @@ def _known_settings(kind: type[Settings], saved: Mapping[str, Any]) -> Settings:
 
 
 def load_policies(paths: Sequence[str], data: HostPoolData) -> list[TrainedPolicy]:
-    """Load policies that are compared with each other, each with its own observation of the hosts.
-
-    Args:
-        paths: Checkpoints or policies as safetensors, or `tamiyo`, the policy that comes with the package.
-        data: Hosts to evaluate on; the pool must be built.
+    """Load policies by path or name to compare them, each with its own observation of the hosts.
 
     Raises ValueError, naming the checkpoint, if it is damaged or foreign, or if the hosts do not fit its policy.
     """

@@ -1,7 +1,7 @@
 """Comparison of a trained policy, other policies, rules and schedules on the same hosts. S training seeds, H hosts."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -278,13 +278,13 @@ class Comparison:
         task: str | None = None,
         executor: Mapper | None = None,
     ) -> ComparisonResult:
-        """Run the comparison on hosts of one task. It creates its own pools.
+        """Run the comparison on hosts of one task (None: the first), in pools of its own.
 
         Args:
             data: Hosts; the pool must be built and is not modified.
             policies: Trained policies, one per training seed. Empty: rules and schedules are compared alone.
             rivals: Policies that `against` names, a row each.
-            task: Name of the task, where there are several. None: the first.
+            task: Name of the task.
             executor: Has a method `map(function, items)`, which plays the episodes and searches the schedules. None:
                 this process, or as many as `jobs` says.
         """
@@ -345,7 +345,10 @@ class Comparison:
                 if acts
             ],
         }
-        twinned = [TAMIYO] * acts + best_hand_written(played, (*HAND_WRITTEN, *self.own)) if config.controls else []
+        twinned = [TAMIYO] * acts if config.controls else []
+        hand_written = [name for name in (*HAND_WRITTEN, *self.own) if name in played]
+        if config.controls and hand_written:
+            twinned.append(max(hand_written, key=lambda name: played[name][0][0].outcome.objective.mean()))
         work = {name: [episode(name, one) for one in made] for name, made in derived.items() if self.includes(name)}
         for name in twinned:
             twin = TWIN_PREFIX + name
@@ -393,9 +396,3 @@ class Comparison:
                 f"{n_alone} of {hosts} hosts were the only ones of their kind: {YOKED} plays their own schedules"
             )
         return schedules, notes
-
-
-def best_hand_written(played: Mapping[str, Sequence[Sequence[Played]]], names: Sequence[str]) -> list[str]:
-    """Return the name among `names` of the controller with the best mean objective, or none if none was played."""
-    means = {name: played[name][0][0].outcome.objective.mean() for name in names if name in played}
-    return sorted(means, key=lambda name: -means[name])[:1]

@@ -57,17 +57,17 @@ def compare(
     settings: Mapping[str, Any],
     executor: Mapper | None = None,
 ) -> dict[str, ComparisonResult]:
-    """Run the comparison on hosts of each task and publish the results, with several tasks in one folder per task.
+    """Run the comparison on hosts of each task, publish the results, and return them by task.
 
     Args:
         config: Settings of the comparison.
         data: Hosts; the pool must be built and is not modified.
-        own: Policy to compare, unless the settings name others. None: they do.
-        folder: Output folder. None: the tables are only printed.
+        own: Policy to compare, unless the settings name others.
+        folder: Output folder, with a folder for each of several tasks. None: the tables are only printed.
         settings: Settings of the run, saved in `evaluation.json`.
-        executor: Has a method `map(function, items)`, which plays the controllers in other processes.
+        executor: Plays the controllers in other processes; see `Comparison.run`.
 
-    Returns the results by task. Raises ValueError if the settings do not fit the hosts.
+    Raises ValueError if the settings do not fit the hosts.
     """
     if config.hosts == 0:
         raise ValueError("model.evaluation.hosts is 0, so there is nothing to compare; give at least 2")
@@ -158,14 +158,7 @@ def format_interval(interval: Interval) -> str:
 
 
 def write_report(result: ComparisonResult, slots: Sequence[str], folder: Path, record: Mapping[str, Any]) -> list[str]:
-    """Write all files of a comparison, and return the names of the main ones.
-
-    Args:
-        result: Result of the comparison.
-        slots: Names of the hosts' slots.
-        folder: Output folder; results of an earlier comparison are replaced.
-        record: Description of this process, saved in `evaluation.json`.
-    """
+    """Write all files of a comparison, with a `record` of this process, and return the names of the main ones."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("*"):  # of an earlier comparison of more policies; schedules of a search stay
         if re.fullmatch(r"schedule\d*\.json|timeline\d*\.png", path.name):

@@ -60,31 +60,6 @@ def test_what_was_learned_is_played_legally_without_chance_and_teaches_nothing(
     assert all(p.grad is None for p in policy.parameters())
 
 
-def test_the_policy_is_shown_normalised_features_and_remembers_the_episode(
-    pool: HostPool, policy: Policy, norm: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown: list[Observation] = []
-    real = policy.decide
-
-    def watched(observation: Observation, *rest: Any, **more: Any) -> Any:
-        shown.append(observation)
-        return real(observation, *rest, **more)
-
-    monkeypatch.setattr(policy, "decide", watched)
-    controller = LearnedController(policy, norm)
-    pool.reset([1, 2, 3])
-    controller.reset(pool)
-    raw = pool.observation.features.clone()
-    pool.step(controller.act(pool))
-    after_one = [part.clone() for part in controller.state]
-    controller.act(pool)
-
-    assert torch.equal(shown[0].features, norm(raw))
-    assert not any(torch.equal(a, b) for a, b in zip(after_one, controller.state, strict=True))
-    controller.reset(pool)
-    assert not any(part.any() for part in controller.state)
-
-
 def test_of_a_host_that_was_rolled_back_nothing_is_remembered(
     make_pool: MakePool, policy: Policy, norm: nn.Module
 ) -> None:

@@ -12,7 +12,6 @@ from esper_lightning.controllers.rules import Periodic, PeriodicConfig
 from esper_lightning.envs import HostPool
 from esper_lightning.evaluation.networks import (
     HOST_FILE,
-    NETWORK_FILE,
     SAMPLES_FILE,
     GrownHost,
     grown_host,
@@ -78,7 +77,6 @@ def test_a_factory_is_described_as_in_a_config() -> None:
     ("damage", "message"),
     [
         (lambda text: "", "is no JSON"),
-        (lambda text: "[]", "is not of format 1"),
         (lambda text: json.dumps(json.loads(text) | {"format": 2}), "is not of format 1"),
         (lambda text: json.dumps(json.loads(text) | {"host": "CNN"}), "the host cannot be made"),
         (lambda text: text.replace('"base"', '"basis"'), r"the host cannot be made: .*'basis'"),
@@ -96,11 +94,3 @@ def test_files_that_are_damaged_or_do_not_belong_together_are_refused_in_one_lin
     with pytest.raises(ValueError, match=message) as refusal:
         load_host(tmp_path, read_description(tmp_path))
     assert "\n" not in str(refusal.value)
-
-
-def test_what_is_missing_is_named(played: tuple[Outcome, list[GrownHost]], tmp_path: Path) -> None:
-    save_host(played[1][0], tmp_path)
-    with pytest.raises(ValueError, match=f"holds no {HOST_FILE}"):
-        read_description(tmp_path / "nosuch")
-    with pytest.raises(ValueError, match="and no tensor 'inputs'"):
-        read_samples(tmp_path / NETWORK_FILE)
