@@ -6,9 +6,9 @@ from collections.abc import Container
 
 import pytest
 
+from benchmarks import tables
 from esper_lightning.evaluation.statistics import mean_interval
 from tests.runs import ROOT
-from tests.test_benchmarks import script
 from tests.tiers import rest_is_slow
 
 README = (ROOT / "README.md").read_text()
@@ -18,7 +18,6 @@ RESULTS = ROOT / "docs" / "results"
 
 def kept(name: str, controllers: Container[str] | None = None) -> list[str]:
     """Return the table of kept results in Markdown, a line for Tamiyo and each controller; None: all of them."""
-    tables = script("tables")
     results = tables.read(ROOT / "benchmarks" / "results" / f"{name}.csv")
     wanted = [one for one in results if controllers is None or one == "tamiyo" or one in controllers]
     return tables.markdown({one: results[one] for one in wanted})
@@ -60,7 +59,6 @@ SCHEDULES = ("best fixed", "best per price", "conv_light once", "conv_light, att
 def test_where_hosts_differ_a_learned_controller_is_ahead_of_every_rule_and_schedule(
     name: str, over_schedules: float
 ) -> None:
-    tables = script("tables")
     results = tables.read(ROOT / "benchmarks" / "results" / f"{name}.csv")
     for rivals, asked in ((RULES, 0.02), (SCHEDULES, over_schedules)):
         for ours in results["tamiyo"].values():
@@ -71,7 +69,6 @@ def test_where_hosts_differ_a_learned_controller_is_ahead_of_every_rule_and_sche
 
 @pytest.mark.parametrize("name", ["family", "family_held_out"])
 def test_the_page_says_the_lead_over_the_best_schedule_that_is_known(name: str) -> None:
-    tables = script("tables")
     results = tables.read(ROOT / "benchmarks" / "results" / f"{name}.csv")
     schedules = [theirs for other in SCHEDULES for theirs in results[other].values()]
     best = max(schedules, key=lambda theirs: theirs.mean())
