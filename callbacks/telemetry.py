@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,15 @@ class Telemetry(Callback):
     Args:
         every_n_ticks: Ticks between two writes of the hosts' metrics and of the mean seconds per tick.
         figures_every: Rollouts between figures; the last rollout always has some. 0: no figures.
+        ignore: Names of the rules for anomalies that are not applied.
     """
 
-    def __init__(self, *, every_n_ticks: int = 1, figures_every: int = 10) -> None:
+    def __init__(self, *, every_n_ticks: int = 1, figures_every: int = 10, ignore: Sequence[str] = ()) -> None:
         if every_n_ticks < 1:
             raise ValueError(f"Telemetry.every_n_ticks must be at least 1, got {every_n_ticks}")
         self.every_n_ticks = every_n_ticks
         self.figures_every = figures_every
-        self.detector = AnomalyDetector()
+        self.detector = AnomalyDetector(ignore)
         self.events: EventLog | None = None
         self.writers: list[SummaryWriter] = []
         self.last_rollout: dict[str, float] = {}

@@ -5,7 +5,7 @@ a metric that sits at its bound does not raise the same anomaly again and again.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -154,9 +154,13 @@ def next_state(state: AnomalyState, out_of_bounds: bool, updates: int) -> Anomal
 
 
 class AnomalyDetector:
-    """Applies the rules to the metrics of successive PPO updates."""
+    """Applies the rules to the metrics of successive PPO updates, but those that are to be ignored, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, ignore: Iterable[str] = ()) -> None:
+        names = [rule.name for rule in RULES]
+        if unknown := [name for name in ignore if name not in names]:
+            raise ValueError(f"Telemetry.ignore: no rule is called {unknown[0]!r}; rules are {', '.join(names)}")
+        self.rules = [rule for rule in RULES if rule.name not in ignore]
         self.states: dict[str, AnomalyState] = {}  # by name of the anomaly
         self.grad_norm = (0.0, 0.0)  # decaying sum of the norms, and of their weights
 
@@ -167,7 +171,7 @@ class AnomalyDetector:
         """
         values = self._with_derived(metrics)
         changes = []
-        for rule in RULES:
+        for rule in self.rules:
             bound = rule.bound(progress) if callable(rule.bound) else rule.bound
             stem = rule.metric.removesuffix("*")
             for metric, value in values.items():

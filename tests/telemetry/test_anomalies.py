@@ -121,6 +121,15 @@ def test_a_saved_detector_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> 
     assert said == expected[cut:] and second.state_dict() == whole.state_dict()
 
 
+def test_a_rule_can_be_ignored_by_its_name() -> None:
+    detector = AnomalyDetector(ignore=["dead_seeds"])
+
+    assert observe(detector, {"dead_seeds.norm": 1.0, "kl": 0.01}) == [[]]
+    assert set(detector.states) == {"kl"}
+    with pytest.raises(ValueError, match=r"Telemetry\.ignore: no rule is called 'dead'; rules are ratio_high, "):
+        AnomalyDetector(ignore=["dead"])
+
+
 def test_the_page_has_the_row_and_the_remedy_of_each_rule() -> None:
     described = re.findall(r"^- ((?:`\w+`(?:, )?)+):", PAGE, re.MULTILINE)
 
