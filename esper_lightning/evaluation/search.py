@@ -20,7 +20,7 @@ from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.rules import min_ticks_to_judge
 from esper_lightning.controllers.schedules import FixedSchedule, Schedule, ScheduledAction, read_schedule
 from esper_lightning.envs import EnvConfig, HostPool
-from esper_lightning.envs.context.distribution import PRICE_VARIABLE, Context
+from esper_lightning.envs.family import PRICE, Context
 from esper_lightning.envs.seeding import TRAINING, check_rng_seed, episode_rng_seeds
 from esper_lightning.parallel import Mapper, run_all
 
@@ -241,15 +241,14 @@ def longest_horizon(pool: HostPool, contexts: Sequence[Context]) -> int:
 def contexts_by_price(pool: HostPool) -> dict[float, list[Context]]:
     """Return the contexts of the pool's distribution by their price of parameters, the lowest first.
 
-    Raises ValueError if there is only one price, or if every host has its own.
+    Raises ValueError if there is only one price.
     """
     objective = pool.config.objective
     groups: dict[float, list[Context]] = {}
     for context in pool.env_factory.context_distribution.contexts:
         groups.setdefault(objective.price if context.price is None else context.price, []).append(context)
-    if objective.price_to is not None or len(groups) < 2:
-        problem = "all hosts have one price" if objective.price_to is None else "every host has a price of its own"
-        raise ValueError(f"search.per_price: {problem}; name several in data.env.family, as {PRICE_VARIABLE}")
+    if len(groups) < 2:
+        raise ValueError(f"search.per_price: all hosts have one price; name several in data.env.family, as {PRICE}")
     return dict(sorted(groups.items()))
 
 
@@ -320,7 +319,7 @@ class PlanSampler:
             for slot, row in zip(pool.space.slot, pool.growable.tolist(), strict=True)
         }
         self.slots = [slot for slot in pool.space.slot if self.growable[slot]]
-        self.max_slots = min(len(self.slots), pool.config.actions.max_seeds or len(self.slots))
+        self.max_slots = len(self.slots)
         self.max_seeds = 2 * len(self.slots)
         self.latest_germination = latest_germinations(pool.config, self.horizon)
         self.tempos = list(self.latest_germination)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs import HEADS, Action, HostPool, Masks, Op
-from esper_lightning.envs.spaces.choices import ChoiceAction, ChoiceMasks, ChoiceSpace
+from esper_lightning.envs.vector_env import ChoiceAction, ChoiceMasks, ChoiceSpace
 from esper_lightning.tamiyo.distribution import (
     ChoiceDistribution,
     HeadTables,
