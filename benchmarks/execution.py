@@ -1,7 +1,7 @@
 """Measure how fast each executor trains N hosts, compared with a plain PyTorch loop over the same hosts.
 
     make bench-execution
-    python -m benchmarks.execution --case digits --hosts 16 --repeats 5 --memory --csv FILE --markdown
+    python -m benchmarks.execution --case digits --hosts 16 --repeats 5 --markdown
 
 The benchmark runs on a GPU if there is one, else on the CPU. The raw loop has no seeds, slots, validation or
 controller: it trains hosts one after the other with torch's defaults, on the CPU once with one thread per operator and
@@ -9,19 +9,15 @@ once with all cores. Every round measures the raw loop and each executor in turn
 affects all of them. Figures are medians over rounds, with extremes in brackets; ratios are to the faster raw loop of
 the same round. `train` compares training alone; `tick` is a whole tick of the application, with validation,
 counterfactuals, observation, masks and rewards. `other` is the share of a tick in which hosts do not compute. `MiB` is
-the peak memory of a pool and its training; on the CPU it needs --memory, with each executor in its own process.
+the peak GPU memory of a pool and its training.
 """
 
 import argparse
-import csv
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -38,14 +34,10 @@ from benchmarks.hosts import (
     choices,
     make_pool,
 )
-from benchmarks.memory import reset_peak_memory
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.executors.threads import usable_cores
 from esper_lightning.envs.host_training import PRECISIONS
 from esper_lightning.envs.spaces.actions import Op, to_action
-from esper_lightning.machine import resident_memory
-
-ROOT = Path(__file__).parent.parent
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Device of all measurements."""
@@ -55,9 +47,6 @@ HOSTS = {"cpu": (1, 4, 16, 64), "cuda": (16, 64, 256)}
 
 NON_HOST_PHASES = ("policy", "update", "bookkeeping")
 """Phases of a tick in which hosts do not compute."""
-
-MATMUL = 8192
-"""Side of the square matrices whose product measures the GPU's peak speed."""
 
 
 class Round(NamedTuple):
@@ -105,16 +94,6 @@ class Row(NamedTuple):
             *(self.train_ratio.show(2), self.tick_ratio.show(2), f"{self.other_share.middle:.1%}"),
             "–" if self.peak_mib is None else f"{self.peak_mib:,.0f}",
         ]
-
-    def flat(self) -> dict[str, object]:
-        """Return the columns of the CSV: `train_ratio`, `train_ratio_low`, `train_ratio_high` …"""
-        result: dict[str, object] = {}
-        for name, value in self._asdict().items():
-            figures = (
-                zip(("", "_low", "_high"), value, strict=True) if isinstance(value, MedianRange) else [("", value)]
-            )
-            result |= {name + end: number for end, number in figures}
-        return result
 
 
 COLUMNS = {"case": 6, "hosts": 5, "seeds": 9, "executor": 22, "env steps/s": 23, "images/s": 10, "train / raw": 20,
@@ -175,28 +154,7 @@ def measure_gpu_peak(build: Callable[[], HostPool]) -> tuple[HostPool, float]:
     return pool, (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def peak_alone(name: str, hosts: int, precision: str, seeds: SeedPlacement, choice: ExecutorChoice) -> float:
-    """Return the peak memory of one executor in MiB, measured in a separate process."""
-    flags = ["--case", name, "--hosts", str(hosts), "--precision", precision, "--alone", seeds, str(choice)]
-    command = [sys.executable, "-m", "benchmarks.execution", *flags]
-    return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT, text=True).stdout)
-
-
-def print_peak(name: str, hosts: int, precision: str, seeds: SeedPlacement, executor: str) -> None:
-    """Print the peak memory of a pool and two ticks in MiB, in the process started by `peak_alone`."""
-    case = CASES[name]
-    data = case.task.load()
-    (choice,) = (choice for choice in choices(case, DEVICE) if str(choice) == executor)
-    RawLoop(case, data, 1, precision)()  # excludes memory that torch allocates at the first training
-    before = resident_memory()
-    reset_peak_memory()
-    pool = make_pool(case, data, hosts, choice, seeds, precision)
-    for _ in range(2):
-        step(pool)
-    print(resident_memory(peak=True) - before)
-
-
-def measure(name: str, hosts: int, repeats: int, precision: str, memory: bool) -> list[Row]:
+def measure(name: str, hosts: int, repeats: int, precision: str) -> list[Row]:
     """Measure every executor on one case, without seeds, with equal seeds and with different seeds."""
     case = CASES[name]
     data = case.task.load().copy_to([DEVICE])
@@ -213,7 +171,7 @@ def measure(name: str, hosts: int, repeats: int, precision: str, memory: bool) -
             else:
                 pools[key] = build()
                 step(pools[key])
-                peaks[key] = peak_alone(name, hosts, precision, seeds, choice) if memory else None
+                peaks[key] = None
         except ValueError as error:
             pools.pop(key, None)
             print(f"{name}, {hosts} hosts, seeds {seeds}: {choice} refuses them: {error}", flush=True)
@@ -227,7 +185,7 @@ def measure(name: str, hosts: int, repeats: int, precision: str, memory: bool) -
     alone = [min(times.values()) for times in plain]
     speed = MedianRange.from_values([images / s for s in alone]).show(0)
     print(f"{name}, {hosts} hosts: raw loop, {speed} images/s; {describe_fastest_threads(plain)}")
-    rows = [
+    return [
         Row(
             *(name, hosts, key[0], str(key[1])),
             env_steps_per_s=MedianRange.from_values([hosts / spent.tick for spent in own]),
@@ -239,9 +197,6 @@ def measure(name: str, hosts: int, repeats: int, precision: str, memory: bool) -
         )
         for key, own in rounds.items()
     ]
-    if DEVICE.type == "cuda":
-        print(share_of_device(raw, [row for row in rows if row.seeds == "none"]))
-    return rows
 
 
 def describe_fastest_threads(plain: Sequence[dict[int, float]]) -> str:
@@ -250,48 +205,25 @@ def describe_fastest_threads(plain: Sequence[dict[int, float]]) -> str:
     return "; ".join(f"{threads} thread(s) per operator in {n} of {len(plain)} rounds" for threads, n in wins.items())
 
 
-def share_of_device(raw: RawLoop, rows: Sequence[Row]) -> str:
-    """Return a text with the share of the GPU's peak speed that training of hosts without seeds reaches."""
-    a, b = (torch.randn(MATMUL, MATMUL, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    rate = 2 * MATMUL**3 / min(seconds(lambda: a @ b) for _ in range(10))
-    fastest = max(rows, key=lambda row: row.images_per_s.middle)
-    reached = fastest.images_per_s.middle * raw.flops()
-    return (
-        f"{fastest.case}, {fastest.hosts} hosts: {fastest.executor} trains at {reached / 1e12:.3f} TFLOP/s, "
-        f"{reached / rate:.2%} of what a bf16 product of {MATMUL}² numbers reaches here ({rate / 1e12:.0f})"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, help="one kind of host; without it, all")
     parser.add_argument("--hosts", type=int, help=f"number N of hosts; without it {HOSTS[DEVICE.type]}")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of measurement")
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="what hosts compute in")
-    parser.add_argument("--memory", action="store_true", help="on the CPU: measure memory too, a process each")
-    parser.add_argument("--csv", type=Path, help="also write the rows to this file")
     parser.add_argument("--markdown", action="store_true", help="in the end print the table as Markdown")
-    parser.add_argument("--alone", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.alone:
-        print_peak(args.case, args.hosts, args.precision, *args.alone)
-        return
     rows: list[Row] = []
     print(line(list(COLUMNS)))
     for case, hosts in product([args.case] if args.case else CASES, [args.hosts] if args.hosts else HOSTS[DEVICE.type]):
-        found = measure(case, hosts, args.repeats, args.precision, args.memory)
+        found = measure(case, hosts, args.repeats, args.precision)
         for row in found:
             print(line(row.cells()), flush=True)
         rows += found
     if args.markdown:
         table = [list(COLUMNS), ["---"] * len(COLUMNS), *(row.cells() for row in rows)]
         print("\n".join(f"| {' | '.join(cells)} |" for cells in table))
-    if args.csv:
-        with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0].flat())
-            writer.writeheader()
-            writer.writerows(row.flat() for row in rows)
 
 
 if __name__ == "__main__":

@@ -9,21 +9,20 @@ from typing import Any
 import torch
 from lightning import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+
+# protobuf makes these classes at run time, and there are no stubs.
+from tensorboard.compat.proto import event_pb2
 from torch.utils.tensorboard import SummaryWriter
 
 from esper_lightning.console import print_status
 from esper_lightning.envs.spaces.actions import relevance_table
-from esper_lightning.errors import first_line, is_out_of_memory
-from esper_lightning.evaluation.inspection import credit_fossilized_seeds
 from esper_lightning.module import TamiyoModule
 from esper_lightning.serialization import set_aside
 from esper_lightning.telemetry import metrics as numbers
-from esper_lightning.telemetry import tensorboard
 from esper_lightning.telemetry.anomalies import AnomalyDetector
-from esper_lightning.telemetry.events import EVENTS_FILE, SCHEMA, Event, EventLog, SeedCredited, Started, Updated
+from esper_lightning.telemetry.events import EVENTS_FILE, SCHEMA, Event, EventLog, Started, Updated
 from esper_lightning.telemetry.figures import draw_figures
-from esper_lightning.telemetry.hosts import join, observe
-from esper_lightning.telemetry.observer import Observer
+from esper_lightning.telemetry.observer import Observer, join, observe
 
 
 class Telemetry(Callback):
@@ -35,18 +34,14 @@ class Telemetry(Callback):
     Args:
         every_n_ticks: Ticks between two writes of the hosts' metrics and of the mean seconds per tick.
         figures_every: Rollouts between figures; the last rollout always has some. 0: no figures.
-        credit_hosts: Hosts whose fossilized seeds get Shapley values at the end of an episode. 0: none.
         ignore: Names of the rules for anomalies that are not applied.
     """
 
-    def __init__(
-        self, *, every_n_ticks: int = 1, figures_every: int = 10, credit_hosts: int = 2, ignore: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, *, every_n_ticks: int = 1, figures_every: int = 10, ignore: Sequence[str] = ()) -> None:
         if every_n_ticks < 1:
             raise ValueError(f"Telemetry.every_n_ticks must be at least 1, got {every_n_ticks}")
         self.every_n_ticks = every_n_ticks
         self.figures_every = figures_every
-        self.credit_hosts = credit_hosts
         self.detector = AnomalyDetector(ignore)
         self.events: EventLog | None = None
         self.writers: list[SummaryWriter] = []
@@ -83,11 +78,12 @@ class Telemetry(Callback):
         tick, pool = self.collector.ticks, self.collector.pool
         self.writers = [one.experiment for one in trainer.loggers if isinstance(one, TensorBoardLogger)]
         for writer in self.writers:
-            if tick:
-                tensorboard.discard_after(writer, tick)
-            if not (self._restored and tensorboard.has_earlier_files(writer)):
-                writer.add_custom_scalars(tensorboard.CUSTOM_SCALARS)
-                writer.add_text("guide", tensorboard.guide(), 0)
+            is_resumed = self._restored and len(list(Path(writer.log_dir).glob("events.out.tfevents.*"))) > 1
+            if tick:  # makes readers drop what an earlier process wrote later
+                start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+                writer.file_writer.add_event(event_pb2.Event(step=tick + 1, session_log=start))
+            if not is_resumed:
+                writer.add_custom_scalars(numbers.CUSTOM_SCALARS)
         if folder is not None and trainer.loggers:
             Path(folder).mkdir(parents=True, exist_ok=True)
             self.events = EventLog(Path(folder) / EVENTS_FILE)
@@ -141,7 +137,6 @@ class Telemetry(Callback):
         actions = numbers.choice_metrics(buffer.action, buffer.masks, pool.space, relevant=relevance_table(pool.device))
         own = {
             "means": actions | numbers.lstm_metrics(collector.state),
-            "credits": self._credit_seeds(),
             "ratio": torch.cat([ratio.flatten() for ratio in report.ratios]),
             "advantage": report.summary.advantages.flatten(),
         }
@@ -150,51 +145,35 @@ class Telemetry(Callback):
             return {}
         # Ranks have equal numbers of hosts, so the mean over ranks of a mean over hosts is the mean over all hosts.
         found = {tag: sum(one["means"][tag] for one in of_ranks) / ranks.world for tag in own["means"]}
-        credit_events = [event for one in of_ranks for event in one["credits"]]
         update = trainer.current_epoch + 1
-        self._write_events([*credit_events, Updated(tick, update, report.metrics)])
+        self._write_events([Updated(tick, update, report.metrics)])
         spans = {task: slice(one.start * ranks.world, one.stop * ranks.world) for task, one in pool.task_slices.items()}
         found |= numbers.episode_metrics(self._tick, spans) | self.observer.metrics()
-        found |= numbers.credit_metrics(credit_events) | numbers.return_metrics(report.summary.returns)
+        found |= numbers.return_metrics(report.summary.returns)
         found |= {f"train/{name}": value for name, value in report.metrics.items()}
         found |= self._cost_metrics()
         is_due = self.figures_every and (update % self.figures_every == 0 or update == trainer.max_epochs)
         blended = self._tick.slots["contribution"][self._tick.slots["blended"]]
+        values = {name: torch.cat([one[name] for one in of_ranks]) for name in ("ratio", "advantage")}
+        values["contribution"] = torch.from_numpy(blended).float()
         for writer in self.writers:
-            for name in ("ratio", "advantage"):
-                values = torch.cat([one[name] for one in of_ranks])
-                tensorboard.write_histogram(writer, f"histograms/{name}", values, tick)
-            tensorboard.write_histogram(writer, "histograms/contribution", torch.from_numpy(blended).float(), tick)
-            for tag, figure in draw_figures(self.observer, self._tick).items() if is_due else ():
+            for name, of_all in values.items():
+                if (finite := of_all[torch.isfinite(of_all)]).numel():
+                    writer.add_histogram(f"histograms/{name}", finite, tick)
+            for tag, figure in draw_figures(self.observer).items() if is_due else ():
                 writer.add_figure(tag, figure, tick)
-            if is_due:
-                writer.add_text("blueprints", self.observer.table(), tick)
         return found | self._check_anomalies(found, trainer)
 
     def _cost_metrics(self) -> dict[str, float]:
         """Return speed, shares of time and memory of the rollout, and begin to measure the next one."""
-        collector, pool, seconds = self.collector, self.collector.pool, self._rollout_seconds
+        collector, pool = self.collector, self.collector.pool
         now, (start, ticks) = time.perf_counter(), self._rollout_start
         speed = (collector.ticks - ticks) / (now - start)
         found = {"time/ticks_per_second": speed, "time/env_steps_per_second": speed * collector.ranks.total}
-        found |= numbers.phase_shares(seconds, now - start)
+        found |= numbers.phase_shares(self._rollout_seconds, now - start)
         found |= numbers.memory_metrics(pool.device)
         self._rollout_start, self._rollout_seconds = (now, collector.ticks), Counter()
         return found
-
-    def _credit_seeds(self) -> list[SeedCredited]:
-        """Return the value of the fossilized seeds of the first hosts; none from the moment that memory is short."""
-        collector, own = self.collector, self.collector.ranks.own
-        hosts = sum(host < self.credit_hosts for host in own)
-        try:
-            events = credit_fossilized_seeds(collector.pool, hosts, collector.ticks) if hosts else []
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            self.credit_hosts = 0
-            print_status(f"telemetry: credit_hosts is 0 from now on: {first_line(error)}")
-            return []
-        return [event._replace(host=own[event.host]) for event in events]
 
     def _check_anomalies(self, found: dict[str, float], trainer: Trainer) -> dict[str, float]:
         """Apply the rules to the rollout and its update, print what has changed, and return what is to be plotted."""

@@ -23,7 +23,7 @@ from esper_lightning.console import quieter_lightning
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.comparison import ComparisonResult, EvaluationConfig
-from esper_lightning.evaluation.run import compare
+from esper_lightning.evaluation.report import compare
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.stages import OCCUPIED
 from esper_lightning.module import TamiyoModule

@@ -22,8 +22,7 @@ from esper_lightning.datamodules import HostPoolData
 from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
 from esper_lightning.evaluation.checkpoints import find_controller
 from esper_lightning.evaluation.comparison import Comparison
-from esper_lightning.evaluation.networks import export_grown
-from esper_lightning.evaluation.run import grow_host
+from esper_lightning.evaluation.networks import export_grown, grow_host
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ranks import local_world
@@ -114,10 +113,7 @@ class EsperCLI(LightningCLI):
         self.model.check(self.datamodule)
         self.datamodule.build_for(trainer)
         if evaluation.hosts:
-            comparison = Comparison(evaluation)
-            for pool in self.datamodule.pools.values():
-                comparison.check(pool)
-            comparison.check_controllers(self.datamodule)
+            Comparison(evaluation).check(self.datamodule)
 
     def after_fit(self) -> None:
         trainer: Any = self.trainer  # Lightning does not declare all attributes

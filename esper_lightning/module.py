@@ -33,7 +33,7 @@ from esper_lightning.datamodules.hosts import HostPoolData, PolicyData
 from esper_lightning.errors import DivergedError
 from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.comparison import EvaluationConfig
-from esper_lightning.evaluation.run import EVALUATION_FOLDER, compare
+from esper_lightning.evaluation.report import EVALUATION_FOLDER, compare
 from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
 from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms, update_metrics
 from esper_lightning.ppo.rollout_buffer import Rollout

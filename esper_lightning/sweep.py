@@ -31,16 +31,12 @@ OUTPUT_FILE, RUNS_FILE, TABLE_FILE = "output.txt", "runs.csv", "table.csv"
 class SweepRun(NamedTuple):
     """One training of a sweep, and its result."""
 
-    arguments: list[str]
-    """Arguments of `fit`."""
-    settings: dict[str, str]
-    """Varied settings, by dotted name."""
+    arguments: list[str]  # of `fit`
+    settings: dict[str, str]  # varied, by dotted name
     rng_seed: int
     folder: Path
-    values: Mapping[str, Mapping[str, list[float]]] = {}
-    """Values of `COLUMNS` for each host, by task and column; empty if the run failed."""
-    problem: str = ""
-    """Last line of the output of a run that failed."""
+    values: Mapping[str, Mapping[str, list[float]]] = {}  # of `COLUMNS` for each host, by task; empty if the run failed
+    problem: str = ""  # last line of the output of a run that failed
 
 
 def sweep(

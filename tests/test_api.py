@@ -196,7 +196,7 @@ def test_a_search_whose_schedules_are_no_rows_of_the_comparison_is_not_run(monke
     monkeypatch.setattr(data, "make_pool", lambda n_envs, **given: made.append(n_envs) or make_pool(n_envs, **given))
 
     comparison = Comparison(alone(against=["random"], search=SearchConfig(steps=999_999)))
-    (row,) = comparison.run(data, [], {}).entries
+    (row,) = comparison.run(data, []).entries
 
     assert row.name == "random" and made == [2], "no pool for a search"
 

@@ -3,21 +3,14 @@
 import csv
 import importlib
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
-from benchmarks import grow, zero_shot
+from benchmarks import grow, tables, zero_shot
 from benchmarks.rows import read_rows
 from esper_lightning.evaluation.statistics import mean_interval
 from tests.runs import ROOT
-
-
-def script(name: str) -> ModuleType:
-    """Import a benchmark as a module."""
-    return importlib.import_module(f"benchmarks.{name}")
-
 
 MODULES = sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "benchmarks").rglob("*.py"))
 
@@ -29,7 +22,6 @@ def test_a_benchmark_can_be_imported(name: str) -> None:
 
 def test_the_readmes_tables_come_from_the_kept_results(tmp_path: Path) -> None:
     source, kept = tmp_path / "evaluation.csv", tmp_path / "kept.csv"
-    tables = script("tables")
     rows = ["controller,training_seed,host,host_seed,member,accuracy,parameters,objective,fossils,flops"]
     worth = {("tamiyo", "0"): [0.6, 0.8], ("tamiyo", "1"): [0.7, 0.9], ("wait", ""): [0.2, 0.6]}
     for (name, seed), objectives in worth.items():
@@ -52,7 +44,7 @@ def test_the_readmes_tables_come_from_the_kept_results(tmp_path: Path) -> None:
 def test_results_are_grouped_by_the_variables_in_which_hosts_differ(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tables, source, kept = script("tables"), tmp_path / "evaluation.csv", tmp_path / "kept.csv"
+    source, kept = tmp_path / "evaluation.csv", tmp_path / "kept.csv"
     members = ["host.widths [4, 8], price 0.1", "host.widths [4, 8], price 0.3", "host.widths [2, 2], price 0.3"]
     rows = [
         ["controller", "training_seed", "host", "member", "objective", "accuracy", "parameters", "fossils", "flops"]
@@ -91,7 +83,6 @@ BY_KIND = {
 
 @pytest.mark.parametrize("name", BY_KIND)
 def test_the_pages_tables_of_kinds_of_host_are_those_of_the_kept_results(name: str) -> None:
-    tables = script("tables")
     page = (ROOT / "docs" / "results" / "family.md").read_text()
     head = f"| {' | '.join([*BY_KIND[name], 'hosts'])} | "
     cells = {line.removeprefix(head).removesuffix(" |") for line in page.splitlines() if line.startswith(head)}
@@ -105,7 +96,6 @@ def test_the_pages_tables_of_kinds_of_host_are_those_of_the_kept_results(name: s
 
 
 def test_the_pages_table_of_failing_grafts_is_that_of_the_kept_results() -> None:
-    tables = script("tables")
     results = tables.read(ROOT / "benchmarks" / "results" / "failing.csv")
     lines = tables.markdown(results)
 

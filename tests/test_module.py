@@ -14,7 +14,6 @@ from torch.optim import Adam
 
 from esper_lightning.callbacks import RolloutState
 from esper_lightning.cli import EsperCLI
-from esper_lightning.controllers.learned import SampledController
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import ActionConfig, EnvConfig
 from esper_lightning.envs.host_training import HostTraining
@@ -67,9 +66,6 @@ def test_a_module_from_a_checkpoint_alone_acts_like_the_trained_one(built: Esper
         trained.normalize,
     )
     assert differences(dict(loaded.state_dict()), dict(trained.state_dict())) == []
-    controllers = [SampledController(module.policy, module.observation_norm, 0) for module in (loaded, trained)]
-    taken = [episode(pool, controller) for controller in controllers]
-    assert torch.equal(*taken) and taken[0].any()
     assert torch.equal(episode(pool, loaded.controller()), episode(pool, trained.controller()))
 
 

@@ -6,9 +6,9 @@ from collections.abc import Container
 
 import pytest
 
+from benchmarks import tables
 from esper_lightning.evaluation.statistics import mean_interval
 from tests.runs import ROOT
-from tests.test_benchmarks import script
 from tests.tiers import rest_is_slow
 
 README = (ROOT / "README.md").read_text()
@@ -18,7 +18,6 @@ RESULTS = ROOT / "docs" / "results"
 
 def kept(name: str, controllers: Container[str] | None = None) -> list[str]:
     """Return the table of kept results in Markdown, a line for Tamiyo and each controller; None: all of them."""
-    tables = script("tables")
     results = tables.read(ROOT / "benchmarks" / "results" / f"{name}.csv")
     wanted = [one for one in results if controllers is None or one == "tamiyo" or one in controllers]
     return tables.markdown({one: results[one] for one in wanted})
@@ -60,7 +59,6 @@ SCHEDULES = ("best fixed", "best per price", "conv_light once", "conv_light, att
 def test_where_hosts_differ_a_learned_controller_is_ahead_of_every_rule_and_schedule(
     name: str, over_schedules: float
 ) -> None:
-    tables = script("tables")
     results = tables.read(ROOT / "benchmarks" / "results" / f"{name}.csv")
     for rivals, asked in ((RULES, 0.02), (SCHEDULES, over_schedules)):
         for ours in results["tamiyo"].values():
@@ -71,7 +69,6 @@ def test_where_hosts_differ_a_learned_controller_is_ahead_of_every_rule_and_sche
 
 @pytest.mark.parametrize("name", ["family", "family_held_out"])
 def test_the_page_says_the_lead_over_the_best_schedule_that_is_known(name: str) -> None:
-    tables = script("tables")
     results = tables.read(ROOT / "benchmarks" / "results" / f"{name}.csv")
     schedules = [theirs for other in SCHEDULES for theirs in results[other].values()]
     best = max(schedules, key=lambda theirs: theirs.mean())
@@ -93,3 +90,17 @@ def test_the_returns_on_the_page_of_ppo_are_those_of_the_kept_results() -> None:
     assert len(shown) == 5
     for seed, numbers in shown:
         assert [float(number) for number in numbers.split(" | ")] == pytest.approx(measured[seed], abs=0.051)
+
+
+def test_the_rows_on_the_page_of_ablations_are_those_of_the_kept_results() -> None:
+    page = (RESULTS / "ablations.md").read_text()
+    rows = list(csv.DictReader((ROOT / "benchmarks" / "results" / "ablations.csv").read_text().splitlines()))
+    shown = re.findall(r"^\| ([\w ,]+) \| (\d\.\d{3}) \| ([\d. ]+) \| (\d\.\d\d) \|$", page, re.MULTILINE)
+
+    assert [name for name, *_ in shown] == list(dict.fromkeys(row["ablation"] for row in rows))
+    for name, mean, each, fossils in shown:
+        own = [row for row in rows if row["ablation"] == name]
+        scores = [float(row["objective"]) for row in own]
+        assert each == " ".join(f"{score:.3f}" for score in scores) and len(scores) == 3
+        assert mean == f"{sum(scores) / 3:.3f}"
+        assert float(fossils) == pytest.approx(sum(float(row["fossils"]) for row in own) / 3, abs=0.0051)

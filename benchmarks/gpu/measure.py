@@ -14,14 +14,18 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import memory as memory_benchmark
 from benchmarks.execution import DEVICE, raw_seconds, seconds, step
 from benchmarks.gpu.report import print_result
-from benchmarks.hosts import BATCH, BATCHES, CASES, ExecutorChoice, RawLoop, make_pool
+from benchmarks.hosts import BATCH, BATCHES, CASES, ExecutorChoice, RawLoop, make_pool, tiny
 from esper_lightning.controllers.random import RandomValid
-from esper_lightning.envs import HostPool
+from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
 from esper_lightning.envs.device_transfer import download
+from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.spaces.actions import Op, to_action
+from esper_lightning.governor.judge import GovernorConfig
+from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.machine import resident_memory
+from esper_lightning.tasks import Digits
 
 MATRIX_SIDE = {"cpu": 256, "cuda": 8192}
 """Side of the square matrices whose product is timed, by type of device."""
@@ -95,14 +99,27 @@ def launches() -> None:
 
 
 def memory(executor: str, rollouts: int = ROLLOUTS) -> None:
-    """Compare the memory after 50 rollouts with that after five."""
-    pool, controller = memory_benchmark.make_pool(executor, 4, DEVICE), RandomValid(0)
-    settled: dict[str, float] = {}
+    """Compare the memory after 50 rollouts with that after five, with seeds that are grown and culled at random."""
+    config = EnvConfig(
+        executor=executor,
+        training=HostTraining(batches=8, max_grad_norm=None, onednn=False),
+        lifecycle=LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0),
+        actions=ActionConfig(tempos={"FAST": 2}),
+    )
+    task = Digits()
+    data = task.load().copy_to([DEVICE])
+    pool = HostPool(task, data, tiny, config=config, n_envs=4, device=DEVICE, governor=GovernorConfig())
+    controller, settled = RandomValid(0), {}
     for rollout in range(1, rollouts + 1):
-        memory_benchmark.play(pool, controller, 0)  # the same rollout, so that memory must be the same
-        if rollout == SETTLED:
-            settled = memory_benchmark.memory_in_use(DEVICE)
-    for kind, mib in memory_benchmark.memory_in_use(DEVICE).items():
+        pool.reset(range(4))  # the same rollout, so that memory must be the same
+        for _ in range(pool.config.horizon):
+            pool.step(controller.act(pool))
+        if rollout in (SETTLED, rollouts):
+            now = {"process": resident_memory()}
+            if DEVICE.type == "cuda":
+                now["tensors on the GPU"] = torch.cuda.memory_allocated() / 2**20
+            settled = settled or now
+    for kind, mib in now.items():
         print_result(f"{kind} after {rollouts} rollouts", f"{mib:.1f}", "MiB")
         print_result(f"{kind}: growth since rollout {SETTLED}", f"{mib - settled[kind]:+.2f}", "MiB")
 

@@ -47,7 +47,7 @@ from esper_lightning.growth.param_groups import follow, host_groups, seed_groups
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import ObjectiveConfig
 from esper_lightning.telemetry.events import EVENTS_FILE, SCHEMA, Contributed, Event, EventLog, Started
-from esper_lightning.telemetry.hosts import seed_changes
+from esper_lightning.telemetry.observer import seed_changes
 
 STATE_FORMAT = 4
 """Version of the callback's state in a checkpoint."""

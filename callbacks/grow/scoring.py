@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from esper_lightning.controllers.registry import check_methods
+from esper_lightning.controllers import check_methods
 from esper_lightning.envs.measurements import POINTS_PER_UNIT, Score, Validation
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.actions import Action

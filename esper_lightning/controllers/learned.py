@@ -1,4 +1,4 @@
-"""Interface of all controllers, and the controllers that act by a learned policy: most likely action, or sampled."""
+"""Interface of all controllers, and the controller that acts by a learned policy."""
 
 import hashlib
 import json
@@ -138,11 +138,9 @@ class LearnedController:
     @torch.no_grad()
     def act(self, pool: Hosts) -> Action:
         # As in training, a rollback begins a new trajectory and resets the recurrent state.
-        action, self.state = self.policy.decide(self._observe(pool), self.state, pool.masks, starts=pool.episode_starts)
+        seen = Observation(self.normalise(pool.observation.features))
+        action, self.state = self.policy.decide(seen, self.state, pool.masks, starts=pool.episode_starts)
         return action
-
-    def _observe(self, pool: Hosts) -> Observation:
-        return Observation(self.normalise(pool.observation.features))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the recurrent state, for an episode that is continued later."""
@@ -166,29 +164,3 @@ def digest(module: nn.Module) -> str:
         content.update(name.encode())
         content.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return content.hexdigest()
-
-
-class SampledController(LearnedController):
-    """Samples actions from the policy's distribution.
-
-    Args:
-        policy, normalise, training: See `LearnedController`.
-        rng_seed: RNG seed; every episode continues the stream of random numbers.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        normalise: Callable[[Tensor], Tensor],
-        rng_seed: int,
-        training: TrainingHosts | None = None,
-    ) -> None:
-        super().__init__(policy, normalise, training)
-        self.generator = torch.Generator(next(policy.parameters()).device).manual_seed(rng_seed)
-
-    @torch.no_grad()
-    def act(self, pool: Hosts) -> Action:
-        distribution, self.state = self.policy.step_actor(
-            self._observe(pool), self.state, pool.masks, starts=pool.episode_starts
-        )
-        return distribution.sample(self.generator)

@@ -172,9 +172,6 @@ class ClimbingConfig:
     patience: int = 3
     """Ticks for which a blended seed with too little gain may continue before it is culled."""
 
-    zero_gradient: bool = False
-    """Cull a seed as soon as no gradient reaches it, because it cannot learn."""
-
     def __post_init__(self) -> None:
         for name, least in (("at_once", 1), ("patience", 0)):
             if getattr(self, name) < least:
@@ -224,8 +221,6 @@ class HillClimbing(Rule):
     def _preferred_ops(self, env: Subject, k: int) -> list[Op]:
         """Return the desired ops for the seed in slot k, in order of preference."""
         slot, record = env.slots[k], env.records[k]
-        if self.config.zero_gradient and record.gradient is not None and record.gradient.vanished == 1.0:
-            return [Op.CULL]
         is_blended = slot.stage is Stage.PROBATIONARY and env.growing.evidence(slot.name).alpha == 1.0
         if not is_blended or record.contribution is None:
             return []

@@ -1,7 +1,6 @@
 """Schedules: actions by tick, with names instead of indices. Their JSON files, and controllers that play them."""
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,16 +9,13 @@ import torch
 
 from esper_lightning.blueprints import suggest_name
 from esper_lightning.controllers.learned import Controller, Hosts
-from esper_lightning.envs import HEADS, Action, ActionSpace, HostPool, Op
+from esper_lightning.envs import HEADS, Action, HostPool, Op
 from esper_lightning.envs.device_transfer import download
 from esper_lightning.envs.spaces.actions import RELEVANT_OPS, to_action
 from esper_lightning.serialization import replace_file
 
 FORMAT_VERSION = 1
 """Version of the file format; other versions are refused."""
-
-REQUIRED_FIELDS = ("tick", "op", "slot", "blueprint")
-"""Fields that must be given if the op uses them; other heads default to the pool's first choice."""
 
 WAIT_ACTION = (0,) * len(HEADS)
 
@@ -87,7 +83,7 @@ def _read_entry(where: str, entry: dict[str, Any], slots: list[str]) -> Schedule
         if name not in fields:
             raise ValueError(f"{where}: unknown key {name!r}; {suggest_name(name, fields)}")
     for name in fields:
-        if name in REQUIRED_FIELDS and name not in entry:
+        if name not in (*entry, "style", "tempo"):
             raise ValueError(f"{where}: {name} is missing")
     if type(entry["tick"]) is not int or entry["tick"] < 0:
         raise ValueError(f"{where}: tick must be a whole number from 0, got {entry['tick']!r}")
@@ -214,24 +210,15 @@ class RecordingController:
         rows = zip(*download(torch.stack(action)).tolist(), strict=True)
         for i, (env, row) in enumerate(zip(pool.envs, rows, strict=True)):
             # Actions that are impossible or vetoed by the Governor are not carried out.
-            if row[0] != Op.WAIT and is_possible(pool, i, row):
-                self.entries[i].append(make_scheduled_action(env.tick, row, pool.space))
+            if (op := Op(row[0])) is not Op.WAIT and is_possible(pool, i, row):
+                chosen = pool.space.decode(row)._asdict().items()
+                relevant = {head: value for head, value in chosen if op in RELEVANT_OPS[head]}
+                self.entries[i].append(ScheduledAction(env.tick, **relevant))
         return action
 
     @property
     def schedules(self) -> list[Schedule]:
         return [Schedule(self.slots, tuple(entries)) for entries in self.entries]
-
-
-def make_scheduled_action(tick: int, action: Sequence[int], space: ActionSpace) -> ScheduledAction:
-    """Return the scheduled action for an action given as one index per head."""
-    chosen = space.decode(action)._asdict().items()
-    return ScheduledAction(tick, **{head: value for head, value in chosen if Op(action[0]) in RELEVANT_OPS[head]})
-
-
-def most_common_schedule(schedules: Sequence[Schedule]) -> tuple[Schedule, int]:
-    """Return the most frequent schedule, the first of several, and its number of hosts."""
-    return Counter(schedules).most_common(1)[0]
 
 
 def yoke_schedules(schedules: Sequence[Schedule], kinds: Sequence[str], prices: Sequence[float]) -> list[Schedule]:

@@ -1,4 +1,4 @@
-"""Trained policies loaded from checkpoints: one per training seed, and rivals; and controllers found by their names."""
+"""Trained policies loaded from checkpoints, and controllers found by their names."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -17,15 +17,9 @@ from esper_lightning.checkpointing.validate import (
     RULES_KEY,
     checkpoint_errors,
 )
-from esper_lightning.controllers.learned import (
-    Controller,
-    LearnedController,
-    SampledController,
-    TrainingHosts,
-    TrainingRules,
-)
+from esper_lightning.controllers import CONTROLLERS, make_controller
+from esper_lightning.controllers.learned import LearnedController, TrainingHosts, TrainingRules
 from esper_lightning.controllers.random import WaitOnly
-from esper_lightning.controllers.registry import CONTROLLERS, make_controller
 from esper_lightning.controllers.schedules import FixedSchedule, read_schedule
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import ActionConfig, ActionSpace
@@ -35,9 +29,6 @@ from esper_lightning.machine import CPU
 from esper_lightning.ppo.running_norm import NormalizeConfig, make_norm
 from esper_lightning.serialization import load_settings
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, use_ieee_float32
-
-RIVAL_PREFIX = "rival "
-"""Prefix of the names of rivals."""
 
 Settings = TypeVar("Settings")
 
@@ -61,10 +52,6 @@ class TrainedPolicy(NamedTuple):
     def greedy(self) -> LearnedController:
         """Return a controller that takes the most likely actions."""
         return LearnedController(self.policy, self.normalise, self.training)
-
-    def sampled(self, rng_seed: int) -> Controller:
-        """Return a controller that samples actions, as in training."""
-        return SampledController(self.policy, self.normalise, rng_seed, self.training)
 
 
 def restore_policy(
@@ -106,11 +93,7 @@ def _known_settings(kind: type[Settings], saved: Mapping[str, Any]) -> Settings:
 
 
 def load_policies(paths: Sequence[str], data: HostPoolData) -> list[TrainedPolicy]:
-    """Load policies that are compared with each other, each with its own observation of the hosts.
-
-    Args:
-        paths: Checkpoints or policies as safetensors, or `tamiyo`, the policy that comes with the package.
-        data: Hosts to evaluate on; the pool must be built.
+    """Load policies by path or name to compare them, each with its own observation of the hosts.
 
     Raises ValueError, naming the checkpoint, if it is damaged or foreign, or if the hosts do not fit its policy.
     """
@@ -138,7 +121,7 @@ def check_training_seeds(policies: Sequence[TrainedPolicy]) -> None:
         if policy.sight != policies[0].sight:
             raise ValueError(
                 f"{path}: its policy observes other features than that of {policies[0].source}; evaluate the two one "
-                f"after the other, or name one of them in model.evaluation.rivals"
+                f"after the other, or name one of them in model.evaluation.against"
             )
 
 
@@ -188,24 +171,3 @@ def find_controller(name: str, setting: str, *, others: Sequence[str] = (), devi
             f"tamiyo, or wait"
         ) from error
     return make_controller(name)
-
-
-def rival_names(paths: Sequence[str], compared: Sequence[str]) -> list[str]:
-    """Return a different name for each rival: its file name, behind folders that tell it from files of the same name.
-
-    Args:
-        paths: Paths of the rivals.
-        compared: Further paths, from which the names tell the rivals.
-    """
-    files = [Path(path).absolute() for path in (*paths, *compared)]
-    names = []
-    for file in files[: len(paths)]:
-        # Folders from the innermost outwards, without the root.
-        rest = [other.parent.parts[:0:-1] for other in files if other.name == file.name and other != file]
-        telling: list[str] = []
-        for level, folder in enumerate(file.parent.parts[:0:-1]):
-            same = [folders for folders in rest if folders[level : level + 1] == (folder,)]
-            telling += [folder] * (len(same) < len(rest))
-            rest = same
-        names.append(RIVAL_PREFIX + "/".join([*reversed(telling), file.name]))
-    return names

@@ -1,16 +1,17 @@
-"""Comparison of a trained policy, rivals, rules and schedules on the same hosts. S training seeds, H hosts."""
+"""Comparison of a trained policy, other policies, rules and schedules on the same hosts. S training seeds, H hosts."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
+from esper_lightning.checkpointing.policy_file import names_policy
+from esper_lightning.controllers import CONTROLLERS, make_controller
 from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.random import RandomValid, WaitOnly
-from esper_lightning.controllers.registry import CONTROLLERS, make_controller
 from esper_lightning.controllers.rules import ClimbingConfig, Heuristic, HillClimbing, Periodic, PeriodicConfig
 from esper_lightning.controllers.schedules import (
     FixedSchedule,
@@ -18,7 +19,6 @@ from esper_lightning.controllers.schedules import (
     Schedule,
     SchedulePerPrice,
     actions_by_tick,
-    most_common_schedule,
     parameter_prices,
     read_schedule,
     yoke_schedules,
@@ -26,8 +26,7 @@ from esper_lightning.controllers.schedules import (
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import HostPool, Op, check_host_count
 from esper_lightning.envs.seeding import EVALUATION, check_rng_seed, episode_rng_seeds
-from esper_lightning.evaluation.checkpoints import RIVAL_PREFIX, TrainedPolicy
-from esper_lightning.evaluation.networks import GrownHost, best_hosts
+from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.play import Outcome, named_controller, play_episode, play_static
 from esper_lightning.evaluation.search import (
     BEST_FILE,
@@ -37,16 +36,15 @@ from esper_lightning.evaluation.search import (
     read_best_schedules,
     search_best_schedules,
 )
-from esper_lightning.evaluation.statistics import Interval, effect_size, mean_interval
+from esper_lightning.evaluation.statistics import Interval, mean_interval
 from esper_lightning.parallel import Mapper, check_jobs, processes, run_all
 
 TAMIYO = "tamiyo"
 """Name of the compared policy, taking its most likely action."""
 
-SAMPLED, REPLAYED, YOKED = DERIVED = ("sampled", "replayed", "yoked")
-"""Names of the controllers that exist only beside a trained policy: drawing actions as in training, and two open-loop
-controls: its most frequent schedule, played on every host; and for each host the schedule that it chose for another
-host of the same context."""
+REPLAYED, YOKED = DERIVED = ("replayed", "yoked")
+"""Names of the open-loop controls of a trained policy: its most frequent schedule, played on every host; and for each
+host the schedule that it chose for another host of the same context."""
 
 BEST_FIXED, BEST_PER_PRICE = "best fixed", "best per price"
 """Names of the controllers that play the results of the schedule search."""
@@ -54,11 +52,11 @@ BEST_FIXED, BEST_PER_PRICE = "best fixed", "best per price"
 UNGROWN_HOST = "small static"
 """Name of the controller that never grows the host."""
 
-HAND_WRITTEN = ("heuristic", "periodic", "climbing", "climbing, zero")
+HAND_WRITTEN = ("heuristic", "periodic", "climbing")
 """Candidates for the best baseline: controllers that react to observations or follow a clock."""
 
-TWIN_PREFIX = "static "
-"""Prefix of the names of static twins."""
+TWIN_PREFIX, RIVAL_PREFIX = "static ", "rival "
+"""Prefixes of the names of static twins, and of policies that `against` names."""
 
 SEARCH_ENVS = 96
 """Number of environments in which the search evaluates candidate schedules side by side."""
@@ -75,8 +73,9 @@ class EvaluationConfig:
     """RNG seed that selects the hosts. The same number gives the same hosts in every run."""
 
     against: list[str] | None = None
-    """Names of the controllers to compare with: baselines, schedules, `sampled`, `replayed`, `yoked`, `best fixed`,
-    `best per price`, and your own by name or import path. None: all of this package."""
+    """Names of the controllers to compare with: baselines, schedules, `replayed`, `yoked`, `best fixed`, `best per
+    price`, your own by name or import path, and other policies by the paths of their files. None: all of this package.
+    """
 
     controls: bool = True
     """Play static controls: the final networks of the policy and of the best baseline compared, complete from the first
@@ -90,24 +89,18 @@ class EvaluationConfig:
     the package. They may have been trained on other hosts. Several are of several training seeds. An empty list: rules
     and schedules are compared alone, with the first of `against`, by default `small static`."""
 
-    rivals: list[str] | None = None
-    """Policies that were trained in another way, such as with another reward; each is a row of the table."""
-
     search: SearchConfig | None = None
     """Search for the best fixed schedule, which takes minutes. None: no search."""
 
     schedules: dict[str, str] | None = None
     """Files of schedules to add to the comparison, by the names under which they appear in the table."""
 
-    save_networks: int = 0
-    """Number of hosts to save as grown networks, in `networks` in the folder: those with the best objective."""
-
     jobs: int = 1
     """Processes that play the controllers, and search schedules, side by side; each has its own copy of the data. The
     number does not change the result."""
 
     climbing: ClimbingConfig = ClimbingConfig()
-    """Settings of hill climbing, which is compared with and without its rule about seeds without gradient."""
+    """Settings of hill climbing."""
 
     periodic: PeriodicConfig = PeriodicConfig()
     """Settings of the periodic baseline."""
@@ -118,8 +111,6 @@ class EvaluationConfig:
         check_host_count("model.evaluation.hosts", self.hosts, least=0)
         check_rng_seed("model.evaluation.seed", self.seed)
         check_jobs(self.jobs)
-        if self.save_networks < 0:
-            raise ValueError(f"model.evaluation.save_networks must be at least 0, got {self.save_networks}")
 
 
 class Entry(NamedTuple):
@@ -146,28 +137,19 @@ class ComparisonResult(NamedTuple):
 
     policies: list[TrainedPolicy]
     """Trained policies, one per training seed; empty if rules and schedules were compared alone."""
-    rivals: dict[str, TrainedPolicy]
-    """Further trained policies, by the names of their rows."""
     rng_seeds: list[int]
     """RNG seeds of the hosts."""
     entries: list[Entry]
     """Rows of the comparison; the first is the one with which the others are compared."""
     schedules: dict[str, Schedule]
-    """Schedules to save, by file name without suffix.
-    They are the most frequent schedule of each policy and the best ones of the search."""
+    """Schedules to save, by file name without suffix: the most frequent one of each policy, and the best of the search.
+    """
     notes: list[str]
-    networks: list[GrownHost]
-    """The best hosts of the reference, the best first, if they are to be saved."""
 
     @property
     def reference(self) -> Entry:
         """Row with which the others are compared: the trained policy, if there is one."""
         return self.entries[0]
-
-    def policy_labels(self) -> list[str]:
-        """Return labels of the policies: their training seeds, or their numbers."""
-        seeds = [policy.training_seed for policy in self.policies]
-        return [f"checkpoint {n}" if seed is None else f"seed {seed}" for n, seed in enumerate(seeds, 1)]
 
     def lead(self, other: Entry) -> np.ndarray:  # [S, H]
         """Return the objective of the reference minus that of `other`, paired by host.
@@ -176,32 +158,24 @@ class ComparisonResult(NamedTuple):
         """
         return self.reference.values("objective") - other.values("objective")
 
-    def mean_lead(self, other: Entry) -> tuple[Interval, float]:
-        """Return the mean lead over `other` with its interval, and the lead as Cohen's d_z."""
-        lead = self.lead(other)
-        return mean_interval(lead), effect_size(lead)
+    def mean_lead(self, other: Entry) -> Interval:
+        """Return the mean lead over `other` with its interval."""
+        return mean_interval(self.lead(other))
 
 
 class Played(NamedTuple):
     """An episode, and what is kept of the hosts as it left them."""
 
     outcome: Outcome
-    schedules: Sequence[Schedule] = ()  # [H]
-    """Actions that a trained policy chose on each host. Empty for other controllers."""
-    prices: Sequence[float] = ()  # [H]
-    """Price of parameters of each host."""
-    networks: Sequence[GrownHost] = ()
-    """The best hosts, the best first, as many as are to be saved."""
+    schedules: Sequence[Schedule] = ()  # [H] that a trained policy chose; empty for other controllers
+    prices: Sequence[float] = ()  # [H] of parameters
 
 
-def play(
-    pool: HostPool, name: str, controller: Controller, *, rng_seeds: Sequence[int], recorded: bool, saved: int
-) -> list[Played]:
-    """Play one episode, whose actions may be `recorded`, and keep the best `saved` hosts."""
+def play(pool: HostPool, name: str, controller: Controller, *, rng_seeds: Sequence[int]) -> list[Played]:
+    """Play one episode, and record the actions of the policy."""
     recording = RecordingController(controller)
-    outcome = play_episode(pool, name, recording if recorded else controller, rng_seeds=rng_seeds)
-    networks = best_hosts(pool, outcome, saved)
-    return [Played(outcome, recording.schedules if recorded else (), parameter_prices(pool), networks)]
+    outcome = play_episode(pool, name, recording if name == TAMIYO else controller, rng_seeds=rng_seeds)
+    return [Played(outcome, recording.schedules if name == TAMIYO else (), parameter_prices(pool))]
 
 
 def play_twin(pool: HostPool, name: str, grown: Outcome, *, rng_seeds: Sequence[int]) -> list[Played]:
@@ -221,6 +195,7 @@ class Comparison:
         self.config = config
         named, search = config.against or (), config.search
         self.found = None if search is None or search.found is None else read_best_schedules(search.found)
+        self.rivals = [name for name in named if names_policy(name)]
         self.schedules: dict[str, Schedule] = {}
         self.own: list[str] = []
         known = [*DERIVED, BEST_FIXED, BEST_PER_PRICE, *self.make_controllers()]
@@ -229,7 +204,7 @@ class Comparison:
                 raise ValueError(f"model.evaluation.schedules: {name!r} is another controller's name; choose a new one")
             self.schedules[name] = read_schedule(file)
         known += self.schedules
-        self.own = [name for name in named if name not in known]
+        self.own = [name for name in named if name not in known and name not in self.rivals]
         try:
             for name in self.own:
                 CONTROLLERS.find(name, known)
@@ -243,14 +218,12 @@ class Comparison:
 
     def make_controllers(self) -> dict[str, Controller]:
         """Return new instances of all controllers that do not depend on training, by name."""
-        climbing = self.config.climbing
         return {
             "random": RandomValid(self.config.seed),
             UNGROWN_HOST: WaitOnly(),
             "heuristic": Heuristic(),
             "periodic": Periodic(self.config.periodic),
-            "climbing": HillClimbing(climbing),
-            "climbing, zero": HillClimbing(replace(climbing, zero_gradient=True)),
+            "climbing": HillClimbing(self.config.climbing),
             **{name: FixedSchedule(schedule) for name, schedule in self.schedules.items()},
             **{name: make_controller(name) for name in self.own},
         }
@@ -259,36 +232,35 @@ class Comparison:
         """Return True if the comparison includes this controller."""
         return self.config.against is None or name in self.config.against
 
-    def check_without_policy(self) -> None:
-        """Raise ValueError unless there is something to compare without a trained policy."""
-        for name in DERIVED:
-            if name in (self.config.against or ()):
-                raise ValueError(f"model.evaluation.against: {name!r} needs a trained policy; name one in policies")
-        if self.config.against == []:
-            raise ValueError(
-                "model.evaluation.against is empty and there is no policy, so nothing is compared; name controllers"
-            )
+    def check(self, data: HostPoolData) -> None:
+        """Raise ValueError if the settings do not fit the hosts, before anything is played.
 
-    def check(self, pool: HostPool) -> None:
-        """Raise ValueError if a schedule does not fit the pool's hosts, the search budget is too small, or the hosts
-        have no held-out contexts or no fixed horizon where the settings ask for them."""
-        for name, schedule in (self.schedules | (self.found or {})).items():
-            try:
-                actions_by_tick(schedule, pool)
-            except ValueError as error:
-                raise ValueError(f"schedule {name!r}: {error}") from error
-        if searched := self._search():
-            check_budget(searched, pool, SEARCH_ENVS)
-        family, held_out = pool.config.family, self.config.held_out
-        if self.config.controls and any(context.horizon is not None for context in family.contexts(held_out)):
-            raise ValueError(
-                "model.evaluation.controls: static controls train beyond the horizon, which hosts with the variable "
-                "horizon do not; set it to false"
-            )
-        if held_out and not family.held_out:
-            raise ValueError(
-                "model.evaluation.held_out: there are no held-out contexts; name some in data.env.family.held_out"
-            )
+        Each controller of the user chooses one action on each of two new hosts. What it raises passes.
+        """
+        for task, pool in data.pools.items():
+            for name, schedule in (self.schedules | (self.found or {})).items():
+                try:
+                    actions_by_tick(schedule, pool)
+                except ValueError as error:
+                    raise ValueError(f"schedule {name!r}: {error}") from error
+            if searched := self._search():
+                check_budget(searched, pool, SEARCH_ENVS)
+            family, held_out = pool.config.family, self.config.held_out
+            if self.config.controls and any(context.horizon is not None for context in family.contexts(held_out)):
+                raise ValueError(
+                    "model.evaluation.controls: static controls train beyond the horizon, which hosts with the "
+                    "variable horizon do not; set it to false"
+                )
+            if held_out and not family.held_out:
+                raise ValueError(
+                    "model.evaluation.held_out: there are no held-out contexts; name some in data.env.family.held_out"
+                )
+            for name in self.own:
+                pair, controller = data.make_pool(2, task=task), make_controller(name)
+                pair.reset(range(2))
+                controller.reset(pair)
+                with named_controller(name, controller):
+                    pair.read_action(controller.act(pair))
 
     def _search(self) -> SearchConfig | None:
         """Return what must be searched for the rows of the comparison, or None."""
@@ -297,54 +269,49 @@ class Comparison:
             return None
         return replace(config, per_price=config.per_price and self.includes(BEST_PER_PRICE))
 
-    def check_controllers(self, data: HostPoolData) -> None:
-        """Let each controller of the user choose one action on each of two new hosts, before any training.
-
-        Raises ValueError if that is none. What the controller raises passes.
-        """
-        for task in data.pools:
-            for name in self.own:
-                pool, controller = data.make_pool(2, task=task), make_controller(name)
-                pool.reset(range(2))
-                controller.reset(pool)
-                with named_controller(name, controller):
-                    pool.read_action(controller.act(pool))
-
     def run(
         self,
         data: HostPoolData,
         policies: Sequence[TrainedPolicy],
-        rivals: Mapping[str, TrainedPolicy],
+        rivals: Sequence[TrainedPolicy] = (),
         *,
         task: str | None = None,
         executor: Mapper | None = None,
     ) -> ComparisonResult:
-        """Run the comparison on hosts of one task. It creates its own pools.
+        """Run the comparison on hosts of one task (None: the first), in pools of its own.
 
         Args:
             data: Hosts; the pool must be built and is not modified.
             policies: Trained policies, one per training seed. Empty: rules and schedules are compared alone.
-            rivals: Further trained policies, by the names of their rows.
-            task: Name of the task, where there are several. None: the first.
+            rivals: Policies that `against` names, a row each.
+            task: Name of the task.
             executor: Has a method `map(function, items)`, which plays the episodes and searches the schedules. None:
                 this process, or as many as `jobs` says.
         """
         config = self.config
+        if not policies:
+            for name in config.against or ():
+                if name in DERIVED:
+                    raise ValueError(f"model.evaluation.against: {name!r} needs a trained policy; name one in policies")
+            if config.against == []:
+                raise ValueError(
+                    "model.evaluation.against is empty and there is no policy, so nothing is compared; name controllers"
+                )
         if executor is None and config.jobs > 1:
             executor = processes(config.jobs)
         make_pool = partial(data.make_pool, task=task, sight=policies[0].sight if policies else None)
         pool = make_pool(config.hosts, held_out=config.held_out)
         rng_seeds = episode_rng_seeds(config.seed, EVALUATION, 0, n_envs=config.hosts)
+        rows_of_rivals = {RIVAL_PREFIX + rival.source: rival for rival in rivals}
         reference = TAMIYO if policies else (config.against or [UNGROWN_HOST])[0]
+        reference = RIVAL_PREFIX + reference if reference in self.rivals else reference
 
-        def episode(name: str, controller: Controller, *, own: HostPool = pool, first: bool = True) -> partial:
-            saved = config.save_networks if name == reference and first else 0
-            recorded = name == TAMIYO
-            return partial(play, own, name, controller, rng_seeds=rng_seeds, recorded=recorded, saved=saved)
+        def episode(name: str, controller: Controller, *, own: HostPool = pool) -> partial:
+            return partial(play, own, name, controller, rng_seeds=rng_seeds)
 
         # First everything that needs nothing else: the policies, rivals, each in a pool that it can see, and rules.
-        work = {TAMIYO: [episode(TAMIYO, one.greedy(), first=one is policies[0]) for one in policies]}
-        for name, rival in rivals.items():
+        work = {TAMIYO: [episode(TAMIYO, one.greedy()) for one in policies]}
+        for name, rival in rows_of_rivals.items():
             sees_other = rival.sight != pool.config.sight
             own = make_pool(config.hosts, held_out=config.held_out, sight=rival.sight) if sees_other else pool
             work[name] = [episode(name, rival.greedy(), own=own)]
@@ -369,7 +336,6 @@ class Comparison:
         if of_policies and not acts:
             notes.append(f"{TAMIYO} grew nothing on any host: its controls would be {UNGROWN_HOST} and are left out")
         derived: dict[str, list[Controller]] = {
-            SAMPLED: [policy.sampled(config.seed) for policy in policies],
             BEST_FIXED: [FixedSchedule(best[BEST_FILE])] if BEST_FILE in best else [],
             BEST_PER_PRICE: [SchedulePerPrice(by_price)] if by_price else [],
             REPLAYED: [FixedSchedule(schedule) for schedule in common.values() if acts],
@@ -379,7 +345,10 @@ class Comparison:
                 if acts
             ],
         }
-        twinned = [TAMIYO] * acts + best_hand_written(played, (*HAND_WRITTEN, *self.own)) if config.controls else []
+        twinned = [TAMIYO] * acts if config.controls else []
+        hand_written = [name for name in (*HAND_WRITTEN, *self.own) if name in played]
+        if config.controls and hand_written:
+            twinned.append(max(hand_written, key=lambda name: played[name][0][0].outcome.objective.mean()))
         work = {name: [episode(name, one) for one in made] for name, made in derived.items() if self.includes(name)}
         for name in twinned:
             twin = TWIN_PREFIX + name
@@ -388,23 +357,21 @@ class Comparison:
             ]
         played |= run_all(work, executor)
 
-        seeds_of = {name: [rival.training_seed] for name, rival in rivals.items()}
+        seeds_of = {name: [rival.training_seed] for name, rival in rows_of_rivals.items()}
         for name in (TAMIYO, *DERIVED, TWIN_PREFIX + TAMIYO):
             seeds_of[name] = [policy.training_seed for policy in policies]
-        order = [TAMIYO, SAMPLED, *rivals, *rules, BEST_FIXED, BEST_PER_PRICE, REPLAYED, YOKED]
+        order = [TAMIYO, *rows_of_rivals, *rules, *derived, *(TWIN_PREFIX + name for name in twinned)]
         entries = [
             Entry(row[0].outcome.controller, [one.outcome for one in row], seeds_of.get(name, [None]))
-            for name in [*order, *(TWIN_PREFIX + name for name in twinned)]
+            for name in order
             for row in zip(*played.get(name, ()), strict=True)
         ]
         return ComparisonResult(
             list(policies),
-            dict(rivals),
             rng_seeds,
             sorted(entries, key=lambda entry: entry.name != reference),
             common | best,
             notes,
-            list(played[reference][0][0].networks),
         )
 
     def _common_schedules(
@@ -413,7 +380,7 @@ class Comparison:
         """Return the most frequent schedule of each policy, by file name without suffix, and notes for the reader."""
         schedules, notes, hosts = {}, [], self.config.hosts
         for number, (policy, played) in enumerate(zip(policies, episodes, strict=True)):
-            common, frequency = most_common_schedule(played.schedules)
+            ((common, frequency),) = Counter(played.schedules).most_common(1)
             name, suffix = "schedule", ""
             if len(policies) > 1:
                 name, suffix = f"schedule{number}", f" of training seed {policy.training_seed}"
@@ -429,9 +396,3 @@ class Comparison:
                 f"{n_alone} of {hosts} hosts were the only ones of their kind: {YOKED} plays their own schedules"
             )
         return schedules, notes
-
-
-def best_hand_written(played: Mapping[str, Sequence[Sequence[Played]]], names: Sequence[str]) -> list[str]:
-    """Return the name among `names` of the controller with the best mean objective, or none if none was played."""
-    means = {name: played[name][0][0].outcome.objective.mean() for name in names if name in played}
-    return sorted(means, key=lambda name: -means[name])[:1]

@@ -4,37 +4,48 @@ A folder holds `network.safetensors`, which `growth.load` reads into a host as i
 tells how that host is made; and `samples.safetensors`, on which an export is checked.
 """
 
+import csv
 import json
 from collections.abc import Mapping
 from copy import deepcopy
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from esper_lightning.console import print_status
-from esper_lightning.envs import HostPool
+from esper_lightning.controllers.learned import Controller
+from esper_lightning.envs import HostPool, StepResult
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.spaces.action_discovery import pad_slots
-from esper_lightning.evaluation.play import Outcome
+from esper_lightning.evaluation.play import Outcome, play_episode
 from esper_lightning.growth.export import SUFFIXES, TOLERANCE, Format, export, load, save
-from esper_lightning.growth.lifecycle import slots_of
+from esper_lightning.growth.fold import fold
+from esper_lightning.growth.lifecycle import count_parameters, slots_of
+from esper_lightning.growth.nested import iter_tensors
 from esper_lightning.growth.stages import Stage
 from esper_lightning.registry import describe_factory, import_object
 from esper_lightning.serialization import replace_durably
 from esper_lightning.tasks import Split
+from esper_lightning.telemetry.figures import timeline
 
-NETWORK_FILE, HOST_FILE, SAMPLES_FILE = NETWORK_FILES = ("network.safetensors", "host.json", "samples.safetensors")
+NETWORK_FILE, HOST_FILE, SAMPLES_FILE = ("network.safetensors", "host.json", "samples.safetensors")
 
 FORMAT_VERSION = 1
 """Version of host.json; folders of another version are refused."""
 
 NUM_SAMPLES = 8
 """Test samples that are saved beside a network."""
+
+PROGRAM_FILE, FOLDED_FOLDER, STEPS_FILE, TIMELINE_FILE = "network.pt2", "folded", "accuracy.csv", "timeline.png"
+"""Files of a host that `grow` has grown, beside those of every saved host."""
+
+PREDICTED_SAMPLES = 256
+"""Test samples in one forward pass."""
 
 
 class GrownHost(NamedTuple):
@@ -46,12 +57,6 @@ class GrownHost(NamedTuple):
     """How the host is made, and its results, in plain JSON types."""
     samples: Tensor
     """The first inputs of the test split, [samples, …]."""
-
-
-def best_hosts(pool: HostPool, outcome: Outcome, number: int) -> list[GrownHost]:
-    """Return up to `number` hosts with the best objective of an episode that has just ended, the best first."""
-    best = np.argsort(-outcome.objective, kind="stable")[:number]
-    return [grown_host(pool, int(host), outcome) for host in best]
 
 
 def grown_host(pool: HostPool, host: int, outcome: Outcome) -> GrownHost:
@@ -146,14 +151,71 @@ def read_samples(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def grow_host(pool: HostPool, name: str, controller: Controller, *, rng_seed: int, folder: Path) -> None:
+    """Train one host while a controller grows it, and write what it has become.
+
+    Args:
+        pool: Pool of one host.
+        name: Name of the controller in the files.
+        controller: Controller that grows the host.
+        rng_seed: RNG seed of the host's weights, its data order and its context.
+        folder: Folder for the grown network, its `torch.export` program, the network with its seeds folded into its
+            layers, test accuracies after each step, and a figure of the seeds' lives.
+    """
+    pool.reset([rng_seed])
+    before, epochs = fossilized_copy(pool.envs[0]), count(1)
+
+    def report(step: StepResult) -> None:
+        events = "".join(f"; {event.seed_event}" for event in step.events)
+        print_status(
+            f"epoch {next(epochs)} of {pool.config.horizon}: validation accuracy {step.metrics.accuracy[0]:.4f}, "
+            f"{step.metrics.parameters[0]} parameters{events}"
+        )
+
+    outcome = play_episode(pool, name, controller, rng_seeds=[rng_seed], on_step=report)
+    grown = grown_host(pool, 0, outcome)
+    inputs, targets = test_data_of(pool, pool.envs[0])
+
+    @torch.no_grad()
+    def predict(network: nn.Module) -> torch.Tensor:
+        return torch.cat([next(iter_tensors(network(part))) for part in inputs.split(PREDICTED_SAMPLES)])
+
+    expected, rows = predict(grown.network), []
+
+    def measure(step: str, network: nn.Module) -> None:
+        outputs, parameters = predict(network), count_parameters(network)
+        measures = pool.task.measure(outputs, targets)
+        accuracy, loss = (part.double().mean().item() for part in (measures.correct, measures.loss))
+        rows.append([step, accuracy, loss, parameters, (outputs.double() - expected.double()).abs().max().item()])
+        print_status(f"{step}: test accuracy {accuracy:.4f}, {parameters} parameters")
+
+    measure("before training", before)
+    measure("grown", grown.network)
+    save_host(grown, folder)
+    measure(f"loaded from {NETWORK_FILE}", load_host(folder, grown.description))
+    export(grown.network, grown.samples, folder / PROGRAM_FILE, "pt2")
+    measure(f"program {PROGRAM_FILE}", torch.export.load(folder / PROGRAM_FILE).module())
+    folded = deepcopy(grown.network)
+    for fate in fold(folded, grown.samples):
+        told = f"folded into {fate.target_layer}" if fate.target_layer else f"not folded: {fate.reason}"
+        print_status(f"{fate.slot}: {told}")
+    save_host(grown._replace(network=folded), folder / FOLDED_FOLDER)
+    measure("folded", folded)
+    with (folder / STEPS_FILE).open("w", newline="") as file:
+        # The last column is the largest difference of an output from those of the grown network.
+        header = ["step", "test_accuracy", "test_loss", "parameters", "max_difference"]
+        csv.writer(file).writerows([header, *rows])
+    timeline(outcome.trace.ops, outcome.trace.stages, pool.space.slot, title=name).savefig(folder / TIMELINE_FILE)
+
+
 def export_grown(
     source: str, to: Format, *, out: str | None = None, network: str | None = None, inputs: str | None = None
 ) -> None:
     """Write a grown network as a file that other programs run, and check it on real inputs.
 
     Args:
-        source: Folder that `grow` or `test` with `save_networks` has written, or a file of `growth.save`. The class of
-            the host that a folder names is imported and called: name only folders that you trust.
+        source: Folder that `grow` has written, or a file of `growth.save`. The class of the host that a folder names is
+            imported and called: name only folders that you trust.
         to: pt2: a program of torch.export, which runs without this package. onnx: a model of ONNX; needs the extra
             [onnx].
         out: File to write. None: `network` in the folder, or the name of the file, with a suffix.

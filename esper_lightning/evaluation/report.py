@@ -1,31 +1,155 @@
-"""Results of a comparison, as terminal tables and as CSV and JSON files."""
+"""A comparison from its settings to tables on the terminal, and CSV, JSON and PNG files in a folder.
+
+S training seeds, T ticks, H hosts.
+"""
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 from rich.table import Table
 
+from esper_lightning.console import print_status, wide_console
 from esper_lightning.controllers.schedules import write_schedule
+from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.evaluation import statistics
-from esper_lightning.evaluation.comparison import ComparisonResult
-from esper_lightning.evaluation.play import Outcome
-from esper_lightning.evaluation.statistics import Interval, effect_size, mean_interval
+from esper_lightning.evaluation.checkpoints import TrainedPolicy, check_training_seeds, load_policies
+from esper_lightning.evaluation.comparison import Comparison, ComparisonResult, Entry, EvaluationConfig
+from esper_lightning.evaluation.statistics import Interval, mean_interval
+from esper_lightning.parallel import Mapper
+from esper_lightning.provenance import provenance
 from esper_lightning.serialization import replace_file
 from esper_lightning.telemetry.events import replace_non_finite
+from esper_lightning.telemetry.figures import timeline
 
 COLUMNS = ("accuracy", "loss", "parameters", "objective", "flops", "ticks", "fossils", "rollbacks")
 """Columns of an outcome, with one number per host."""
 
-RESULTS_FILE, METRICS_FILE, SUMMARY_FILE = "evaluation.csv", "test_metrics.csv", "evaluation.json"
-"""Files with one row per host and controller, of the results and of further test metrics; and of all means."""
+RESULTS_FILE, SUMMARY_FILE = "evaluation.csv", "evaluation.json"
+"""Files with one row per host and controller, and with all means."""
+
+EVALUATION_FOLDER = "evaluation"
+"""Subfolder of a run folder for the results of a comparison."""
 
 INTERVAL_METHOD = (
     f"{100 * statistics.CONFIDENCE:g} % percentile bootstrap, {statistics.RESAMPLES} resamples, "
     f"seed {statistics.RNG_SEED}: of hosts, and where there are several training seeds of training seeds and of hosts"
 )
+
+MARKERS = "osD^v<>ph*XPd8H"
+
+MAX_TIMELINE_HOSTS = 48
+"""Maximum number of hosts in a timeline; more rows would be too thin."""
+
+
+def compare(
+    config: EvaluationConfig,
+    data: HostPoolData,
+    own: TrainedPolicy | None,
+    *,
+    folder: Path | None,
+    settings: Mapping[str, Any],
+    executor: Mapper | None = None,
+) -> dict[str, ComparisonResult]:
+    """Run the comparison on hosts of each task, publish the results, and return them by task.
+
+    Args:
+        config: Settings of the comparison.
+        data: Hosts; the pool must be built and is not modified.
+        own: Policy to compare, unless the settings name others.
+        folder: Output folder, with a folder for each of several tasks. None: the tables are only printed.
+        settings: Settings of the run, saved in `evaluation.json`.
+        executor: Plays the controllers in other processes; see `Comparison.run`.
+
+    Raises ValueError if the settings do not fit the hosts.
+    """
+    if config.hosts == 0:
+        raise ValueError("model.evaluation.hosts is 0, so there is nothing to compare; give at least 2")
+    comparison = Comparison(config)
+    if config.policies is None:
+        assert own is not None
+        policies = [own]
+    else:
+        policies = load_policies(config.policies, data)
+    check_training_seeds(policies)
+    rivals = load_policies(comparison.rivals, data)
+    comparison.check(data)
+    record = {
+        "settings": dict(settings),
+        "run": provenance(data.seed, data.pool.device, data.pool.executor_choice, precision=data.precision),
+    }
+    results = {}
+    for task, pool in data.pools.items():
+        out = folder
+        if len(data.pools) > 1:
+            print_status(f"hosts of {task}")
+            out = folder and folder / task
+        if out is not None and (out / RESULTS_FILE).is_file():
+            print_status(f"this comparison will replace the earlier one in {out}")
+        results[task] = result = comparison.run(data, policies, rivals, task=task, executor=executor)
+        for note in result.notes if out is not None else ():
+            wide_console().print(note, soft_wrap=True)
+        for table in make_tables(result):
+            wide_console().print(table)
+        if out is not None:
+            written = write_report(result, pool.space.slot, out, record)
+            wide_console().print(f"written to {out}: {', '.join(written)}", soft_wrap=True)
+    return results
+
+
+def make_tables(result: ComparisonResult) -> list[Table]:
+    """Return the tables of results, costs and test metrics.
+
+    Leads are the objective of the first row minus the row's, paired by host. Of metrics that exist for each class, such
+    as `accuracy.<class>`, the lowest mean and its class are shown.
+    """
+    reference, metrics = result.reference.name, list(result.reference.mean_metrics())
+    single = [name for name in metrics if "." not in name]
+    grouped = list(dict.fromkeys(name.partition(".")[0] for name in metrics if "." in name))
+    over = f"; mean over {len(result.policies)} training seeds" if len(result.policies) > 1 else ""
+    results = Table(
+        title=f"{len(result.rng_seeds)} fresh hosts, test images, mean ± 95 % interval",
+        caption=f"{reference} ahead: objective of {reference} minus this row's, paired by host{over}",
+    )
+    costs = Table(
+        title="costs, mean per host",
+        caption="loss: on test images; MFLOP of training; epochs: host epochs; seconds: all hosts' whole episode",
+    )
+    further = Table(
+        title="further test metrics, mean over hosts",
+        caption="lowest: the class with the lowest mean, its number in brackets" if grouped else "",
+    )
+    for table, names in (
+        (results, ("test accuracy", "objective", f"{reference} ahead")),
+        (costs, ("loss", "parameters", "MFLOP", "epochs", "fossils", "rollbacks", "seconds")),
+        (further, (*(name.replace("_", " ") for name in single), *(f"lowest {name}" for name in grouped))),
+    ):
+        table.add_column("controller", no_wrap=True)
+        for name in names:
+            table.add_column(name, justify="right", no_wrap=True)
+    for entry in result.entries:
+        measured = [mean_interval(entry.values(column)) for column in ("accuracy", "objective")]
+        ahead = "" if entry is result.reference else format_interval(result.mean_lead(entry))
+        results.add_row(entry.name, *map(format_interval, measured), ahead)
+        means = {column: float(entry.values(column).mean()) for column in (*COLUMNS, "seconds")}
+        costs.add_row(
+            *(entry.name, f"{means['loss']:.3f}", f"{means['parameters']:.0f}", f"{means['flops'] / 1e6:.3g}"),
+            *(f"{means['ticks']:.1f}", f"{means['fossils']:.2f}", f"{means['rollbacks']:.2f}"),
+            f"{means['seconds']:.1f}",
+        )
+        found = entry.mean_metrics()
+        row = [f"{found[name]:.3f}" for name in single]
+        for group in grouped:
+            name = min((name for name in found if name.startswith(f"{group}.")), key=found.__getitem__)
+            row.append(f"{found[name]:.3f} ({name.partition('.')[2]})")
+        further.add_row(entry.name, *row)
+    return [results, costs, further]
 
 
 def format_interval(interval: Interval) -> str:
@@ -33,179 +157,117 @@ def format_interval(interval: Interval) -> str:
     return f"{interval.mean:.3f} ± {(interval.high - interval.low) / 2:.3f}"
 
 
-def make_table(title: str, caption: str, headings: Sequence[str], rows: Iterator[Sequence[str]]) -> Table:
-    """Return a table whose first column holds names and the others numbers."""
-    table = Table(title=title, caption=caption)
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def make_tables(result: ComparisonResult) -> list[Table]:
-    """Return the tables of results, costs and test metrics; with several training seeds also each policy's lead."""
-    tables = [results_table(result), costs_table(result), metrics_table(result)]
-    return [*tables, training_seed_table(result)] if len(result.policies) > 1 else tables
-
-
-def results_table(result: ComparisonResult) -> Table:
-    """Return a table of results. Leads are the objective of the first row minus the row's, paired by host."""
-    reference = result.reference.name
-
-    def rows() -> Iterator[Sequence[str]]:
-        for entry in result.entries:
-            lead, effect = result.mean_lead(entry)
-            ahead = (format_interval(lead), f"{effect:.2f}".replace("nan", ""))
-            means = (format_interval(mean_interval(entry.values(column))) for column in ("accuracy", "objective"))
-            yield entry.name, *means, *(("", "") if entry is result.reference else ahead)
-
-    return make_table(
-        f"{len(result.rng_seeds)} fresh hosts, test images, mean ± 95 % interval",
-        f"{reference} ahead: objective of {reference} minus this row's, paired by host"
-        + (f"; mean over {len(result.policies)} training seeds" if len(result.policies) > 1 else ""),
-        ("controller", "test accuracy", "objective", f"{reference} ahead", "d_z"),
-        rows(),
-    )
-
-
-def costs_table(result: ComparisonResult) -> Table:
-    """Return a table of costs: means over hosts and training seeds."""
-    columns = {
-        "loss": "{loss:.3f}", "parameters": "{parameters:.0f}", "MFLOP": "{flops:.3g}", "epochs": "{ticks:.1f}",
-        "fossils": "{fossils:.2f}", "rollbacks": "{rollbacks:.2f}", "seconds": "{seconds:.1f}",
-    }  # fmt: skip
-
-    def rows() -> Iterator[Sequence[str]]:
-        for entry in result.entries:
-            means = {column: float(entry.values(column).mean()) for column in (*COLUMNS, "seconds")}
-            means["flops"] /= 1e6
-            yield entry.name, *(form.format(**means) for form in columns.values())
-
-    return make_table(
-        "costs, mean per host",
-        "loss: on test images; MFLOP of training; epochs: host epochs; seconds: all hosts' whole episode",
-        ("controller", *columns),
-        rows(),
-    )
-
-
-def metrics_table(result: ComparisonResult) -> Table:
-    """Return a table of the task's further test metrics: means over hosts and training seeds.
-
-    Of metrics that exist for each class, such as `accuracy.<class>`, it shows the lowest mean and its class.
-    """
-    names = list(result.reference.mean_metrics())
-    single = [name for name in names if "." not in name]
-    grouped = list(dict.fromkeys(name.partition(".")[0] for name in names if "." in name))
-
-    def rows() -> Iterator[Sequence[str]]:
-        for entry in result.entries:
-            means = entry.mean_metrics()
-            row = [entry.name, *(f"{means[name]:.3f}" for name in single)]
-            for group in grouped:
-                name = min((name for name in means if name.startswith(f"{group}.")), key=means.__getitem__)
-                row.append(f"{means[name]:.3f} ({name.partition('.')[2]})")
-            yield row
-
-    return make_table(
-        "further test metrics, mean over hosts",
-        "lowest: the class with the lowest mean, its number in brackets" if grouped else "",
-        ("controller", *(name.replace("_", " ") for name in single), *(f"lowest {name}" for name in grouped)),
-        rows(),
-    )
-
-
-def training_seed_table(result: ComparisonResult) -> Table:
-    """Return a table of the policy's lead over every other row: one column per training seed, and one pooled."""
-
-    def rows() -> Iterator[Sequence[str]]:
-        for entry in result.entries[1:]:  # entry 0 is the policy itself
-            leads = result.lead(entry)  # [S, H]: training seeds, hosts
-            yield entry.name, *(format_interval(mean_interval(lead)) for lead in (*leads, leads))
-
-    return make_table(
-        f"{result.reference.name} ahead, by training seed: objective, mean ± 95 % interval over hosts",
-        "all: interval over training seeds and hosts",
-        ("controller", *result.policy_labels(), "all"),
-        rows(),
-    )
-
-
-def write_report(result: ComparisonResult, folder: Path, record: Mapping[str, Any]) -> None:
-    """Write the tables of all hosts as CSV files, the summary as JSON, and every found schedule in its own file."""
+def write_report(result: ComparisonResult, slots: Sequence[str], folder: Path, record: Mapping[str, Any]) -> list[str]:
+    """Write all files of a comparison, with a `record` of this process, and return the names of the main ones."""
     folder.mkdir(parents=True, exist_ok=True)
-    contexts, hosts = result.reference.outcomes[0].contexts, list(enumerate(result.rng_seeds))
-    write_csv(
-        folder / RESULTS_FILE,
-        ["controller", "training_seed", "host", "host_seed", "member", *COLUMNS, "pool_seconds"],
-        (
-            [
-                *(*names, host, host_seed, contexts[host]),
-                *(f"{getattr(outcome, column)[host]:.9g}" for column in COLUMNS),
-                f"{outcome.seconds:.3f}",
-            ]
-            for names, outcome in identified_outcomes(result)
-            for host, host_seed in hosts
-        ),
-    )
-    metrics = list(result.reference.mean_metrics())
-    write_csv(
-        folder / METRICS_FILE,
-        ["controller", "training_seed", "host", *metrics],
-        (
-            [*names, host, *(f"{outcome.metrics[name][host]:.9g}".replace("nan", "") for name in metrics)]
-            for names, outcome in identified_outcomes(result)
-            for host, _ in hosts
-        ),
-    )
+    for path in folder.glob("*"):  # of an earlier comparison of more policies; schedules of a search stay
+        if re.fullmatch(r"schedule\d*\.json|timeline\d*\.png", path.name):
+            path.unlink()
+    replace_file(folder / RESULTS_FILE, lambda draft: write_rows(result, draft))
     # NaN and infinity, which JSON lacks, become null.
     text = json.dumps(replace_non_finite({**summary(result), **record}), indent=1, allow_nan=False) + "\n"
     replace_file(folder / SUMMARY_FILE, lambda draft: draft.write_text(text))
     for name, schedule in result.schedules.items():
         write_schedule(schedule, folder / f"{name}.json")
+    figures = {"pareto.png": pareto_figure(result), "curves.png": accuracy_figure(result)}
+    first, shown = result.reference, np.s_[:, :MAX_TIMELINE_HOSTS]
+    for number, (outcome, seed) in enumerate(zip(first.outcomes, first.training_seeds, strict=True)):
+        name = "timeline.png" if len(first.outcomes) == 1 else f"timeline{number}.png"
+        op, stages = outcome.trace.ops[shown], outcome.trace.stages[shown]
+        of_hosts = f"the first {op.shape[1]} of {len(result.rng_seeds)} hosts"
+        who = first.name if seed is None else f"{first.name}, seed {seed}"
+        figures[name] = timeline(op, stages, slots, title=f"{who}: {of_hosts}")
+    for name, figure in figures.items():
+        replace_file(folder / name, lambda draft, figure=figure: figure.savefig(draft, dpi=130, format="png"))
+    return [RESULTS_FILE, SUMMARY_FILE, *figures]
 
 
-def identified_outcomes(result: ComparisonResult) -> Iterator[tuple[list[str], Outcome]]:
-    """Yield every outcome, with the name of its entry and its training seed (empty for one without training)."""
-    for entry in result.entries:
-        for seed, outcome in zip(entry.training_seeds, entry.outcomes, strict=True):
-            yield [entry.name, "" if seed is None else str(seed)], outcome
-
-
-def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Write a CSV file, replacing an existing one."""
-
-    def write_draft(draft: Path) -> None:
-        with draft.open("w", newline="") as file:
-            csv.writer(file).writerows([header, *rows])
-
-    replace_file(path, write_draft)
+def write_rows(result: ComparisonResult, path: Path) -> None:
+    """Write a row for each host of each outcome as CSV: its columns, then the further test metrics of the task."""
+    metrics = [name for name in result.reference.mean_metrics() if name not in COLUMNS]
+    contexts = result.reference.outcomes[0].contexts
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        names = ["controller", "training_seed", "host", "host_seed", "member", *COLUMNS, "pool_seconds", *metrics]
+        writer.writerow(names)
+        for entry in result.entries:
+            for seed, outcome in zip(entry.training_seeds, entry.outcomes, strict=True):
+                for host, host_seed in enumerate(result.rng_seeds):
+                    writer.writerow(
+                        [
+                            *(entry.name, "" if seed is None else seed, host, host_seed, contexts[host]),
+                            *(f"{getattr(outcome, column)[host]:.9g}" for column in COLUMNS),
+                            f"{outcome.seconds:.3f}",
+                            *(f"{outcome.metrics[name][host]:.9g}".replace("nan", "") for name in metrics),
+                        ]
+                    )
 
 
 def summary(result: ComparisonResult) -> dict[str, Any]:
     """Return the results of a comparison as means with intervals, over all hosts and by training seed."""
     controllers = {}
     for entry in result.entries:
-        lead, effect = result.mean_lead(entry)
-        rows = zip(result.reference.training_seeds, result.lead(entry), strict=True)
+        by_seed = zip(result.reference.training_seeds, result.lead(entry), strict=True)
         controllers[entry.name] = {
             **{column: mean_interval(entry.values(column))._asdict() for column in COLUMNS},
             "test_metrics": entry.mean_metrics(),
             "pool_seconds": [outcome.seconds for outcome in entry.outcomes],
-            "ahead": lead._asdict() | {"d_z": effect},
-            "ahead_by_training_seed": [
-                {"training_seed": seed} | mean_interval(row)._asdict() | {"d_z": effect_size(row)} for seed, row in rows
-            ],
+            "ahead": result.mean_lead(entry)._asdict(),
+            "ahead_by_training_seed": [{"training_seed": seed} | mean_interval(row)._asdict() for seed, row in by_seed],
         }
-    sources = {name: {"training_seed": p.training_seed, "source": p.source} for name, p in result.rivals.items()}
     return {
         "intervals": INTERVAL_METHOD,
         "ahead": f"objective of {result.reference.name} minus that of the controller, paired by host",
-        "d_z": "mean over standard deviation of the paired differences over hosts",
         "hosts": len(result.rng_seeds),
         "checkpoints": [{"training_seed": p.training_seed, "source": p.source} for p in result.policies],
-        "rivals": sources,
         "controllers": controllers,
         "notes": result.notes,
     }
+
+
+def entry_style(number: int, entry: Entry) -> dict[str, Any]:
+    """Return colour, marker and label of an entry, the same in all figures."""
+    return {"color": f"C{number % 10}", "marker": MARKERS[number % len(MARKERS)], "label": entry.name}
+
+
+def pareto_figure(result: ComparisonResult) -> Figure:
+    """Plot mean accuracy against parameters and against training FLOPs, with intervals; up and left is better."""
+    figure = Figure(figsize=(12, 5.5), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    columns = (("parameters", "final parameters"), ("flops", "FLOP of training"))
+    sizes = np.linspace(13.0, 5.0, len(result.entries))  # hollow and ever smaller: controllers at one point all show
+    for axes, (column, heading) in zip(panels, columns, strict=True):
+        for number, entry in enumerate(result.entries):
+            x, y = mean_interval(entry.values(column)), mean_interval(entry.values("accuracy"))
+            errors = ([[one.mean - one.low], [one.high - one.mean]] for one in (y, x))
+            look = {"ls": "", "ms": sizes[number], "mfc": "none", "mew": 1.6, "elinewidth": 0.8}
+            axes.errorbar(x.mean, y.mean, *errors, **entry_style(number, entry), **look)
+        axes.set_xscale("log")
+        low, high = axes.xaxis.get_view_interval()  # few labels: matplotlib labels every minor tick within a decade
+        axes.xaxis.set_major_locator(MaxNLocator(5) if high < 10.0 * low else LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.set_xlabel(f"{heading}, mean per host")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("test accuracy")
+    figure.suptitle(f"{len(result.rng_seeds)} hosts, test images, mean and 95 % interval", fontsize=10)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+    return figure
+
+
+def accuracy_figure(result: ComparisonResult) -> Figure:
+    """Plot the mean validation accuracy after each host epoch, with the 95 % interval as a band."""
+    figure = Figure(figsize=(10, 5.5), layout="constrained")
+    axes = figure.subplots()
+    for number, entry in enumerate(result.entries):
+        accuracies = np.array([outcome.trace.accuracy for outcome in entry.outcomes])  # [S, T, H]
+        mean, low, high = np.array([mean_interval(accuracies[:, t]) for t in range(accuracies.shape[1])]).T
+        ticks, style = np.arange(1, len(mean) + 1), "-" if number < 10 else "--"
+        axes.plot(ticks, mean, ls=style, **entry_style(number, entry), ms=4, lw=1.3)
+        axes.fill_between(ticks, low, high, color=f"C{number % 10}", alpha=0.12, lw=0)
+    axes.set_xlabel("tick (host epochs)")
+    axes.set_ylabel("validation accuracy; at the last tick of fossilized seeds only")
+    axes.set_title(f"{len(result.rng_seeds)} hosts, mean and 95 % interval", fontsize=10)
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize=8)
+    return figure

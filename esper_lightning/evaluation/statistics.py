@@ -56,14 +56,3 @@ def resampled_means(table: np.ndarray) -> np.ndarray:  # [S, H] -> [resamples]
         random.multinomial(size, np.full(size, 1.0 / size), RESAMPLES) / size for size in table.shape
     )  # [resamples, S], [resamples, H]: frequency of each training seed and host, as fractions
     return ((seeds @ table) * hosts).sum(1)
-
-
-def effect_size(differences: np.ndarray) -> float:
-    """Return Cohen's d_z of paired differences [H] or [S, H]: their mean in standard deviations over hosts.
-
-    d_z = mean(d) / std(d), with n - 1 in the standard deviation and d the host's difference, averaged over training
-    seeds if there are several. It describes pairs and must not be compared with d of two independent groups. NaN
-    without spread.
-    """
-    of_hosts = np.atleast_2d(np.asarray(differences, dtype=np.float64)).mean(0)
-    return float("nan") if np.ptp(of_hosts) == 0.0 else float(of_hosts.mean() / of_hosts.std(ddof=1))

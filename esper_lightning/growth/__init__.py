@@ -5,7 +5,6 @@ from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.counterfactual import (
     contributions,
     forward_variants,
-    interactions,
     measure_variants,
     potentials,
     shapley_values,
@@ -34,7 +33,6 @@ __all__ = [
     "fold",
     "follow",
     "forward_variants",
-    "interactions",
     "load",
     "measure_variants",
     "potentials",

@@ -188,18 +188,3 @@ def shapley_values(coalition_values: Mapping[SeedVariant, float], players: Seque
         )
         for player in players
     }
-
-
-def interactions(coalition_values: Mapping[SeedVariant, float], players: Sequence[str]) -> dict[tuple[str, str], float]:
-    """Return the Shapley interaction index of every pair (Grabisch & Roubens 1999, doi:10.1007/s001820050125).
-
-    Positive: the two players are worth more together than separately; negative: one can replace the other.
-    """
-    k, v = len(players), coalition_values
-    return {
-        (a, b): math.fsum(
-            (v[s | {a, b}] - v[s | {a}] - v[s | {b}] + v[s]) / ((k - 1) * math.comb(k - 2, len(s)))
-            for s in all_variants([other for other in players if other not in (a, b)])
-        )
-        for a, b in combinations(players, 2)
-    }

@@ -42,28 +42,12 @@ class Rule:
     """Rule for one anomaly: its metric, its bound and the likely cause."""
 
     name: str
-    metric: str
-    """Name of the metric; `.*` at the end stands for all metrics with that prefix, each with a state of its own."""
-    side: Literal[">", "<"]
-    """Side of the bound on which the metric is out of bounds. A metric that is not finite always is."""
-    bound: float | Callable[[float], float]
-    """Bound, or a function that returns it for a share of training that is over, 0 … 1."""
-    updates: int = 1
-    """PPO updates in a row with the metric out of bounds before the anomaly is raised."""
-    cause: str
-    """Likely cause of the anomaly; `{what}` stands for the part of the metric's name that matched the `*`."""
-    settings: tuple[str, ...]
-    """Settings that the user should check."""
-
-    def is_out_of_bounds(self, value: float, bound: float) -> bool:
-        return not math.isfinite(value) or (value > bound if self.side == ">" else value < bound)
-
-    def matches(self, metrics: Iterable[str]) -> list[tuple[str, str]]:
-        """Return the metrics of the rule, and for each the part of its name that matched the `*`."""
-        if not self.metric.endswith(".*"):
-            return [(self.metric, "")] if self.metric in metrics else []
-        stem = self.metric.removesuffix("*")
-        return [(metric, metric.removeprefix(stem)) for metric in metrics if metric.startswith(stem)]
+    metric: str  # `.*` at the end stands for all metrics with that prefix, each with a state of its own
+    side: Literal[">", "<"]  # on which the metric is out of bounds; one that is not finite always is
+    bound: float | Callable[[float], float]  # or a function of the share of training that is over, 0 … 1
+    updates: int = 1  # PPO updates in a row with the metric out of bounds before the anomaly is raised
+    cause: str  # likely; `{what}` stands for the part of the metric's name that matched the `*`
+    settings: tuple[str, ...]  # that the user should check
 
 
 FROZEN_CHANGE = 1e-6
@@ -170,13 +154,7 @@ def next_state(state: AnomalyState, out_of_bounds: bool, updates: int) -> Anomal
 
 
 class AnomalyDetector:
-    """Applies the rules to the metrics of successive PPO updates.
-
-    Args:
-        ignore: Names of rules that are not applied.
-
-    Raises ValueError if there is no such rule.
-    """
+    """Applies the rules to the metrics of successive PPO updates, but those that are to be ignored, by name."""
 
     def __init__(self, ignore: Iterable[str] = ()) -> None:
         names = [rule.name for rule in RULES]
@@ -187,24 +165,23 @@ class AnomalyDetector:
         self.grad_norm = (0.0, 0.0)  # decaying sum of the norms, and of their weights
 
     def observe(self, metrics: Mapping[str, float], *, tick: int, update: int, progress: float) -> list[AnomalyChanged]:
-        """Process the metrics of one PPO update and return the anomalies that it raises or clears.
+        """Return the anomalies that the metrics of a PPO update, counted from 1, raise or clear.
 
-        A rule whose metric is missing keeps its state.
-
-        Args:
-            metrics: Values by name; see `Rule.metric`.
-            tick: Ticks since the run began.
-            update: Number of the update, counted from 1.
-            progress: Share of training that is over, 0 … 1.
+        A rule whose metric is missing keeps its state; `progress` is the share of training that is over, 0 … 1.
         """
         values = self._with_derived(metrics)
         changes = []
         for rule in self.rules:
             bound = rule.bound(progress) if callable(rule.bound) else rule.bound
-            for metric, what in rule.matches(values):
-                name, value = f"{rule.name}.{what}" if what else rule.name, values[metric]
+            stem = rule.metric.removesuffix("*")
+            for metric, value in values.items():
+                if metric != stem and not (rule.metric.endswith(".*") and metric.startswith(stem)):
+                    continue
+                what = metric.removeprefix(stem)
+                name = f"{rule.name}.{what}" if what else rule.name
+                is_out = not math.isfinite(value) or (value > bound if rule.side == ">" else value < bound)
                 before = self.states.get(name, AnomalyState())
-                after = self.states[name] = next_state(before, rule.is_out_of_bounds(value, bound), rule.updates)
+                after = self.states[name] = next_state(before, is_out, rule.updates)
                 if after.raised != before.raised:
                     level, cause = "raised" if after.raised else "cleared", rule.cause.format(what=what)
                     changes.append(AnomalyChanged(tick, update, name, level, value, bound, cause, list(rule.settings)))
@@ -234,6 +211,5 @@ class AnomalyDetector:
         return {"states": {name: list(state) for name, state in self.states.items()}, "grad_norm": self.grad_norm}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state."""
         self.states = {name: AnomalyState(*parts) for name, parts in state["states"].items()}
         self.grad_norm = tuple(state["grad_norm"])

@@ -1,6 +1,7 @@
 """Events of a run as typed records: one line of JSON each in `events.jsonl`, in the run's folder.
 
-docs/reference/telemetry.md describes every record. A number that is not finite becomes null, since JSON has none.
+docs/reference/telemetry.md describes every record; contributions are in accuracy points (of 100). A number that is not
+finite becomes null, since JSON has none.
 """
 
 import json
@@ -10,7 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the records' format; raised whenever a reader of the old format cannot read the new one."""
 
 EVENTS_FILE = "events.jsonl"
@@ -38,10 +39,8 @@ class SeedChanged(NamedTuple):
     before: str
     after: str
     cause: str
-    age: int
-    """Host epochs since the seed was germinated."""
-    contribution: float | None
-    """Last measured contribution in accuracy points (of 100), this tick included; null: never, or while it fades."""
+    age: int  # host epochs since the seed was germinated
+    contribution: float | None  # last measured, this tick included, in points; null: never, or while it fades
 
 
 class GateRefused(NamedTuple):
@@ -51,8 +50,7 @@ class GateRefused(NamedTuple):
     host: int
     slot: str
     blueprint: str
-    stage: str
-    """Name of the refused stage."""
+    stage: str  # refused
     reasons: list[str]
 
 
@@ -63,20 +61,6 @@ class Contributed(NamedTuple):
     host: list[int]
     slot: list[str]
     points: list[float | None]
-    """Contribution of each seed in accuracy points (of 100)."""
-
-
-class SeedCredited(NamedTuple):
-    """Value of a fossilized seed at the end of an episode, in accuracy points (of 100) on validation data."""
-
-    tick: int
-    host: int
-    slot: str
-    blueprint: str
-    shapley: float
-    """Shapley value: the seed's share of the accuracy that all fossilized seeds add together."""
-    interaction: float
-    """Sum of the seed's interactions with the other fossilized seeds."""
 
 
 class RolledBack(NamedTuple):
@@ -87,8 +71,7 @@ class RolledBack(NamedTuple):
     seed: int
     decision: str
     cause: str
-    restored: int | None
-    """Tick of the episode at which the restored snapshot was taken."""
+    restored: int | None  # tick of the episode at which the restored snapshot was taken
 
 
 class Vetoed(NamedTuple):
@@ -114,31 +97,27 @@ class AnomalyChanged(NamedTuple):
     tick: int
     update: int
     name: str
-    level: str
-    """`raised` or `cleared`."""
+    level: str  # `raised` or `cleared`
     value: float | None
     threshold: float
     cause: str
     settings: list[str]
 
     def __str__(self) -> str:
-        """Return `anomaly kl: raised at update 7: 0.13, bound 0.1: updates are too large; look at model.ppo.lr, …`."""
+        """Return `anomaly kl: raised at update 7: 0.13, bound 0.1: updates are too large; look at model.ppo.lr`."""
         line = (
             f"anomaly {self.name}: {self.level} at update {self.update}: {self.value:.3g}, bound {self.threshold:.3g}"
         )
         return line if self.level == "cleared" else f"{line}: {self.cause}; look at {', '.join(self.settings)}"
 
 
-Event = (
-    Started | SeedChanged | GateRefused | Contributed | SeedCredited | RolledBack | Vetoed | Updated | AnomalyChanged
-)
+Event = Started | SeedChanged | GateRefused | Contributed | RolledBack | Vetoed | Updated | AnomalyChanged
 
 EVENT_CLASSES: dict[str, type[Event]] = {
     "started": Started,
     "seed": SeedChanged,
     "gate": GateRefused,
     "contributions": Contributed,
-    "credit": SeedCredited,
     "rollback": RolledBack,
     "veto": Vetoed,
     "update": Updated,

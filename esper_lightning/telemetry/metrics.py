@@ -1,6 +1,5 @@
-"""Metrics for plots, by tag. N hosts, K slots, T ticks of a rollout."""
+"""Metrics for plots, by the tags of docs/reference/telemetry.md, and charts. N hosts, K slots, T ticks of a rollout."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,8 +9,8 @@ from torch import Tensor
 
 from esper_lightning.growth.stages import Stage
 from esper_lightning.machine import resident_memory, total_memory
-from esper_lightning.telemetry.events import SeedCredited, Vetoed
-from esper_lightning.telemetry.hosts import Tick
+from esper_lightning.telemetry.events import Vetoed
+from esper_lightning.telemetry.observer import Tick
 
 RETURN_QUANTILES = (0.1, 0.5, 0.9)
 """Quantiles over hosts at which the returns are reported, to show their spread."""
@@ -69,20 +68,6 @@ def episode_metrics(last: Tick, tasks: Mapping[str, slice]) -> dict[str, float]:
     relied_on = (blended["contribution"] >= MIN_RELIED_POINTS) & (ratios > MAX_RELIANCE)
     found["rollout/reliance"] = relied_on.mean() if relied_on.size else 0.0
     return {tag: float(value) for tag, value in found.items()}
-
-
-def credit_metrics(credit_events: Sequence[SeedCredited]) -> dict[str, float]:
-    """Return the mean Shapley value by blueprint, and the mean interaction of pairs of fossilized seeds."""
-    shares: dict[str, list[float]] = {}
-    for event in credit_events:
-        shares.setdefault(event.blueprint, []).append(event.shapley)
-    found = {f"credit/{name}": sum(values) / len(values) for name, values in shares.items()}
-    seeds_per_host = Counter(event.host for event in credit_events)
-    # Each pair of seeds in a host counts twice: in the sums of both seeds.
-    pairs = sum(seeds * (seeds - 1) for seeds in seeds_per_host.values())
-    if pairs:
-        found["credit/interaction"] = sum(event.interaction for event in credit_events) / pairs
-    return found
 
 
 def return_metrics(returns: Tensor) -> dict[str, float]:  # [N]
@@ -146,3 +131,31 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
         found["memory/cuda"] = torch.cuda.memory_allocated(device) / 2**20
         used = torch.cuda.max_memory_allocated(device) / 2**20
     return found if used is None else found | {"memory/share": used * 2**20 / total_memory(device)}
+
+
+CUSTOM_SCALARS = {
+    "Is the policy learning?": {
+        "objective": ["Multiline", ["rollout/objective"]],
+        "return, p10 p50 p90": ["Margin", ["rollout/return.p50", "rollout/return.p10", "rollout/return.p90"]],
+        "explained variance": ["Multiline", ["train/explained_variance"]],
+        "KL, two estimators": ["Multiline", ["train/kl", "train/kl_k1"]],
+        "entropy by head": ["Multiline", [r"train/entropy\..*"]],
+    },
+    "What does the policy grow?": {
+        "ops": ["Multiline", [r"rollout/op\..*"]],
+        "fossilized, by blueprint": ["Multiline", ["blueprint/.*/kept"]],
+        "contribution, by blueprint": ["Multiline", ["blueprint/.*/contribution"]],
+        "reward terms": ["Multiline", ["reward/.*"]],
+    },
+    "Is anything wrong?": {
+        "anomalies": ["Multiline", ["anomaly/.*"]],
+        "Governor": ["Multiline", ["governor/.*"]],
+        "gradient health": ["Multiline", [".*_health"]],
+    },
+    "How fast is it?": {
+        "host epochs per second": ["Multiline", ["time/env_steps_per_second"]],
+        "where time goes": ["Multiline", [r"time/share\..*"]],
+        "memory": ["Multiline", ["memory/process", "memory/cuda"]],
+    },
+}
+"""Custom-scalar charts by category. `Multiline` takes patterns of tags; `Margin` a tag, its lower and upper bound."""

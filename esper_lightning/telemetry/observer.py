@@ -1,14 +1,44 @@
-"""Statistics of hosts and their seeds over a rollout and over the run. N hosts, K slots, B blueprints, T ticks."""
+"""What telemetry records of every environment step, and its statistics over a rollout and over the run.
 
-from collections.abc import Mapping, Sequence
+N hosts, K slots, B blueprints, T ticks.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from esper_lightning.envs import HostEvent, HostPool, StepResult
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import LIVE, Stage
-from esper_lightning.telemetry.events import Contributed, Event
-from esper_lightning.telemetry.hosts import Tick
+from esper_lightning.ranks import Ranks
+from esper_lightning.telemetry.events import Contributed, Event, GateRefused, RolledBack, SeedChanged, Vetoed
+
+HOST = np.dtype(
+    [
+        *((name, "f8") for name in ("accuracy", "loss", "objective", "parameters", "reward")),
+        *(("op", "u1"), ("ended", "?"), ("stopped", "?"), ("rolled_back", "?")),
+        *(("norm", "f8"), ("health", "f8")),  # of the host's gradient; NaN: none was measured
+        ("skipped_steps", "f8"),  # NaN: the host has no loss scale
+        *(("suspicious", "f8"), ("rollbacks", "f8")),  # NaN: nothing watches the host
+    ]
+)
+"""Columns of a host."""
+
+SLOT = np.dtype(
+    [
+        *(("stage", "u1"), ("blueprint", "i2"), ("age", "i4")),  # blueprint -1: the slot is empty
+        *(("live", "?"), ("blended", "?"), ("alpha", "f4")),  # alpha in the next tick
+        *((name, "f8") for name in ("norm", "health", "contribution", "potential")),  # NaN: not measured
+        ("gain", "f8"),  # accuracy points that a host with this blended seed has gained since it was germinated
+    ]
+)
+"""Columns of a slot."""
+
+GATED_TRANSITIONS = {Stage.TRAINING: Stage.BLENDING, Stage.PROBATIONARY: Stage.FOSSILIZED}
+"""Stages that a gate guards the exit of, and the stage that follows each."""
 
 MIN_HOST_GRADIENT_HEALTH = 0.7
 """Least gradient health of a host for a new seed to be counted: below it, the host may be why the seed has none."""
@@ -17,41 +47,148 @@ LEAST_SEEDS = 5
 """Least number of a blueprint's seeds in a rollout for a share of them to be told."""
 
 
+class Tick(NamedTuple):
+    """Record of one environment step.
+
+    `hosts`, `slots` and the terms are lists from `observe`, for the hosts of one process, and arrays from `join`, for
+    all hosts.
+    """
+
+    run_tick: int  # from 1 since the run began
+    number: int  # from 1 in each episode
+    hosts: Any  # [N] of HOST
+    slots: Any  # [N, K] of SLOT
+    terms: dict[str, Any]  # [N] each: terms of the reward
+    changes: list[SeedChanged]
+    refusals: list[GateRefused]  # of gates that are closed now, whether or not they were closed before
+    interventions: list[Event]  # rollbacks and vetoes
+
+
+def observe(pool: HostPool, step: StepResult, tick: int, own: Sequence[int] | None = None) -> Tick:
+    """Return the record of a step of this process's hosts, all of whose values are on the CPU already.
+
+    Args:
+        pool: The hosts, after the step.
+        step: Result of the step.
+        tick: Number of the step, counted from the start of the run.
+        own: Number of each host among those of all processes. None: there is one process.
+    """
+    own = own or range(pool.n_envs)
+    blueprints = {None: -1} | {name: b for b, name in enumerate(pool.space.blueprint)}
+    diverged = [verdict for verdict in step.verdicts if verdict.verdict.diverged]
+    rolled_back = {verdict.host for verdict in diverged}
+    columns = zip(*(column.tolist() for column in step.metrics), step.ops.tolist(), strict=True)
+    return Tick(
+        run_tick=tick,
+        number=pool.envs[0].tick,
+        hosts=[
+            (*numbers, *_host_row(env, i in rolled_back))
+            for i, (env, numbers) in enumerate(zip(pool.envs, columns, strict=True))
+        ],
+        slots=[_slot_rows(env, blueprints) for env in pool.envs],
+        terms={name: paid.tolist() for name, paid in step.terms.items()},
+        changes=seed_changes(step.events, tick, own),
+        refusals=[
+            GateRefused(tick, own[i], slot.name, str(slot.blueprint), GATED_TRANSITIONS[slot.stage].name, reasons)
+            for i, env in enumerate(pool.envs)
+            for slot, reasons in _closed_gates(env, step.refusals[i])
+        ],
+        interventions=[
+            *(
+                RolledBack(
+                    tick, own[one.host], one.rng_seed, one.verdict.outcome.value, one.verdict.cause, one.restored_tick
+                )
+                for one in diverged
+            ),
+            *(Vetoed(tick, own[veto.host], veto.action, veto.reasons) for veto in step.vetoes),
+        ],
+    )
+
+
+def _host_row(env: HostEnv, rolled_back: bool) -> tuple[Any, ...]:
+    gradient, monitor = env.host_gradient, env.monitor
+    state = None if monitor is None else monitor.governor_state
+    return (
+        *(env.ended, env.stopped, rolled_back),
+        *((np.nan, np.nan) if gradient is None else (gradient.norm, gradient.health)),
+        env.skipped_steps if env.loss_scale is not None else np.nan,
+        *((np.nan, np.nan) if state is None else (state.consecutive_anomalies > 0, state.rollbacks)),
+    )
+
+
+def _slot_rows(env: HostEnv, blueprints: dict[str | None, int]) -> list[tuple[Any, ...]]:
+    rows = []
+    for slot, record, before in zip(env.slots, env.records, env.accuracy_at_germination, strict=True):
+        gradient, blended = record.gradient, slot.blended
+        rows.append(
+            (
+                *(int(slot.stage), blueprints[slot.blueprint], slot.age, slot.live, blended),
+                slot.alpha_now if blended else 0.0,
+                *((np.nan, np.nan) if gradient is None else (gradient.norm, gradient.health)),
+                np.nan if record.contribution is None else record.contribution,
+                np.nan if record.potential is None or not slot.isolated else record.potential,
+                100.0 * (env.history.accuracy[-1] - before) if blended else np.nan,
+            )
+        )
+    return rows
+
+
+def _closed_gates(env: HostEnv, refusals: Sequence[Any]) -> Iterator[tuple[SeedSlot, list[str]]]:
+    """Yield the slots whose seed a gate refuses although its minimum time in the stage is over, with the reasons."""
+    for slot, refused in zip(env.slots, refusals, strict=True):
+        reasons = []
+        if slot.stage is Stage.TRAINING and slot.ticks_in_stage >= env.lifecycle.training_ticks:
+            reasons = refused.blending
+        elif slot.stage is Stage.PROBATIONARY and slot.alpha_before == 1.0:
+            reasons = refused.fossilizing
+        if reasons and not env.ended:
+            yield slot, reasons
+
+
+def seed_changes(events: Sequence[HostEvent], tick: int, own: Sequence[int]) -> list[SeedChanged]:
+    """Return one event for each seed change: a new stage, a new target of its alpha, or that the seed is stuck."""
+    return [
+        SeedChanged(
+            *(tick, own[host], seed.slot, seed.blueprint, seed.before.name, seed.after.name),
+            *(seed.cause, seed.age, seed.contribution),
+        )
+        for host, _, seed in events
+    ]
+
+
+def join(ticks: Sequence[Tick], ranks: Ranks) -> Tick:
+    """Return the record of a step of all hosts, as arrays, given the records of all processes."""
+    first = ticks[0]
+    return Tick(
+        run_tick=first.run_tick,
+        number=first.number,
+        hosts=np.array(ranks.join([one.hosts for one in ticks]), HOST),
+        slots=np.array(ranks.join([one.slots for one in ticks]), SLOT),
+        terms={name: np.array(ranks.join([one.terms[name] for one in ticks])) for name in first.terms},
+        changes=[change for one in ticks for change in one.changes],
+        refusals=[refusal for one in ticks for refusal in one.refusals],
+        interventions=[event for one in ticks for event in one.interventions],
+    )
+
+
 class SeedStats(NamedTuple):
     """Sums over seeds; each field is an array of one shape."""
 
     germinated: Any
-    """Number of germinated seeds."""
     fossilized: Any
-    """Number of fossilized seeds."""
-    culled: Any
-    """Number of seeds that were culled, or lost by a rollback."""
-    measured: Any
-    """Number of fossilized or culled seeds whose contribution was measured."""
-    contribution: Any
-    """Sum of the measured contributions in accuracy points, as they were when the seeds were fossilized or culled."""
-    squares: Any
-    """Sum of the squares of the measured contributions."""
-    parameters: Any
-    """Number of parameters of the fossilized seeds."""
-    ticks: Any
-    """Host epochs from germination to fossilization or cull, summed over seeds."""
-
-    @property
-    def churn(self) -> Any:
-        """Share of germinated seeds that were culled or lost."""
-        return self.culled / np.maximum(self.germinated, 1.0)
+    culled: Any  # or lost by a rollback
+    measured: Any  # fossilized or culled seeds whose contribution was measured
+    contribution: Any  # sum of their contributions in accuracy points, as they were at that moment
 
     @property
     def mean_contribution(self) -> Any:
         """Mean contribution of a seed in accuracy points; NaN where none was measured."""
         return np.where(self.measured > 0.0, self.contribution / np.maximum(self.measured, 1.0), np.nan)
 
-    @property
-    def deviation(self) -> Any:
-        """Standard deviation of the contributions between seeds."""
-        known = np.maximum(self.measured, 1.0)
-        return np.sqrt(np.maximum(0.0, self.squares / known - (self.contribution / known) ** 2))
+
+TRACED = ("op", "stage", "alpha", "rolled_back")
+ARRAYS = ("earlier", "refused", "sums", "last_contributions", "silent", "born", "dead", "health")
+"""Attributes of a trace, and of an observer, that are saved."""
 
 
 class Trace:
@@ -90,7 +227,6 @@ class Observer:
         self.seen = 0  # ticks of this rollout that were observed
         self.trace = Trace(self.horizon, self.n_envs, len(self.slots))
         self.sums = np.zeros_like(self.earlier)
-        self.left = np.zeros((2, len(Stage)))  # seeds that left a stage, and their host epochs in it
         # Contribution of each seed as last measured before it began to fade; NaN: never measured.
         self.last_contributions = np.full((self.n_envs, len(self.slots)), np.nan)
         self.silent = np.full((self.n_envs, len(self.slots)), -1)  # blueprint of a seed that never had a gradient
@@ -110,38 +246,30 @@ class Observer:
             self._begin_rollout()
         self.seen += 1
         self.trace.update(tick.number, tick.hosts, tick.slots)
-        for change, ticks_before, parameters in tick.changes:
-            self._count(change, ticks_before, parameters)
+        for change in tick.changes:
+            self._count(change)
         slots = tick.slots
         known = slots["blended"] & ~np.isnan(slots["contribution"])
         self.last_contributions = np.where(known, slots["contribution"], self.last_contributions)
         self._watch_gradients(tick)
         for name, paid in tick.terms.items():
             self.terms[name] = self.terms.get(name, 0.0) + float(paid.mean())
-        changes = [change for change, *_ in tick.changes]
-        return [*changes, *self._refusals(tick), *contributions(tick, self.slots), *tick.interventions]
+        return [*tick.changes, *self._refusals(tick), *contributions(tick, self.slots), *tick.interventions]
 
-    def _count(self, seed: Any, ticks_before: int, parameters: int) -> None:
-        """Count a seed's change of stage."""
+    def _count(self, seed: SeedChanged) -> None:
+        """Count a seed that has germinated, or whose fate was decided."""
         before, after = Stage[seed.before], Stage[seed.after]
         k, b = self.slots.index(seed.slot), self.blueprints.index(seed.blueprint) if seed.blueprint else -1
-        if before is after:
-            return
-        if before in LIVE:
-            self.left[:, before] += 1.0, ticks_before
-        if after is Stage.GERMINATED:
+        sums = SeedStats(*self.sums)  # views
+        if before is not after and after is Stage.GERMINATED:
             self.last_contributions[seed.host, k] = np.nan
-            self._add(b, k, germinated=1.0)
+            sums.germinated[b, k] += 1.0
         elif before in LIVE and after not in LIVE:  # fossilized, culled, or lost by a rollback
             points = self.last_contributions[seed.host, k] if seed.contribution is None else seed.contribution
             if np.isfinite(points):
-                self._add(b, k, measured=1.0, contribution=points, squares=points**2)
-            fate = {"fossilized": 1.0, "parameters": parameters} if after is Stage.FOSSILIZED else {"culled": 1.0}
-            self._add(b, k, ticks=seed.age, **fate)
-
-    def _add(self, blueprint: int, slot: int, **amounts: float) -> None:
-        for name, amount in amounts.items():
-            self.sums[SeedStats._fields.index(name), blueprint, slot] += amount
+                sums.measured[b, k] += 1.0
+                sums.contribution[b, k] += points
+            (sums.fossilized if after is Stage.FOSSILIZED else sums.culled)[b, k] += 1.0
 
     def _watch_gradients(self, tick: Tick) -> None:
         """Find seeds that have had no gradient since they were germinated in this rollout."""
@@ -173,46 +301,23 @@ class Observer:
         """Statistics since the run began, arrays [B, K]."""
         return SeedStats(*(self.earlier + self.sums))
 
-    @property
-    def rollout_stats(self) -> SeedStats:
-        """Statistics since the rollout began, arrays [B, K]."""
-        return SeedStats(*self.sums)
-
     def metrics(self) -> dict[str, float]:
         """Return the metrics of a finished rollout by tag; undefined ones are left out."""
         found = {f"rollout/reward.{name}": paid for name, paid in self.terms.items() if self.seen == self.horizon}
         if self.health[1]:
             found["rollout/gradient_health"] = self.health[0] / self.health[1]
         silent = self.dead + np.bincount(self.silent[self.silent >= 0], minlength=len(self.blueprints))
-        of_blueprint = SeedStats(*(part.sum(1) for part in self.rollout_stats))  # [B]
+        of_blueprint = SeedStats(*self.sums.sum(2))  # [B]
         for b, name in enumerate(self.blueprints):
             if self.born[b] >= LEAST_SEEDS:
                 found[f"rollout/dead_seeds.{name}"] = silent[b] / self.born[b]
             found[f"blueprint/{name}/germinated"] = of_blueprint.germinated[b] / self.n_envs
             found[f"blueprint/{name}/kept"] = of_blueprint.fossilized[b] / self.n_envs
             if of_blueprint.germinated[b] > 0.0:
-                found[f"blueprint/{name}/churn"] = of_blueprint.churn[b]
+                found[f"blueprint/{name}/churn"] = of_blueprint.culled[b] / of_blueprint.germinated[b]
             if of_blueprint.measured[b] > 0.0:
                 found[f"blueprint/{name}/contribution"] = of_blueprint.mean_contribution[b]
-        for stage in sorted(LIVE):
-            if self.left[0, stage] > 0.0:
-                found[f"growth/ticks.{stage.name}"] = self.left[1, stage] / self.left[0, stage]
         return {tag: float(value) for tag, value in found.items()}
-
-    def table(self) -> str:
-        """Return the statistics since the run began as a table in Markdown."""
-        head = "| slot | blueprint | germinated | kept | culled | churn | contribution ± spread | parameters | ticks |"
-        rows = [head, "|---|---|---|---|---|---|---|---|---|"]
-        for k, slot in enumerate(self.slots):
-            for b, blueprint in enumerate(self.blueprints):
-                one = SeedStats(*(part[b, k] for part in self.run_stats))
-                if one.germinated:
-                    judged = f"{one.mean_contribution:+.1f} ± {one.deviation:.1f}" if one.measured else "–"
-                    counts = f"{one.germinated:.0f} | {one.fossilized:.0f} | {one.culled:.0f} | {one.churn:.2f}"
-                    size = f"{one.parameters / one.fossilized:.0f}" if one.fossilized else "–"
-                    age = one.ticks / max(1.0, one.fossilized + one.culled)
-                    rows.append(f"| {slot} | {blueprint} | {counts} | {judged} | {size} | {age:.1f} |")
-        return "\n".join(rows)
 
     def state_dict(self) -> dict[str, Any]:
         trace = {name: torch.from_numpy(getattr(self.trace, name).copy()) for name in TRACED}
@@ -229,11 +334,6 @@ class Observer:
             self.terms, self.seen, self.trace.length = dict(state["terms"]), seen, length
         elif length == len(state["op"]):
             self.earlier += state["sums"].numpy()
-
-
-TRACED = ("op", "stage", "alpha", "rolled_back")
-ARRAYS = ("earlier", "refused", "sums", "left", "last_contributions", "silent", "born", "dead", "health")
-"""Attributes of a trace, and of an observer, that are saved."""
 
 
 def contributions(tick: Tick, slots: Sequence[str]) -> list[Event]:

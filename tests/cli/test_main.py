@@ -51,7 +51,7 @@ TICK_TAGS = {
     *(f"growth/{slot}/{stage.name}" for slot in ("block1.pool", "block2.pool", "block3") for stage in Stage),
     *(f"time/perf_counter.{phase}" for phase in PHASES),
 }
-SOMETIMES = ("blueprint/", "credit/", "gradients/seed", "growth/ticks.")
+SOMETIMES = ("blueprint/", "gradients/seed")
 ONCE = ("test/",)
 PER_TICK = ("hosts/", "reward/", "growth/", "governor/", "gradients/", "time/perf_counter.")
 

@@ -1,6 +1,5 @@
 """Controllers that act by a policy, on the hosts of its training and on others."""
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from esper_lightning.controllers.learned import LearnedController, SampledController, TrainingHosts, TrainingRules
+from esper_lightning.controllers.learned import LearnedController, TrainingHosts, TrainingRules
 from esper_lightning.envs import ActionConfig, HostPool, Observation, Op
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.growth.gates import LifecycleConfig
@@ -61,31 +60,6 @@ def test_what_was_learned_is_played_legally_without_chance_and_teaches_nothing(
     assert all(p.grad is None for p in policy.parameters())
 
 
-def test_the_policy_is_shown_normalised_features_and_remembers_the_episode(
-    pool: HostPool, policy: Policy, norm: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown: list[Observation] = []
-    real = policy.decide
-
-    def watched(observation: Observation, *rest: Any, **more: Any) -> Any:
-        shown.append(observation)
-        return real(observation, *rest, **more)
-
-    monkeypatch.setattr(policy, "decide", watched)
-    controller = LearnedController(policy, norm)
-    pool.reset([1, 2, 3])
-    controller.reset(pool)
-    raw = pool.observation.features.clone()
-    pool.step(controller.act(pool))
-    after_one = [part.clone() for part in controller.state]
-    controller.act(pool)
-
-    assert torch.equal(shown[0].features, norm(raw))
-    assert not any(torch.equal(a, b) for a, b in zip(after_one, controller.state, strict=True))
-    controller.reset(pool)
-    assert not any(part.any() for part in controller.state)
-
-
 def test_of_a_host_that_was_rolled_back_nothing_is_remembered(
     make_pool: MakePool, policy: Policy, norm: nn.Module
 ) -> None:
@@ -109,38 +83,6 @@ def test_of_a_host_that_was_rolled_back_nothing_is_remembered(
         assert not torch.allclose(after_nothing, after_all)
     watched.reset([1, 2, 3])
     assert not watched.episode_starts.any(), "and the next episode begins for all alike"
-
-
-def test_what_is_drawn_depends_on_its_own_seed_alone_and_goes_on_in_the_stream(
-    pool: HostPool, policy: Policy, norm: nn.Module
-) -> None:
-    controller = SampledController(policy, norm, rng_seed=1)
-    first = episode(pool, controller)
-    torch.manual_seed(5)
-    state = torch.get_rng_state()
-    again = episode(pool, SampledController(policy, norm, rng_seed=1))
-
-    assert torch.equal(first, again)
-    assert torch.equal(state, torch.get_rng_state()), "and takes nothing from anybody else"
-    assert not torch.equal(first, episode(pool, SampledController(policy, norm, rng_seed=2)))
-    assert not torch.equal(first, episode(pool, controller))
-
-
-def test_choices_are_as_frequent_as_the_policy_finds_them_likely(
-    make_pool: MakePool, policy: Policy, norm: nn.Module
-) -> None:
-    fresh, controller = make_pool(50), SampledController(policy, norm, rng_seed=0)
-    drawn: Counter[int] = Counter()
-    for _ in range(20):
-        controller.reset(fresh)
-        drawn.update(controller.act(fresh).op.tolist())
-
-    with torch.no_grad():
-        seen, never = Observation(norm(fresh.observation.features)), torch.zeros(50, dtype=torch.bool)
-        distribution, *_ = policy.step(seen, policy.initial_state(50), fresh.masks, starts=never)
-    p = distribution.log_probs["op"].exp().mean(0).flatten()[Op.GERMINATE].item()
-    assert set(drawn) == {Op.WAIT, Op.GERMINATE}
-    assert drawn[Op.GERMINATE] == pytest.approx(1000 * p, abs=5 * (1000 * p * (1 - p)) ** 0.5)
 
 
 def trained_on(pool: HostPool) -> TrainingHosts:

@@ -7,9 +7,7 @@ import torch
 from esper_lightning.controllers.random import RandomValid, WaitOnly
 from esper_lightning.envs import HEADS, HostPool, Op
 from esper_lightning.envs.spaces.actions import RELEVANT_OPS
-from esper_lightning.growth.gates import LifecycleConfig
 from tests.controllers.playing import episode
-from tests.decisions import WAIT, act, germinate
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +41,3 @@ def test_a_random_op_is_drawn_first_and_evenly(make_pool: Callable[..., HostPool
 
     assert set(ops) == {Op.WAIT, Op.GERMINATE}
     assert ops[Op.WAIT] == pytest.approx(500, abs=5 * (1000 * 0.25) ** 0.5)
-
-
-def test_a_random_choice_where_nothing_is_left_is_to_wait(make_pool: Callable[..., HostPool]) -> None:
-    pool = make_pool(2, lifecycle=LifecycleConfig(training_ticks=9, min_cull_age=9))
-    for slot in range(3):
-        pool.step(act(germinate(slot), germinate(slot)))
-
-    assert pool.masks.forced.all()
-    assert torch.equal(torch.stack(RandomValid(1).act(pool)), torch.tensor([WAIT, WAIT]).T)

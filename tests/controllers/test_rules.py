@@ -24,7 +24,6 @@ from esper_lightning.controllers.rules import (
 from esper_lightning.controllers.schedules import FixedSchedule, Schedule, ScheduledAction
 from esper_lightning.envs import ActionConfig, HostPool, Op
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import ObjectiveConfig
 from esper_lightning.tamiyo.policy import Policy
@@ -35,8 +34,6 @@ MakePool = Callable[..., HostPool]
 
 FLAT, STABLE = [0.5] * 9, [2.0] * 9
 """Validation accuracy of a host on a plateau, and validation loss of a stable host."""
-
-DEAD, HEALTHY = (GradientStats(norm=0.1, rms=0.01, vanished=vanished, exploded=0.0) for vanished in (1.0, 0.5))
 
 
 class Eager(Heuristic):
@@ -104,10 +101,7 @@ def measured(pool: HostPool, accuracy: list[float], loss: list[float] | None = N
     {
         "a plateau of a stable host": (FLAT, STABLE, germinate(0)),
         "the loss still falls": (FLAT, [2.0 * 0.9**t for t in range(9)], WAIT),
-        "the loss fell two ticks ago": (FLAT, [2.0] * 6 + [1.9, 1.9, 1.9], WAIT),
         "accuracy still rises": ([0.5 + 0.01 * t for t in range(9)], STABLE, WAIT),
-        "accuracy rose two ticks ago": ([0.5] * 6 + [0.51] * 3, STABLE, WAIT),
-        "the host is too young": (FLAT[:5], STABLE[:5], WAIT),
         "the loss is not a number": (FLAT, [float("nan")] * 9, WAIT),
     }.values(),
 )
@@ -137,11 +131,7 @@ def test_a_host_that_was_stable_once_may_be_grown_though_its_loss_moves_again(pa
         "it reaches the gate's threshold": (0.5, 1, 1.0, Op.FOSSILIZE),
         "it does not": (0.5, 1, 0.99, Op.WAIT),
         "three points lost, and time enough to recover": (0.47, 5, 0.0, Op.CULL),
-        "it has not had its time yet": (0.47, 4, 0.0, Op.WAIT),
-        "one point and a half is no harm": (0.485, 9, 0.0, Op.WAIT),
         "it makes itself needed while the host got worse": (0.497, 1, 0.2, Op.CULL),
-        "a tenth of a point is no loss": (0.499, 1, 0.2, Op.WAIT),
-        "it does not claim to contribute": (0.497, 1, 0.05, Op.WAIT),
     }.values(),
 )
 def test_the_heuristic_keeps_what_helps_and_culls_what_harms(
@@ -155,25 +145,12 @@ def test_the_heuristic_keeps_what_helps_and_culls_what_harms(
     assert decision(rule, patient)[:2] == (op, 0)
 
 
-def test_blueprints_of_the_heuristic_take_turns(patient: HostPool) -> None:
-    rule, met = started(patient, Heuristic()), []
-    for slot in range(3):
-        measured(patient, FLAT)
-        met.append(play_until_probation(rule, patient, slot)[2])
-        measured(patient, FLAT, slot=slot, contribution=2.0)
-        assert play(rule, patient, 1) == [fossilize(slot)]
-
-    assert met == [0, 1, 2]
-    measured(patient, FLAT)
-    assert decision(rule, patient) == WAIT, "every slot is taken"
-
-
 @pytest.mark.parametrize("changes", [{}, FREE], ids=["by default", "all heads"])
 @pytest.mark.parametrize(
     "rule",
     [
         *(Eager(), Periodic(PeriodicConfig(every=1)), Periodic(PeriodicConfig(every=2))),
-        HillClimbing(ClimbingConfig(at_once=3, patience=0, zero_gradient=True)),
+        HillClimbing(ClimbingConfig(at_once=3, patience=0)),
     ],
 )
 def test_no_mask_is_ever_broken_and_every_episode_begins_anew(
@@ -263,20 +240,6 @@ def test_a_seed_that_may_not_be_kept_is_given_as_long_as_patience_says(
 
 
 @pytest.mark.parametrize(
-    ("zero_gradient", "gradient", "expected"),
-    [(True, DEAD, cull(0)), (True, HEALTHY, WAIT), (False, DEAD, WAIT), (True, None, WAIT)],
-)
-def test_a_seed_that_no_gradient_reaches_is_culled_at_once_if_asked(
-    dear: HostPool, zero_gradient: bool, gradient: GradientStats | None, expected: Row
-) -> None:
-    rule = climbing(dear, zero_gradient=zero_gradient)
-    play(rule, dear, 1)
-    dear.envs[0].records[0].gradient = gradient
-
-    assert decision(rule, dear) == expected
-
-
-@pytest.mark.parametrize(
     ("settings", "expected"),
     [
         ({}, [germinate(0, 0), germinate(1, 0), germinate(2, 0)]),
@@ -300,16 +263,6 @@ def test_seeds_are_tried_in_the_order_of_the_settings_and_again_when_nothing_els
     assert found[: len(expected)] == expected
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 3])
-def test_no_more_seeds_grow_at_once_than_asked(dear: HostPool, at_once: int) -> None:
-    rule, most = climbing(dear, at_once=at_once), 0
-    for _ in range(dear.config.horizon):
-        play(rule, dear, 1)
-        most = max(most, sum(slot.live for slot in dear.envs[0].slots))
-
-    assert most == at_once
-
-
 @pytest.mark.parametrize("training_ticks", [0, 3])
 @pytest.mark.parametrize("tempo", [1, 3])
 def test_a_seed_is_begun_while_it_can_be_judged_and_no_later(
@@ -330,8 +283,6 @@ def test_a_seed_is_begun_while_it_can_be_judged_and_no_later(
     ("make", "said"),
     [
         (lambda: PeriodicConfig(every=0), r"periodic\.every must be at least 1, got 0"),
-        (lambda: PeriodicConfig(blueprints=[]), r"periodic\.blueprints is empty"),
-        (lambda: ClimbingConfig(at_once=0), r"climbing\.at_once"),
         (lambda: ClimbingConfig(patience=-1), r"climbing\.patience"),
         (lambda: ClimbingConfig(blueprints=[]), r"climbing\.blueprints"),
     ],
@@ -341,13 +292,13 @@ def test_settings_that_make_no_sense_are_refused(make: Callable[[], object], sai
         make()
 
 
-def test_blueprints_that_are_not_on_offer_are_refused(dear: HostPool) -> None:
-    for rule in (
-        Periodic(PeriodicConfig(blueprints=["conv_lite"])),
-        HillClimbing(ClimbingConfig(blueprints=["conv_lite"])),
-    ):
-        with pytest.raises(ValueError, match=r"\.blueprints: 'conv_lite' is not available; did you mean 'conv_light'"):
-            rule.reset(dear)
+@pytest.mark.parametrize(
+    "rule",
+    [Periodic(PeriodicConfig(blueprints=["conv_lite"])), HillClimbing(ClimbingConfig(blueprints=["conv_lite"]))],
+)
+def test_blueprints_that_are_not_on_offer_are_refused(dear: HostPool, rule: Any) -> None:
+    with pytest.raises(ValueError, match=r"\.blueprints: 'conv_lite' is not available; did you mean 'conv_light'"):
+        rule.reset(dear)
 
 
 def a_schedule(pool: HostPool) -> FixedSchedule:

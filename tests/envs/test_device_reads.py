@@ -18,7 +18,7 @@ from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.running_norm import NormalizeConfig, RunningMeanStd, make_norm
 from esper_lightning.tamiyo.policy import Policy
 from esper_lightning.tasks import Digits
-from esper_lightning.telemetry.hosts import observe
+from esper_lightning.telemetry.observer import observe
 from tests.conftest import SMALL, small_host
 
 READING = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "nonzero"}

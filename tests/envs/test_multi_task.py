@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from esper_lightning.controllers.learned import SampledController
+from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.envs import ActionConfig, HostPool, MixedPool, Op
 from esper_lightning.envs.spaces.action_discovery import SharedSpace, pad_slots, union_of_slots
 from esper_lightning.growth.attach import attach_slots
@@ -165,7 +165,10 @@ def test_a_host_that_is_a_sequence_of_layers_can_lack_a_place(common: SharedSpac
 
 def test_a_policy_grows_them_all(common: SharedSpace, make_policy: Any) -> None:
     mixed = mixed_pool(common)
-    controller = SampledController(make_policy(mixed), nn.Identity(), rng_seed=0)
+    policy = make_policy(mixed)
+    with torch.no_grad():
+        policy.heads.tables["op"].layers[2].bias[Op.GERMINATE] = 9.0
+    controller = LearnedController(policy, nn.Identity())
     mixed.reset(SEEDS)
     controller.reset(mixed)
     grown = set()

@@ -13,8 +13,8 @@ from esper_lightning.envs.executors import StreamsExecutor
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.governor.judge import Verdict
 from esper_lightning.ranks import ALONE
-from esper_lightning.telemetry.hosts import join, observe
 from esper_lightning.telemetry.metrics import tick_metrics
+from esper_lightning.telemetry.observer import join, observe
 from tests.decisions import WAIT, act, germinate
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
 from tests.envs.executors.fake_cuda import FakeCuda

@@ -16,9 +16,11 @@ from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.seeding import episode_rng_seeds
 from esper_lightning.evaluation import search as search_module
-from esper_lightning.evaluation.plans import Plan, PlannedSeed, PlanSampler
 from esper_lightning.evaluation.play import play_episode
 from esper_lightning.evaluation.search import (
+    Plan,
+    PlannedSeed,
+    PlanSampler,
     SearchConfig,
     SuccessiveHalving,
     check_budget,
@@ -74,16 +76,13 @@ def test_plans_are_drawn_from_all_that_there_is_and_early_ticks_are_likelier(
     for plan in drawn:
         check(plan, roomy)
     seeds = [seed for plan in drawn for seed in plan.seeds]
-    for number in (1, 2, 3):
-        assert sum(len(plan.seeds) == number for plan in drawn) == pytest.approx(200, abs=5 * (600 * 2 / 9) ** 0.5)
     for head in ("slot", "blueprint", "style", "tempo"):
         assert {getattr(seed, head) for seed in seeds} == set(getattr(roomy.space, head))
     ticks = Counter(seed.tick for seed in seeds if seed.tempo == "FAST")
     assert set(ticks) == set(range(9)) and ticks[0] > 2 * ticks[8]
-    assert {plan.fossilize_late for plan in drawn} == {True, False}
     culled = [seed.cull_tick - seed.tick for seed in seeds if seed.cull_tick is not None]
     assert len(culled) == pytest.approx(len(seeds) / 3, abs=5 * (len(seeds) * 2 / 9) ** 0.5)
-    assert set(culled) == set(range(1, 12)), "at once, or in the last tick, or whenever"
+    assert {plan.fossilize_late for plan in drawn} == {True, False}
 
 
 def test_a_mutation_changes_one_thing_and_a_child_takes_each_slot_from_one_of_its_parents(
@@ -101,14 +100,7 @@ def test_a_mutation_changes_one_thing_and_a_child_takes_each_slot_from_one_of_it
     assert {0, 1} <= news <= {0, 1, 2}, "two where one makes way for another"
 
 
-def test_what_is_known_is_not_tried_again_and_an_exhausted_space_gives_fewer(
-    make_pool: MakePool, sampler: PlanSampler, drawn: list[Plan]
-) -> None:
-    known = set(drawn)
-    for parents in ([], drawn[:3]):
-        fresh = sampler.sample_distinct(50, known, parents)
-        assert len(set(fresh)) == 50 and not known & set(fresh)
-
+def test_what_is_known_is_not_tried_again_and_an_exhausted_space_gives_fewer(make_pool: MakePool) -> None:
     one_slot = partial(CNN, base=4, slots=["block3"])
     tiny = make_pool(1, host=one_slot, horizon=4, actions=ActionConfig(blueprints=["norm"], tempos={"FAST": 1}))
     alone = PlanSampler(tiny, rng_seed=0)
@@ -193,17 +185,6 @@ def test_all_candidates_of_a_stage_meet_the_same_hosts_and_the_better_part_meets
     assert ranking[0] == 3 and sorted(ranking) == [0, 1, 2, 3]
 
 
-def test_more_candidates_than_environments_are_looked_at_one_batch_after_the_other_within_the_budget(
-    pool: HostPool, dear_and_free: list[Schedule]
-) -> None:
-    dear, free = dear_and_free
-    many, few = racer(pool, 3), racer(pool, 1)
-
-    assert many.rank([*[dear] * 15, free])[0] == 15
-    assert (many.episodes_spent, many.episodes_left) == (3, 0)
-    assert set(few.rank([*[dear] * 8, free])) == set(range(8)), "there is no budget for the last"
-
-
 @pytest.mark.parametrize("steps", rest_is_slow([EPISODE, 3 * EPISODE + 5, 12 * EPISODE - 1], {3 * EPISODE + 5}))
 def test_a_search_depends_on_its_seed_alone_and_spends_its_budget(
     pool: HostPool, steps: int, met: list[list[int]]
@@ -279,9 +260,5 @@ def test_episodes_too_short_for_a_seed_are_refused(make_pool: MakePool) -> None:
 
     with pytest.raises(ValueError, match=r"no seed can be fossilized in episodes of 3 ticks; raise env\.horizon"):
         check_budget(SearchConfig(), short, n_envs=2)
-
-
-@pytest.mark.parametrize("setting", [{"steps": 0}, {"steps": 10**18}, {"seed": -1}])
-def test_settings_that_make_no_sense_are_refused(setting: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=f"search.{next(iter(setting))} must"):
-        SearchConfig(**setting)
+    with pytest.raises(ValueError, match=r"search\.steps must"):
+        SearchConfig(steps=10**18)

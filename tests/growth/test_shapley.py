@@ -1,14 +1,14 @@
-"""Shapley values and interactions compared with their definitions and with all orders of joining."""
+"""Shapley values compared with their definition and with all orders of joining."""
 
 import math
 from collections.abc import Sequence
-from itertools import combinations, permutations
+from itertools import permutations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esper_lightning.growth.counterfactual import SeedVariant, all_variants, interactions, shapley_values
+from esper_lightning.growth.counterfactual import SeedVariant, all_variants, shapley_values
 
 Game = dict[SeedVariant, float]
 
@@ -35,16 +35,6 @@ def over_all_orders(worth: Game, players: Sequence[str]) -> dict[str, float]:
     }
 
 
-def interaction_over_all_orders(worth: Game, players: Sequence[str], a: str, b: str) -> float:
-    """Return the joint marginal value of a pair minus the separate ones, averaged over every order of joining."""
-    orders = list(permutations(player for player in players if player != b))
-    total = 0.0
-    for order in orders:
-        before = frozenset(order[: order.index(a)])
-        total += worth[before | {a, b}] - worth[before | {a}] - worth[before | {b}] + worth[before]
-    return total / len(orders)
-
-
 @given(games())
 def test_exact_values_are_the_mean_over_all_orders_and_sum_to_the_whole_gain(game: tuple[Game, list[str]]) -> None:
     worth, players = game
@@ -52,12 +42,3 @@ def test_exact_values_are_the_mean_over_all_orders_and_sum_to_the_whole_gain(gam
     assert values == pytest.approx(over_all_orders(worth, players), rel=1e-9, abs=1e-9)
     gain = worth[frozenset(players)] - worth[frozenset()]
     assert math.fsum(values.values()) == pytest.approx(gain, rel=1e-6, abs=1e-9)
-
-
-@given(games())
-def test_interactions_are_the_mean_over_all_orders_in_which_a_pair_joins_as_one(game: tuple[Game, list[str]]) -> None:
-    worth, players = game
-    measured = interactions(worth, players)
-    assert list(measured) == list(combinations(players, 2))
-    for (a, b), index in measured.items():
-        assert index == pytest.approx(interaction_over_all_orders(worth, players, a, b), rel=1e-9, abs=1e-9)

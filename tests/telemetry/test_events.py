@@ -15,7 +15,6 @@ from esper_lightning.telemetry.events import (
     EventLog,
     SeedChanged,
     Started,
-    from_line,
     read_events,
     to_line,
 )
@@ -33,39 +32,25 @@ def write_events(path: Path, *events: Event) -> EventLog:
     return log
 
 
-def test_what_is_written_is_there_at_once_and_reads_back(tmp_path: Path) -> None:
+def test_what_is_written_is_there_at_once_as_plain_json_and_reads_back(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     log = write_events(path, START, BORN)
 
     assert list(read_events(path)) == [START, BORN], "the file was not closed"
-    log.write([BORN._replace(tick=4)])
-    assert [event.tick for event in read_events(path)] == [0, 3, 4]
+    assert json.loads(path.read_text().splitlines()[1]) == {"type": "seed", **BORN._asdict()}
+    anomaly = AnomalyChanged(5, 1, "kl", "critical", math.nan, 0.1, "why", ["a.b"])
+    log.write([anomaly])
+    assert list(read_events(path))[2] == anomaly._replace(value=None), "what is not finite is null"
 
 
-def test_a_line_is_plain_json_that_names_its_type() -> None:
-    assert json.loads(to_line(BORN)) == {"type": "seed", **BORN._asdict()}
-
-
-def test_what_is_not_finite_is_null() -> None:
-    event = AnomalyChanged(5, 1, "kl", "critical", math.nan, 0.1, "why", ["a.b"])
-
-    assert json.loads(to_line(event))["value"] is None
-    assert from_line(to_line(event)) == event._replace(value=None)
-
-
-def test_the_line_that_a_crash_has_cut_is_left_out(tmp_path: Path) -> None:
+def test_going_on_forgets_what_came_later_and_the_line_that_a_crash_has_cut(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    write_events(path, START, BORN)
-    path.write_bytes(path.read_bytes()[:-5])
-
-    assert list(read_events(path)) == [START]
-
-
-def test_going_on_forgets_what_came_later_and_the_cut_line(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
+    EventLog(path).discard_after(3)
+    assert not path.exists(), "nothing was written"
     log = write_events(path, START, BORN, BORN._replace(tick=4), BORN._replace(tick=5))
     log.close()
     path.write_bytes(path.read_bytes()[:-5])
+    assert [event.tick for event in read_events(path)] == [0, 3, 4]
 
     log.discard_after(3)
     log.write([BORN._replace(tick=4, host=0)])
@@ -73,23 +58,13 @@ def test_going_on_forgets_what_came_later_and_the_cut_line(tmp_path: Path) -> No
     assert list(read_events(path)) == [START, BORN, BORN._replace(tick=4, host=0)]
 
 
-def test_going_on_where_nothing_was_written_makes_no_file(tmp_path: Path) -> None:
-    EventLog(tmp_path / "events.jsonl").discard_after(3)
-
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"type":"nonsense","tick":1}', "no event of schema 2"),
-        ("[]", "no event of schema 2"),
-        ('{"type":"seed","tick":1}', "no event of schema 2"),
-        (to_line(START._replace(schema=1)), "events of schema 1; use the version of this package that wrote them"),
-        ("{", "Expecting property name"),
-        ("", "Expecting value"),
+        ('{"type":"nonsense","tick":1}', "no event of schema 3"),
+        ('{"type":"seed","tick":1}', "no event of schema 3"),
+        (to_line(START._replace(schema=2)), "events of schema 2; use the version of this package that wrote them"),
         ("x" * 1_000_000, "Expecting value"),
-        (to_line(START).rstrip() * 2, "Extra data"),
         ("\udcff", "can't decode byte"),
     ],
 )
@@ -137,13 +112,7 @@ def test_a_resumed_run_tells_everything_once(tmp_path: Path, tick: int) -> None:
     assert [start.tick for start in starts] == [0, tick]
     resumed.remove(starts[1])
     assert resumed == whole
-
-
-def test_ticks_never_go_back(tmp_path: Path) -> None:
-    fit(tmp_path)
-
-    ticks = [event.tick for event in told(tmp_path)]
-    assert ticks == sorted(ticks) and ticks[-1] == 15
+    assert [event.tick for event in whole] == sorted(event.tick for event in whole)
 
 
 def test_the_page_describes_every_event_and_every_field() -> None:

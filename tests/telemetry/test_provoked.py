@@ -1,117 +1,108 @@
 """Anomalies provoked in small real runs are named correctly; healthy runs raise none."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
+from esper_lightning.callbacks import telemetry
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.tamiyo.policy import RecurrentState
-from tests.runs import cli
-from tests.telemetry.provoke import SMALL, collect_printed_lines, dead_blueprints, open_gate, run
+from tests.runs import CONFIGS, cli, only_run
 from tests.tiers import rest_is_slow
 
-DEAD = ("dead_a", "dead_b", "dead_c", "dead_d")
+SMALL = (
+    *("--config", str(CONFIGS / "smoke.yaml"), "--data.env.horizon=8", "--data.env.training.batches=4"),
+    *("--data.n_envs=8", "--model.evaluation.hosts=0", "--trainer.enable_progress_bar=false"),
+)
+"""Settings of a small run: eight hosts, eight ticks of four minibatches; half a second per rollout."""
 
 
-@pytest.mark.slow
-def test_blueprints_that_are_dead_at_birth_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    offered = f"[{', '.join((*DEAD, 'conv_light', 'bottleneck'))}]"
+class Report(NamedTuple):
+    """Anomalies that a run reported."""
 
-    with dead_blueprints(monkeypatch, *DEAD), open_gate(monkeypatch):
-        found = run(
-            *(tmp_path, monkeypatch, "--trainer.max_epochs=1", "--data.n_envs=24", "--data.env.executor=loop"),
-            f"--data.env.actions.blueprints={offered}",
-        )
-
-    named = {name for name in found.raised if name.startswith("dead_seeds")}
-    assert named == {f"dead_seeds.{name}" for name in DEAD}
-    assert found.levels["dead_seeds.conv_light"] == found.levels["dead_seeds.bottleneck"] == [0]
-    line = found.line(min(named))
-    assert "get no gradient: dead at birth; look at data.env.actions.blueprints, data.env.lifecycle.birth" in line
-    assert f"blueprint {min(named).removeprefix('dead_seeds.')} " in line
+    levels: dict[str, list[int]]  # by name, 1 while it is raised, after each update
+    raised: set[str]  # those that were ever raised
+    lines: dict[str, str]  # with which each was first raised
 
 
-@pytest.mark.slow
-def test_seeds_that_fail_because_a_family_says_so_are_named_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = run(
-        *(tmp_path, monkeypatch, "--trainer.max_epochs=1", "--data.n_envs=16"),
-        "--data.env.actions.blueprints=[norm, conv_small, conv_light]",
-        "--data.env.family.train=[{fail.norm: [1.0]}]",
-    )
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
+    """Run a small training, and return what it reported."""
 
-    assert found.raised == {"dead_seeds.norm"}
-    assert "data.env.family" in found.line("dead_seeds.norm")
+    def report(*args: str) -> Report:
+        lines: list[str] = []
+        monkeypatch.setattr(telemetry, "print_status", lines.append)
+        cli(*SMALL, "--trainer.default_root_dir", str(tmp_path), *args)
+        scalars = only_run(tmp_path).scalars()
+        levels = {
+            tag.removeprefix("anomaly/"): [int(value) for _, value in points]
+            for tag, points in scalars.items()
+            if tag.startswith("anomaly/")
+        }
+        raised = {name for name, values in levels.items() if any(values)}
+        first = {name: next(line for line in lines if line.startswith(f"anomaly {name}: ")) for name in raised}
+        return Report(levels, raised, first)
 
-
-def test_a_gate_keeps_what_never_gets_a_gradient_out_in_the_first_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with dead_blueprints(monkeypatch, "dead_a"), pytest.raises(SystemExit):
-        run(tmp_path, monkeypatch, "--data.env.actions.blueprints=[dead_a]")
-
-    assert "its first gradient is zero: it could never learn" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lr", ["0.0", "1e-12"])
-def test_a_policy_without_a_learning_rate_is_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lr: str) -> None:
-    found = run(tmp_path, monkeypatch, "--trainer.max_epochs=2", f"--model.ppo.lr={{start: {lr}, end: {lr}}}")
-
-    assert found.levels["frozen_policy"] == [0, 1]
-    assert found.raised == {"frozen_policy"}
-    assert "look at model.ppo.lr" in found.line("frozen_policy")
-
-
-@pytest.mark.slow
-def test_one_step_per_update_leaves_ratios_at_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(*(tmp_path, monkeypatch, "--trainer.max_epochs=2"), "--model.ppo.epochs=1", "--model.ppo.minibatches=1")
-
-    assert found.levels["ratio_one"] == [0, 1]
-    assert found.raised == {"ratio_one"}
-    assert "look at model.ppo.epochs, model.ppo.minibatches" in found.line("ratio_one")
+    return report
 
 
 @pytest.mark.parametrize(
-    ("governor", "named"),
-    rest_is_slow([(True, {"rolled_back", "gradient_health"}), (False, set())], lambda case: case[0]),
+    ("flags", "raised", "said"),
+    rest_is_slow(
+        [
+            (("--model.ppo.lr={start: 0.0, end: 0.0}",), {"frozen_policy"}, "look at model.ppo.lr"),
+            (("--model.ppo.lr={start: 1e-12, end: 1e-12}",), {"frozen_policy"}, "look at model.ppo.lr"),
+            (
+                ("--model.ppo.epochs=1", "--model.ppo.minibatches=1"),
+                {"ratio_one"},
+                "look at model.ppo.epochs, model.ppo.minibatches",
+            ),
+            (("--data.env.training.lr=1000",), {"gradient_health", "rolled_back"}, "look at data.env.training.lr"),
+            (
+                ("--data.env.training.lr=1000", "--trainer.callbacks=[esper_lightning.callbacks.Telemetry]"),
+                {"gradient_health"},
+                "look at data.env.training.lr",
+            ),
+            (
+                (
+                    *("--data.n_envs=16", "--data.env.actions.blueprints=[norm, conv_small, conv_light]"),
+                    "--data.env.family.train=[{fail.norm: [1.0]}]",
+                ),
+                {"dead_seeds.norm"},
+                "seeds of blueprint norm get no gradient: dead at birth; look at data.env.actions.blueprints",
+            ),
+        ],
+        lambda case: case[1] == {"gradient_health", "rolled_back"},
+    ),
 )
-def test_exploding_hosts_are_the_learning_rate_s_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, governor: bool, named: set[str]
+def test_a_fault_of_the_settings_is_named(
+    flags: tuple[str, ...], raised: set[str], said: str, run: Callable[..., Report]
 ) -> None:
-    found = run(
-        *(tmp_path, monkeypatch, "--trainer.max_epochs=1", "--data.env.training.lr=1000"),
-        *([] if governor else ["--trainer.callbacks=[esper_lightning.callbacks.Telemetry]"]),
-    )
+    found = run("--trainer.max_epochs=2", *flags)
 
-    assert found.raised == {"gradient_health"} | named
-    for name in found.raised:
-        assert "look at data.env.training.lr" in found.line(name)
+    assert found.raised == raised
+    assert all(said in line for line in found.lines.values())
 
 
 @pytest.mark.slow
-def test_large_steps_without_an_entropy_bonus_end_in_a_policy_that_tries_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_steps_without_an_entropy_bonus_end_in_a_policy_that_tries_nothing(run: Callable[..., Report]) -> None:
     found = run(
-        *(tmp_path, monkeypatch, "--trainer.max_epochs=8", "--model.ppo.entropy={start: 0.0, end: 0.0}"),
-        *("--model.ppo.lr={start: 0.05, end: 0.05}", "--model.ppo.target_kl=null"),
+        *("--trainer.max_epochs=8", "--model.ppo.entropy={start: 0.0, end: 0.0}", "--model.ppo.target_kl=null"),
+        "--model.ppo.lr={start: 0.05, end: 0.05}",
     )
 
-    collapsed = {name for name in found.raised if name.startswith("entropy.")}
-    assert collapsed
-    assert {"kl", "ratio_low", "ratio_high"} <= found.raised, "updates were far too large"
-    line = found.line(min(collapsed))
-    assert f"the head {min(collapsed).removeprefix('entropy.')} always makes the same choice" in line
-    assert "look at model.ppo.entropy" in line
+    collapsed = [name for name in found.raised if name.startswith("entropy.")]
+    assert collapsed and {"kl", "ratio_low", "ratio_high"} <= found.raised, "updates were far too large"
+    assert "always makes the same choice" in found.lines[collapsed[0]]
     assert "entropy.tempo" not in found.levels, "with one tempo on offer there is nothing to collapse"
 
 
 @pytest.mark.slow
 def test_a_policy_that_only_waits_is_told_from_one_that_has_nothing_left_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Report], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Saturate the op head of the policy, so that it always waits."""
     begin = RolloutCollector.reset
@@ -122,17 +113,17 @@ def test_a_policy_that_only_waits_is_told_from_one_that_has_nothing_left_to_do(
         begin(loop)
 
     monkeypatch.setattr(RolloutCollector, "reset", saturated)
-    found = run(tmp_path, monkeypatch, "--trainer.max_epochs=4")
+    found = run("--trainer.max_epochs=4")
 
     assert found.levels["waiting"] == [0, 0, 1, 1]
     assert found.levels["entropy.op"][:3] == [0, 0, 1]
-    assert "collapsed to WAIT" in found.line("waiting") and "data.env.objective.price" in found.line("waiting")
+    assert "collapsed to WAIT" in found.lines["waiting"] and "data.env.objective.price" in found.lines["waiting"]
     assert not found.raised & {"entropy.slot", "entropy.blueprint"}, "heads that never mattered"
 
 
 @pytest.mark.slow
 def test_a_state_that_is_a_tick_old_is_found_before_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Report], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tick = RolloutCollector.step
 
@@ -143,18 +134,17 @@ def test_a_state_that_is_a_tick_old_is_found_before_the_first_step(
         return step
 
     monkeypatch.setattr(RolloutCollector, "step", stale)
-    found = run(tmp_path, monkeypatch, "--trainer.max_epochs=2")
+    found = run("--trainer.max_epochs=2")
 
     assert found.levels["stale_state"] == [1, 1]
-    assert "another recurrent state" in found.line("stale_state")
+    assert "another recurrent state" in found.lines["stale_state"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_a_healthy_run_raises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_a_healthy_run_raises_nothing(run: Callable[..., Report], seed: int) -> None:
     found = run(
-        *(tmp_path, monkeypatch, "--trainer.max_epochs=6", "--data.n_envs=16", "--model.ppo.minibatches=4"),
-        f"--seed_everything={seed}",
+        *("--trainer.max_epochs=6", "--data.n_envs=16", "--model.ppo.minibatches=4", f"--seed_everything={seed}")
     )
 
     # A critic after five updates may still be no better than the mean.
@@ -163,13 +153,12 @@ def test_a_healthy_run_raises_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_in_the_same_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_goes_on_in_the_same_states(run: Callable[..., Report], tmp_path: Path) -> None:
     frozen = "--model.ppo.lr={start: 0.0, end: 0.0}"
-    with collect_printed_lines(monkeypatch):
-        cli(*SMALL, frozen, "--trainer.default_root_dir", str(tmp_path), "--trainer.max_epochs=1")
+    run(frozen, "--trainer.max_epochs=1")
     (last,) = tmp_path.rglob("last.ckpt")
 
-    found = run(tmp_path, monkeypatch, frozen, "--trainer.max_epochs=3", "--ckpt_path", str(last))
+    found = run(frozen, "--trainer.max_epochs=3", "--ckpt_path", str(last))
 
     assert found.levels["frozen_policy"] == [0, 1, 1], "the first update was counted"
-    assert found.line("frozen_policy").startswith("anomaly frozen_policy: raised at update 2: 0, bound 1e-06")
+    assert found.lines["frozen_policy"].startswith("anomaly frozen_policy: raised at update 2: 0, bound 1e-06")

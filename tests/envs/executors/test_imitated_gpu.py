@@ -25,9 +25,8 @@ from esper_lightning.ppo.running_norm import NormalizeConfig, RunningMeanStd, ma
 from esper_lightning.ranks import ALONE
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
 from esper_lightning.tasks import Digits
-from esper_lightning.telemetry.hosts import join, observe
 from esper_lightning.telemetry.metrics import tick_metrics
-from esper_lightning.telemetry.observer import Observer
+from esper_lightning.telemetry.observer import Observer, join, observe
 from tests.conftest import SMALL, small_host
 from tests.decisions import WAIT, germinate
 from tests.envs.executors.fused import hosts

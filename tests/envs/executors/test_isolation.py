@@ -20,8 +20,8 @@ from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from esper_lightning.ranks import ALONE
-from esper_lightning.telemetry.hosts import join, observe
 from esper_lightning.telemetry.metrics import tick_metrics
+from esper_lightning.telemetry.observer import join, observe
 from tests.decisions import WAIT, act, germinate
 from tests.envs.executors.episodes import same
 from tests.envs.executors.fake_cuda import FakeCuda
