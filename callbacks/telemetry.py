@@ -14,8 +14,8 @@ from torch.utils.tensorboard import SummaryWriter
 from esper_lightning.console import print_status
 from esper_lightning.envs.executors.out_of_memory import first_line
 from esper_lightning.envs.spaces.actions import relevance_table
-from esper_lightning.errors import is_out_of_memory
 from esper_lightning.evaluation.inspection import credit_fossilized_seeds
+from esper_lightning.machine import is_out_of_memory
 from esper_lightning.module import TamiyoModule
 from esper_lightning.serialization.replace import set_aside
 from esper_lightning.telemetry import metrics as numbers

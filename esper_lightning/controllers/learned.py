@@ -15,6 +15,7 @@ from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.envs.vector_env import Observation
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.serialization.checks import excerpt
+from esper_lightning.tamiyo.heads import Hidden
 from esper_lightning.tamiyo.policy import Policy
 
 
@@ -138,11 +139,12 @@ class LearnedController:
     @torch.no_grad()
     def act(self, pool: Hosts) -> Action:
         # As in training, a rollback begins a new trajectory and resets the recurrent state.
-        action, self.state = self.policy.decide(self._observe(pool), self.state, pool.masks, starts=pool.episode_starts)
-        return action
+        return self.policy.heads.decide(self._encode(pool), pool.masks)
 
-    def _observe(self, pool: Hosts) -> Observation:
-        return Observation(self.normalise(pool.observation.features))
+    def _encode(self, pool: Hosts) -> Hidden:
+        observation = Observation(self.normalise(pool.observation.features))
+        hidden, self.state = self.policy.encode_step(observation, self.state, pool.episode_starts)
+        return hidden
 
     def state_dict(self) -> dict[str, Any]:
         """Return the recurrent state, for an episode that is continued later."""
@@ -188,7 +190,4 @@ class SampledController(LearnedController):
 
     @torch.no_grad()
     def act(self, pool: Hosts) -> Action:
-        distribution, self.state = self.policy.step_actor(
-            self._observe(pool), self.state, pool.masks, starts=pool.episode_starts
-        )
-        return distribution.sample(self.generator)
+        return self.policy.heads.distribution(self._encode(pool), pool.masks).sample(self.generator)

@@ -44,8 +44,8 @@ from esper_lightning.growth.export import export
 from esper_lightning.growth.fold import fold
 from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.nested import iter_tensors
+from esper_lightning.machine import provenance
 from esper_lightning.parallel import Mapper
-from esper_lightning.provenance import provenance
 
 EVALUATION_FOLDER, NETWORKS_FOLDER = "evaluation", "networks"
 """Subfolder of a run folder for the results of a comparison; and its subfolder with grown hosts, the best in `1`."""

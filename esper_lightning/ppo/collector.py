@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from esper_lightning.checkpoint import DivergedError
 from esper_lightning.envs.seeding import TRAINING, episode_rng_seeds
 from esper_lightning.envs.vector_env import VectorEnv
-from esper_lightning.errors import DivergedError
 from esper_lightning.ppo.gae import discounted_sums, gae, normalise
 from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.rollout_buffer import Experience, Rollout, RolloutBuffer, map_tensors
@@ -132,10 +132,11 @@ class RolloutCollector:
         with pool.clock.measure("policy"):
             # Copies, because the step overwrites the environments' observation.
             masks, seen = map_tensors(torch.clone, pool.masks), map_tensors(torch.clone, pool.observation)
-            observation, privileged = self._normalised(seen, map_tensors(torch.clone, pool.privileged))
-            distribution, values, self.state = self.policy.step(
-                observation, state, masks, starts=self.starts, privileged=privileged
-            )
+            more = None if self.privileged_norm is None else map_tensors(torch.clone, pool.privileged)
+            observation, privileged = self._normalised(seen, more)
+            hidden, self.state = self.policy.encode_step(observation, state, self.starts)
+            distribution = self.policy.heads.distribution(hidden, masks)
+            values = self.policy.estimate_value(hidden, privileged)
             action = distribution.sample(self.generator, self.ranks)
             self.raw_features[length].copy_(pool.observation.features)
             if self.raw_privileged is not None:
@@ -182,9 +183,8 @@ class RolloutCollector:
     def _value(self, observation: Any, privileged: Tensor | None, *, starts: Tensor) -> Tensor:  # [N]
         """Return V of the states after the last action, with the recurrent state after it."""
         observation, privileged = self._normalised(observation, privileged)
-        return self.value_norm.inverse(
-            self.policy.estimate_value(observation, self.state, starts, privileged=privileged)
-        )
+        hidden, _ = self.policy.encode_step(observation, self.state, starts)
+        return self.value_norm.inverse(self.policy.estimate_value(hidden, privileged))
 
     @torch.no_grad()
     def finish(self) -> tuple[Rollout, RolloutSummary]:
@@ -311,13 +311,15 @@ class RolloutCollector:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state from `state_dict`; its tensors may be on another device.
+        """Restore a state from `state_dict`, whose tensors may be on another device, or the part of it that outlives a
+        rollout.
 
-        Numbers that are not finite are kept: `finish` leaves their environments out. Raises ValueError if the state of
-        the generator is of another type of device.
+        Raises ValueError if the state of the generator is of another type of device.
         """
         self.episode, self.ticks = state["episode"], state["ticks"]
         self.generator.set_state(check_generator_state("the generator's state", state["generator"], self.generator))
+        if "buffer" not in state:
+            return  # the next step begins a rollout
         self.state = RecurrentState(*(part.to(self.pool.device) for part in state["state"]))
         self.starts.copy_(state["starts"])
         self.buffer.load_state_dict(state["buffer"])

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.errors import is_out_of_memory
+from esper_lightning.machine import is_out_of_memory
 
 
 def first_line(error: Exception) -> str:
