@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from esper_lightning.callbacks import Governor, Grow, Telemetry, default_callbacks
-from esper_lightning.callbacks.grow.scoring import Decider
+from esper_lightning.callbacks.measuring import Decider
 from esper_lightning.checkpoint import AtomicCheckpointIO
 from esper_lightning.cli import CHECKPOINTS_FOLDER, run_logger
 from esper_lightning.console import quieter_lightning

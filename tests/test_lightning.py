@@ -27,8 +27,7 @@ from esper_lightning import (
     train,
 )
 from esper_lightning.callbacks import Governor, RolloutState, Telemetry
-from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
-from esper_lightning.errors import DivergedError
+from esper_lightning.checkpoint import AtomicCheckpointIO, DivergedError
 from esper_lightning.evaluation.comparison import EvaluationConfig
 from esper_lightning.tasks import Digits
 from tests.callbacks.test_governor import SpoilHosts

@@ -13,13 +13,13 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.optim import Adam
 
 from esper_lightning.callbacks import RolloutState
+from esper_lightning.checkpoint import DivergedError
 from esper_lightning.cli import EsperCLI
 from esper_lightning.controllers.learned import SampledController
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import ActionConfig, EnvConfig
 from esper_lightning.envs.host_pool import LOGGED_METRICS
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.errors import DivergedError
 from esper_lightning.module import ADAM_EPS, NormalizeConfig, TamiyoModule
 from esper_lightning.ppo.collector import RolloutSummary
 from esper_lightning.ppo.losses import Anneal, PPOConfig, PPOTerms, ppo_terms

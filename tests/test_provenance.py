@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from esper_lightning.checkpointing.validate import differences
-from esper_lightning.provenance import git_revision, versions
+from esper_lightning.checkpoint import differences
+from esper_lightning.machine import git_revision, versions
 from tests.runs import fit, only_run
 
 

@@ -15,7 +15,7 @@ from esper_lightning.envs.seeding import TRAINING, episode_rng_seeds
 from esper_lightning.envs.vector_env import VectorEnv
 from esper_lightning.ppo.gae import discounted_sums, gae, normalise
 from esper_lightning.ppo.losses import PPOConfig
-from esper_lightning.ppo.rollout_buffer import Experience, Rollout, RolloutBuffer, map_tensors
+from esper_lightning.ppo.rollout_buffer import Rollout, RolloutBuffer, Steps, map_tensors
 from esper_lightning.ppo.running_norm import ObservationNorm, RunningMeanStd
 from esper_lightning.ranks import Ranks
 from esper_lightning.serialization.checks import check_generator_state
@@ -101,8 +101,8 @@ class RolloutCollector:
         # Of the rollout, beside what the policy learns from [T, N, …]: features as the normalisers will learn them, and
         # V of the last states of truncated episodes, which an autoreset hides from the next observation.
         self.raw_features = torch.zeros(pool.horizon, *pool.observation.features.shape, device=pool.device)
-        self.raw_privileged = None if self.buffer.privileged is None else torch.zeros_like(self.buffer.privileged)
-        self.final_values = torch.zeros_like(self.buffer.values) if pool.autoreset else None
+        self.raw_privileged = map_tensors(torch.zeros_like, self.buffer.steps.privileged)
+        self.final_values = torch.zeros_like(self.buffer.steps.values) if pool.autoreset else None
         # Discounted sums of rewards after the last rollout [N], for episodes that continue in the next one. They are no
         # part of a checkpoint: hosts begin an episode with every rollout, other environments do so after a resume.
         self.discounted_sums = torch.zeros(pool.n_envs, device=pool.device)
@@ -146,20 +146,20 @@ class RolloutCollector:
             step = pool.step(action)
         with pool.clock.measure("policy"):
             self.buffer.add(
-                Experience(
+                Steps(
                     observation=observation,
                     masks=masks,
+                    values=values,
+                    starts=self.starts,
+                    privileged=privileged,
                     # The action as carried out: the Governor may have vetoed a part of the sampled one.
                     action=step.action,
                     log_prob=distribution.log_prob(step.action),
-                    values=values,
-                    starts=self.starts,
-                    state=state,
                     rewards=step.reward,
                     terminated=step.terminated,
                     truncated=step.truncated,
-                    privileged=privileged,
-                )
+                ),
+                state,
             )
             # Where an episode ended, the recurrent state must not leak into the next one.
             self.starts.copy_(step.terminated)
@@ -192,19 +192,19 @@ class RolloutCollector:
 
         An environment with a number that is not finite or too large is left out. Raises DivergedError if all are.
         """
-        buffer, config, ranks = self.buffer, self.config, self.ranks
+        buffer, steps, config, ranks = self.buffer, self.buffer.steps, self.config, self.ranks
         assert buffer.length == buffer.ticks, "the rollout is not finished"
-        values = self.value_norm.inverse(buffer.values)
+        values = self.value_norm.inverse(steps.values)
         last_value = self._value(self.pool.observation, self.pool.privileged, starts=self.starts)
         next_values = torch.cat([values[1:], last_value[None]])
-        terminated, truncated = buffer.terminated, buffer.truncated
+        terminated, truncated = steps.terminated, steps.truncated
         if self.final_values is not None:
             next_values = torch.where(truncated, self.final_values, next_values)
         elif config.horizon_is_end:
             terminated = terminated | truncated
         reward_unit = self._update_reward_norm()
         advantages, returns = gae(
-            buffer.rewards / reward_unit,
+            steps.rewards / reward_unit,
             values,
             next_values,
             terminated=terminated,
@@ -213,10 +213,10 @@ class RolloutCollector:
             lam=config.gae_lambda,
         )
         records = {
-            REWARD: buffer.rewards,
+            REWARD: steps.rewards,
             "an observed feature": self.raw_features,
             **({} if self.raw_privileged is None else {"a privileged feature": self.raw_privileged}),
-            "the policy's log-probability": buffer.log_prob,
+            "the policy's log-probability": steps.log_prob,
             "the critic's value": values,
         }
         results = {"the return": returns, "the advantage": advantages}  # to blame only if no record is the cause
@@ -234,21 +234,10 @@ class RolloutCollector:
             )
         advantages, returns = torch.where(usable, advantages, 0.0), torch.where(usable, returns, 0.0)
         # Steps of a host whose episode ended before the horizon are padding.
-        active, unforced = ~buffer.masks.ended & usable, ~buffer.masks.forced & usable
+        active, unforced = ~steps.masks.ended & usable, ~steps.masks.forced & usable
         advantages, spread = normalise(advantages, unforced, config.advantage_floor, ranks=ranks)
         self.value_norm.update(returns[active], ranks)
-        rollout = Rollout(
-            observation=buffer.observation,
-            masks=buffer.masks,
-            action=buffer.action,
-            log_prob=buffer.log_prob,
-            values=buffer.values,
-            starts=buffer.starts,
-            state=buffer.state,
-            advantages=advantages,
-            targets=self.value_norm(returns),
-            privileged=buffer.privileged,
-        )
+        rollout = Rollout(steps, advantages, self.value_norm(returns), buffer.state)
         if buffer.sequence_length < buffer.ticks:
             rollout = rollout.split_sequences(buffer.sequence_length, buffer.sequence_states)
         # The rollout holds features normalised by the old statistics; the new ones apply from the next rollout on.
@@ -259,7 +248,7 @@ class RolloutCollector:
         self.state = RecurrentState(*(part.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for part in self.state))
         metrics = {"left_out": float(left_out), "advantage_spread": spread * float(reward_unit)}
         return rollout, RolloutSummary(
-            returns=ranks.gather_rows(buffer.rewards.sum(0))[usable_of_all].cpu(),
+            returns=ranks.gather_rows(steps.rewards.sum(0))[usable_of_all].cpu(),
             values=values[active] * reward_unit,
             value_targets=returns[active] * reward_unit,
             advantages=torch.where(unforced, advantages, torch.nan),
@@ -276,11 +265,11 @@ class RolloutCollector:
         """
         if self.reward_norm is None:
             return 1.0
-        buffer = self.buffer
-        sums = discounted_sums(buffer.rewards, self.discounted_sums, starts=buffer.starts, gamma=self.config.gamma)
-        usable = is_usable(buffer.rewards).all(0)
+        steps = self.buffer.steps
+        sums = discounted_sums(steps.rewards, self.discounted_sums, starts=steps.starts, gamma=self.config.gamma)
+        usable = is_usable(steps.rewards).all(0)
         self.discounted_sums.copy_(torch.where(usable, sums[-1], 0.0))
-        self.reward_norm.update(sums[~buffer.masks.ended & usable], self.ranks)
+        self.reward_norm.update(sums[~steps.masks.ended & usable], self.ranks)
         return self.reward_norm.deviation
 
     def _describe_defect(self, records: Mapping[str, Tensor], results: Mapping[str, Tensor], env: int) -> str:

@@ -153,17 +153,18 @@ def ppo_terms(policy: Policy, minibatch: Rollout, config: PPOConfig, ranks: Rank
     With several ranks the minibatch is this rank's part of it, which may be empty; means are those of all ranks, and
     their gradients those of this rank's part, see `Ranks.sum_with_gradient`.
     """
-    if not minibatch.log_prob.shape[1]:
+    steps = minibatch.steps
+    if not steps.log_prob.shape[1]:
         zeros = empty_sums(policy, minibatch)
         return means(zeros, zeros.kl, zeros.kl, ranks)
     distribution, values, _ = policy(
-        minibatch.observation, minibatch.state, minibatch.masks, minibatch.starts, minibatch.privileged
+        steps.observation, minibatch.state, steps.masks, steps.starts, privileged=steps.privileged
     )
-    unforced, active = ~minibatch.masks.forced, ~minibatch.masks.ended  # a forced action teaches the policy nothing
-    log_ratio = distribution.log_prob(minibatch.action) - minibatch.log_prob
+    unforced, active = ~steps.masks.forced, ~steps.masks.ended  # a forced action teaches the policy nothing
+    log_ratio = distribution.log_prob(steps.action) - steps.log_prob
     ratio = log_ratio.exp()
     surrogate = clipped_surrogate(ratio, minibatch.advantages, config.clip)
-    error = value_loss(values, minibatch.values, minibatch.targets, clip=config.value_clip)
+    error = value_loss(values, steps.values, minibatch.targets, clip=config.value_clip)
     entropy, relevance = distribution.entropy()  # [T, n, heads] both
     moved = log_ratio.detach()
     sums = PPOTerms(
@@ -218,7 +219,7 @@ def empty_sums(policy: Policy, minibatch: Rollout) -> PPOTerms:
     zero = torch.stack([(parameter * 0.0).sum() for parameter in policy.parameters()]).sum()
     none, heads = zero.detach(), zero.detach().expand(len(policy.heads.sizes))
     extremes = none + torch.inf, none - torch.inf
-    return PPOTerms._make([*[zero] * 3, *[none] * 3, *extremes, heads, heads, minibatch.log_prob])
+    return PPOTerms._make([*[zero] * 3, *[none] * 3, *extremes, heads, heads, minibatch.steps.log_prob])
 
 
 def update_metrics(

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from esper_lightning.__main__ import main
-from esper_lightning.checkpointing.validate import SCHEMA
+from esper_lightning.checkpoint import SCHEMA
 from esper_lightning.envs import HEADS, Op
 from esper_lightning.growth.stages import Stage
 from esper_lightning.profiling import PHASES

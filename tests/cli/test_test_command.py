@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from esper_lightning.__main__ import main
-from esper_lightning.checkpointing.policy_file import write_policy
+from esper_lightning.checkpoint import write_policy
 from esper_lightning.controllers.schedules import Schedule, write_schedule
 from esper_lightning.evaluation.checkpoints import rival_names
 from tests.runs import CONFIGS, TINY, Run, fit, load, only_run, process

@@ -65,13 +65,13 @@ def test_the_policy_is_shown_normalised_features_and_remembers_the_episode(
     pool: HostPool, policy: Policy, norm: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[Observation] = []
-    real = policy.decide
+    real = policy.encode_step
 
     def watched(observation: Observation, *rest: Any, **more: Any) -> Any:
         shown.append(observation)
         return real(observation, *rest, **more)
 
-    monkeypatch.setattr(policy, "decide", watched)
+    monkeypatch.setattr(policy, "encode_step", watched)
     controller = LearnedController(policy, norm)
     pool.reset([1, 2, 3])
     controller.reset(pool)
@@ -101,8 +101,8 @@ def test_of_a_host_that_was_rolled_back_nothing_is_remembered(
 
     seen, never = Observation(norm(watched.observation.features)), torch.zeros(3, dtype=torch.bool)
     with torch.no_grad():
-        _, _, fresh = policy.step(seen, policy.initial_state(3), watched.masks, starts=never)
-        _, _, going_on = policy.step(seen, remembered, watched.masks, starts=never)
+        _, fresh = policy.encode_step(seen, policy.initial_state(3), never)
+        _, going_on = policy.encode_step(seen, remembered, never)
     for now, after_nothing, after_all in zip(controller.state, fresh, going_on, strict=True):
         torch.testing.assert_close(now[1], after_nothing[1])
         torch.testing.assert_close(now[[0, 2]], after_all[[0, 2]])
@@ -137,7 +137,8 @@ def test_choices_are_as_frequent_as_the_policy_finds_them_likely(
 
     with torch.no_grad():
         seen, never = Observation(norm(fresh.observation.features)), torch.zeros(50, dtype=torch.bool)
-        distribution, *_ = policy.step(seen, policy.initial_state(50), fresh.masks, starts=never)
+        hidden, _ = policy.encode_step(seen, policy.initial_state(50), never)
+        distribution = policy.heads.distribution(hidden, fresh.masks)
     p = distribution.log_probs["op"].exp().mean(0).flatten()[Op.GERMINATE].item()
     assert set(drawn) == {Op.WAIT, Op.GERMINATE}
     assert drawn[Op.GERMINATE] == pytest.approx(1000 * p, abs=5 * (1000 * p * (1 - p)) ** 0.5)

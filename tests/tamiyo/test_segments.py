@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from esper_lightning.tamiyo.segments import split_segments
+from esper_lightning.tamiyo.policy import split_segments
 
 
 @given(

@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from esper_lightning.checkpointing.policy_file import NAMED_POLICIES, POLICIES
+from esper_lightning.checkpoint import NAMED_POLICIES, POLICIES
 from esper_lightning.controllers.schedules import Schedule, ScheduledAction, write_schedule
 from esper_lightning.envs import Action, ActionConfig
 from esper_lightning.envs.single_pool import SinglePool

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from esper_lightning.callbacks.grow.scoring import isolated_copy
+from esper_lightning.callbacks.measuring import isolated_copy
 from tests.callbacks.grow.modules import Classifier
 from tests.callbacks.grow.trainings import classifier, grow, train
 from tests.decisions import germinate

@@ -19,7 +19,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from esper_lightning.callbacks import Grow
-from esper_lightning.callbacks.grow.checks import check_trainer, find_network
+from esper_lightning.callbacks.checks import check_trainer
+from esper_lightning.callbacks.grow import find_network
 from esper_lightning.envs import ActionConfig
 from esper_lightning.growth import attach_slots
 from tests.callbacks.grow.modules import Classifier, DigitsData
