@@ -81,7 +81,8 @@ DAMAGED: dict[str, tuple[Write, str]] = {
     "another schema": (changed(lambda saved: saved.update(esper_schema=6)), "it has schema 6"),
     "other hosts": (changed(lambda saved: saved["esper_identity"].update(host="7 layers")), "host: the checkpoint has"),
     "another program's": (changed(lambda saved: saved.pop("esper_schema")), "it was not written by esper-lightning"),
-    "no rollout": (changed(lambda saved: saved["callbacks"].pop("RolloutState")), "it lacks the state of"),
+    "no rollout": (changed(lambda saved: saved["callbacks"].pop("RolloutState")), "or the state of"),
+    "no optimizer": (changed(lambda saved: saved.pop("optimizer_states")), "lacks optimizer_states"),
     "other weights": (changed(lambda saved: saved["state_dict"].update(other=torch.zeros(1))), '"other"'),
 }
 

@@ -225,15 +225,6 @@ def test_where_only_waiting_is_possible_there_is_nothing_to_decide_and_nothing_t
     assert all(not table.grad.any() for table in logits.values()), "not even NaN"
 
 
-def test_logits_in_half_precision_make_a_sound_distribution() -> None:
-    masks = random_masks(3, seed=5)
-    half = {head: table.half() for head, table in random_logits(3, seed=5).items()}
-
-    for row in range(3):
-        found = probabilities(half, masks, row, possible_actions(masks, row))
-        assert sum(found.values()) == pytest.approx(1.0, abs=1e-5)
-
-
 def test_impossible_actions_are_never_drawn_and_never_carried_out(
     make_pool: Callable[..., HostPool], make_policy: Callable[..., Policy]
 ) -> None:
