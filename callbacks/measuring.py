@@ -110,10 +110,7 @@ class Decider(Protocol):
 
 
 def make_decider(decider: str | Decider) -> Decider:
-    """Return the decider of a name or a file; an object is returned as it is.
-
-    Raises ValueError if the name is unknown, or the file missing or damaged.
-    """
+    """Return the decider of a name or a file; an object is returned as it is."""
     if isinstance(decider, str):
         return find_controller(decider, "Grow")
     check_methods(decider, "Grow: decider")

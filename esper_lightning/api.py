@@ -239,6 +239,8 @@ def grow(
     Raises ValueError if a slot or a blueprint does not exist, if nothing can grow there, or if the trained network's
     weights or loss are not finite.
     """
+    if epochs < 1:
+        raise ValueError(f"epochs must be at least 1, got {epochs}")
     seed_everything(rng_seed, verbose=False)
     network.train()  # Lightning keeps the mode that it finds, and in evaluation mode no seed would learn
     module = _Classifier(network, loss, lr)

@@ -127,12 +127,7 @@ def check_resumable(checkpoint: Mapping[str, Any]) -> None:
 
 
 def check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the first difference, unless the run that wrote a checkpoint fits this one.
-
-    Args:
-        saved: Identity in the checkpoint.
-        identity: Identity of this run, or a part of it; every property in it must be equal.
-    """
+    """Raise ValueError, naming the first difference, unless a checkpoint has every property of this run's identity."""
     for name, value in identity.items():
         saved_value = saved.get(name, "nothing")
         if type(saved_value) is not type(value) or saved_value != value:

@@ -53,7 +53,7 @@ MAX_SKIPS = 3
 """Consecutive skipped minibatches that end the run."""
 
 POLICY_IDENTITY = ("width", "memory", "asymmetric")
-NORMALIZE_IDENTITY = ("observations", "momentum", "rewards")
+NORMALIZE_IDENTITY = ("momentum", "rewards")
 """Names of the settings that determine the weights of a checkpoint and their meaning: a resumed run must share them."""
 
 

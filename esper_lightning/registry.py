@@ -27,11 +27,8 @@ Definition = TypeVar("Definition", bound=Callable[..., Any])
 class Registry(dict[str, Part], Generic[Part]):
     """Parts of one kind by name.
 
-    Args:
-        kind: Name of the kind in error messages.
-        parts: Parts of this package; those of others are added by `add`.
-        takes: Function that returns True for an object that is a part as it is, without being registered. None: an
-            object must be registered.
+    `takes` returns True for an object that is a part as it is, without being registered. None: an object must be
+    registered. `kind` is the name of the kind in error messages.
     """
 
     def __init__(

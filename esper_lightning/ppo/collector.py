@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from esper_lightning.checkpoint import DivergedError
 from esper_lightning.envs.seeding import TRAINING, episode_rng_seeds
@@ -66,7 +66,7 @@ class RolloutCollector:
         value_norm: Normaliser of values, frozen within a rollout and updated at its end.
         config: Settings of PPO.
         run_rng_seed: RNG seed of the run: determines the episodes and the exploration.
-        privileged_norm: Normaliser of the critic's privileged features. None: they are not normalised.
+        privileged_norm: Normaliser of the privileged features of an asymmetric critic.
         reward_norm: Statistics of the discounted sum of rewards, by whose standard deviation rewards are divided.
             None: rewards are not normalised.
         ranks: Processes that collect the rollout together; `pool` has the environments of this one. None: one process.
@@ -77,11 +77,11 @@ class RolloutCollector:
         pool: VectorEnv,
         policy: Policy,
         *,
-        observation_norm: nn.Module,
+        observation_norm: ObservationNorm,
         value_norm: RunningMeanStd,
         config: PPOConfig,
         run_rng_seed: int,
-        privileged_norm: nn.Module | None = None,
+        privileged_norm: ObservationNorm | None = None,
         reward_norm: RunningMeanStd | None = None,
         ranks: Ranks | None = None,
     ) -> None:
@@ -90,7 +90,7 @@ class RolloutCollector:
         self.policy = policy
         self.observation_norm = observation_norm
         self.value_norm = value_norm
-        self.privileged_norm = (privileged_norm or nn.Identity()) if policy.asymmetric else None
+        self.privileged_norm = privileged_norm if policy.asymmetric else None
         self.reward_norm = reward_norm
         self.config = config
         self.run_rng_seed = run_rng_seed
@@ -242,7 +242,7 @@ class RolloutCollector:
             rollout = rollout.split_sequences(buffer.sequence_length, buffer.sequence_states)
         # The rollout holds features normalised by the old statistics; the new ones apply from the next rollout on.
         for norm, raw in ((self.observation_norm, self.raw_features), (self.privileged_norm, self.raw_privileged)):
-            if raw is not None and isinstance(norm, ObservationNorm):
+            if norm is not None and raw is not None:
                 norm.update(raw[active], ranks)
         # A state that is not finite would stay so: at the start of an episode it is multiplied by 0.
         self.state = RecurrentState(*(part.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for part in self.state))
@@ -300,15 +300,11 @@ class RolloutCollector:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state from `state_dict`, whose tensors may be on another device, or the part of it that outlives a
-        rollout.
-
-        Raises ValueError if the state of the generator is of another type of device.
-        """
+        """Restore a state from `state_dict`, which may lack the rollout: the next step then begins one."""
         self.episode, self.ticks = state["episode"], state["ticks"]
         self.generator.set_state(check_generator_state("the generator's state", state["generator"], self.generator))
         if "buffer" not in state:
-            return  # the next step begins a rollout
+            return
         self.state = RecurrentState(*(part.to(self.pool.device) for part in state["state"]))
         self.starts.copy_(state["starts"])
         self.buffer.load_state_dict(state["buffer"])

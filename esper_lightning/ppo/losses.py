@@ -184,12 +184,9 @@ def ppo_terms(policy: Policy, minibatch: Rollout, config: PPOConfig, ranks: Rank
 
 
 def means(sums: PPOTerms, learned: Tensor, active: Tensor, ranks: Ranks) -> PPOTerms:
-    """Return the terms of a minibatch of all ranks, given the sums over this rank's steps.
+    """Return the terms of a minibatch of all ranks, given this rank's sums in place of means.
 
-    Args:
-        sums: Sums in place of means.
-        learned, active: Numbers of steps whose action was not forced, and of episodes that had not ended.
-        ranks: Processes that share the minibatch.
+    `learned` and `active` are the numbers of steps whose action was not forced, and whose episode had not ended.
     """
     if ranks.world > 1:
         scalars = torch.stack([*sums[:6], learned.to(sums.policy.dtype), active.to(sums.policy.dtype)])
@@ -229,9 +226,9 @@ def update_metrics(
 
     Args:
         terms: Terms of every minibatch, including the one at which the update ended early.
-        grad_norms: Gradient norm of every minibatch but that one.
+        grad_norms, finite: Gradient norm of every minibatch but that one; False if it was skipped. Skipped ones are
+            left out, unless all were skipped.
         heads: Number of choices of each of the policy's heads. A head with one choice has no entropy.
-        finite: False for each of these minibatches that was skipped. They are left out, unless all were skipped.
     """
     if any(finite):
         terms = [*compress(terms, finite), *terms[len(finite) :]]

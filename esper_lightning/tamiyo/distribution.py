@@ -211,12 +211,7 @@ def host_action(chosen: Mapping[str, Tensor]) -> Action:
 
 
 def uniform_distribution(sizes: Mapping[str, int], masks: Masks) -> HostDistribution:
-    """Return the distribution in which all possible choices of a head are equally likely.
-
-    Args:
-        sizes: Number of choices of each head.
-        masks: Possible choices of N environments.
-    """
+    """Return the distribution in which all possible choices of a head are equally likely."""
     shapes = host_table_shapes(sizes).items()
     return HostDistribution({head: torch.zeros(len(masks.ended), *shape) for head, shape in shapes}, masks)
 

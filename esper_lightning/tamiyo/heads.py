@@ -106,12 +106,7 @@ class RowTable(nn.Module):
 
 
 class HostHeads(nn.Module):
-    """Heads of the actions of hosts.
-
-    Args:
-        width: Width W of the policy.
-        space: Action space of the training hosts; the numbers of its slots and blueprints determine no weights.
-    """
+    """Heads of the actions of hosts. The numbers of slots and blueprints in `space` determine no weights."""
 
     def __init__(self, width: int, space: ActionSpace) -> None:
         super().__init__()

@@ -117,10 +117,6 @@ class Policy(nn.Module):
     Linear -> LayerNorm -> ReLU -> LSTM, added to its input -> LayerNorm -> action heads and critic. Without an LSTM the
     action heads and the critic follow the ReLU. Hosts' slots and blueprints are encoded and pooled before.
 
-    Args:
-        shape: Sizes of inputs and outputs.
-        config: Size and architecture.
-
     Raises ValueError if the critic is asymmetric but there are no privileged features.
     """
 

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from esper_lightning.callbacks import Grow
@@ -295,33 +295,6 @@ def test_a_network_grows_under_manual_optimization_with_two_optimizers() -> None
     assert body.param_groups[1]["lr"] == pytest.approx(0.01 * 0.9**4)
 
 
-class SetsItsOwnRate(Classifier):
-    """Manual optimization whose step sets the learning rate, and returns no loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
-        for group in optimizer.param_groups:
-            group["lr"] = self.hparams["lr"] * (1.0 - self.current_epoch / 4)
-        optimizer.zero_grad()
-        self.manual_backward(nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
-        optimizer.step()
-
-
-def test_deciders_see_a_rate_that_is_set_by_hand_and_for_lack_of_a_loss_that_of_validation() -> None:
-    callback = grow(loss="val_loss")
-    made = train(SetsItsOwnRate(), callback, epochs=4)
-
-    assert callback.pool is not None
-    assert made.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.25 * 3e-3)
-    assert callback.pool.subject.lr_share == pytest.approx(0.25)
-    history = callback.pool.subject.history
-    assert history.train_loss == pytest.approx(history.loss[1:]), "the first entry is before training"
-
-
 def test_a_host_is_clipped_as_if_its_seed_were_not_there() -> None:
     class Watch(Callback):
         def __init__(self) -> None:
@@ -408,20 +381,6 @@ def test_a_second_training_with_the_same_callback_goes_on_with_what_has_grown() 
     first, second = callback.growing.slots.values()
     assert (first.age, second.age) == (5, 2), "the last validation of each training is followed by no batch"
     assert [group.get("name") for group in made.optimizers[0].param_groups][1:] == ["seed.3", "seed.5"]
-
-
-def test_growth_that_begins_late_knows_how_little_time_is_left(tmp_path: Path) -> None:
-    path = tmp_path / "plain.ckpt"
-    train(classifier(), epochs=6).save_checkpoint(path)
-    late = grow()
-    train(classifier(), late, epochs=8, resume_from=path)
-
-    module, second = classifier(), grow()
-    made = train(module, second, epochs=3)
-    made.fit_loop.max_epochs = 5
-    made.fit(module, DigitsData())
-
-    assert [each.pool.config.horizon for each in (late, second) if each.pool is not None] == [2, 2]
 
 
 @pytest.mark.parametrize(("mode", "unit"), [("max", r"\+\d+\.\d points"), ("min", r"[+-]\d+\.\d % of the loss")])
