@@ -3,8 +3,8 @@
     python benchmarks/learning_curves.py runs/digits/version_* --out docs/learning_curves.png
 
 Each run is one line: the objective of the exploring policy on validation images of each rollout's hosts, over
-environment steps. For evaluated runs the figure also shows the greedy policy (dots) and the baselines (dashed), on test
-images.
+environment steps. For evaluated runs the figure also shows the greedy policy (dots) and four baselines (dashed), on
+test images.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from esper_lightning.profiling import PHASES
 
 OBJECTIVE_TAG = "rollout/objective"
 SPEED_TAG = "time/env_steps_per_second"
-RULE_COLOURS = {"random": "tab:gray", "small static": "tab:brown", "heuristic": "tab:olive"}
+RULE_COLOURS = {"random": "tab:gray", "small static": "tab:brown", "periodic": "tab:olive", "best fixed": "tab:red"}
 
 
 def load(run: Path) -> EventAccumulator:
@@ -67,10 +67,10 @@ def draw(runs: dict[Path, EventAccumulator], out: Path) -> None:
             if controller == "tamiyo":
                 place = steps[-1] * (1.03 + 0.02 * number)
                 axes.errorbar(place, mean, [[mean - low], [high - mean]], fmt="o", ms=4, color=line.get_color())
-            else:
+            elif controller in RULE_COLOURS:
                 rules.setdefault(controller, []).append(mean)
     for rule, means in rules.items():
-        axes.axhline(sum(means) / len(means), ls="--", lw=1, color=RULE_COLOURS.get(rule), label=f"{rule}, test")
+        axes.axhline(sum(means) / len(means), ls="--", lw=1, color=RULE_COLOURS[rule], label=f"{rule}, test")
     axes.set_xlabel("environment steps (host epochs)")
     axes.set_ylabel("objective: accuracy - rent")
     axes.set_title("Learning to grow. Dots: Tamiyo, greedy, fresh hosts, test images, 95 % interval", fontsize=10)
