@@ -217,8 +217,9 @@ class Grow(Callback):
                     f"Grow: {name.rstrip('.') or type(module).__name__} is compiled, which hides its parts; compile "
                     f"training_step, or a function that calls the network"
                 )
+        missing = [name for name in self.slot_names if name not in slots_of(self.network)]
         try:
-            parse_slot_names(self.network, [name for name in self.slot_names if name not in slots_of(self.network)])
+            parse_slot_names(self.network, missing) if missing else None
         except ValueError as error:
             raise ValueError(
                 f"Grow: in {self.network_name!r}, {error} (slots are named within the network: 'layer1' for "
@@ -634,11 +635,13 @@ def find_network(module: LightningModule, name: str | None, slots: list[str]) ->
 
     def fits(child: nn.Module) -> bool:
         existing = slots_of(child)
+        if not (missing := [slot for slot in slots if slot not in existing]):
+            return bool(existing)
         try:
-            parse_slot_names(child, missing := [slot for slot in slots if slot not in existing])
+            parse_slot_names(child, missing)
         except ValueError:
             return False
-        return bool(missing or existing)
+        return True
 
     children = {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
     candidates = {name: child for name, child in children.items() if fits(child)} or children
