@@ -44,7 +44,7 @@ from esper_lightning.controllers.rules import ClimbingConfig, Heuristic, HillCli
 from esper_lightning.controllers.schedules import FixedSchedule, Schedule, read_schedule, write_schedule
 from esper_lightning.envs import EnvConfig, HostPool
 from esper_lightning.envs.config import HostFactory
-from esper_lightning.envs.context.distribution import FamilyConfig
+from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
 from esper_lightning.evaluation.play import play_episode

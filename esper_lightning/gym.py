@@ -163,13 +163,9 @@ def observation_names(pool: HostPool) -> list[str]:
 def make_vector_env(config: str | Path, num_envs: int = 1) -> GrowthVectorEnv:
     """Return `num_envs` hosts as `fit` would train them with this config, watched by its Governor.
 
-    The device of the hosts is the one on which a Trainer with the accelerator of the config trains.
-
     Args:
         config: Path of a YAML file, or the name of a config of the package, as `digits`.
         num_envs: Number of hosts, in place of `data.n_envs`.
-
-    Raises ValueError, naming the file, if a setting is not valid or the hosts are of several tasks.
     """
     made = load_config(config, f"--data.n_envs={num_envs}")
     data = made.datamodule

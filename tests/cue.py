@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from esper_lightning.envs.spaces.choices import ChoiceAction, ChoiceSpace
-from esper_lightning.envs.vector_env import FinalObservation, Observation, VectorStep
+from esper_lightning.envs.vector_env import ChoiceAction, ChoiceSpace, Observation, VectorStep
 from esper_lightning.profiling import PhaseClock
 
 ROWS, COLUMNS = 4, 3
@@ -76,7 +75,7 @@ class CueMemory:
         if cut.any():
             self.step_counts[answered] = 0  # final observations are read only of truncated episodes
             self._update_observation()
-            ended = FinalObservation(Observation(self.observation.features.clone()), self.privileged.clone())
+            ended = Observation(self.observation.features.clone()), self.privileged.clone()
         for i in np.flatnonzero(answered | cut):
             self._begin_episode(i)
         self._update_observation()

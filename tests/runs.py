@@ -24,7 +24,7 @@ from esper_lightning.callbacks.preemption import STOP_SIGNALS
 from esper_lightning.cli import EsperCLI
 from esper_lightning.controllers import CONTROLLERS
 from esper_lightning.envs.executors import EXECUTORS
-from esper_lightning.envs.packing import unpack
+from esper_lightning.governor.snapshot import unpack
 from esper_lightning.growth.slot import EXTRA_STATE, decode
 from esper_lightning.hosts import CNN
 from esper_lightning.module import TamiyoModule

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from benchmarks.governor.kinds import KINDS, QUICK, open_pool
 from esper_lightning.controllers.random import RandomValid, WaitOnly
 from esper_lightning.controllers.rules import Heuristic
-from esper_lightning.governor.judge import EpochStats, Judgement, Verdict
-from esper_lightning.governor.monitor import HostMonitor
+from esper_lightning.governor.judge import EpochStats, HostMonitor, Judgement, Verdict
 from esper_lightning.growth.gates import LifecycleConfig
 
 CONTROLLERS: dict[str, tuple[Callable[[], Any], LifecycleConfig]] = {

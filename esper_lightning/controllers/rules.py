@@ -18,7 +18,7 @@ from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.stages import Stage
-from esper_lightning.rewards import ObjectiveConfig, compute_rent, rent
+from esper_lightning.rewards import rent
 
 
 class Rule(ABC):
@@ -205,7 +205,7 @@ class HillClimbing(Rule):
         env, tried = pool.envs[host], memory["tried"]
         live = [k for k, slot in enumerate(env.slots) if slot.live]
         for k in live:
-            for op in self._preferred_ops(env, k, pool.config.objective):
+            for op in self._preferred_ops(env, k):
                 action = make_action(op, k)
                 if is_possible(pool, host, action):
                     return action
@@ -221,7 +221,7 @@ class HillClimbing(Rule):
         tried.append(chosen)
         return actions[chosen]
 
-    def _preferred_ops(self, env: Subject, k: int, objective: ObjectiveConfig) -> list[Op]:
+    def _preferred_ops(self, env: Subject, k: int) -> list[Op]:
         """Return the desired ops for the seed in slot k, in order of preference."""
         slot, record = env.slots[k], env.records[k]
         if self.config.zero_gradient and record.gradient is not None and record.gradient.vanished == 1.0:
@@ -230,7 +230,7 @@ class HillClimbing(Rule):
         if not is_blended or record.contribution is None:
             return []
         is_overdue = slot.ticks_in_stage >= self.config.patience  # also reached if the gate asks for more than the rent
-        return [Op.FOSSILIZE] * (net_gain(env, k, objective) > 0.0) + [Op.CULL] * is_overdue
+        return [Op.FOSSILIZE] * (net_gain(env, k) > 0.0) + [Op.CULL] * is_overdue
 
 
 def make_action(op: Op, slot: int, blueprint: int = 0, *, tempo: int = 0) -> tuple[int, ...]:
@@ -277,16 +277,10 @@ def min_ticks_to_judge(lifecycle: LifecycleConfig, blending: int) -> int:
     return 1 + lifecycle.training_ticks + blending
 
 
-def net_gain(env: Subject, k: int, config: ObjectiveConfig) -> float:
+def net_gain(env: Subject, k: int) -> float:
     """Return the net gain of the objective from the seed in slot k: its contribution to accuracy minus its rent."""
-    slot, contribution, prices = env.slots[k], env.records[k].contribution, env.prices
+    slot, contribution = env.slots[k], env.records[k].contribution
     assert contribution is not None, "the caller asks for the gain of measured seeds only"
     parameters = torch.tensor([env.fossilized_parameters]) + torch.tensor([0, count_parameters(slot.seed)])
-    compute: torch.Tensor | float = 0.0
-    if config.charges_compute:
-        flops = torch.tensor([env.fossilized_flops]) + torch.tensor([0, env.flops.seed_flops(slot)])
-        compute = compute_rent(flops, env.flops.host, torch.tensor(prices.compute))
-    without, with_seed = rent(
-        parameters, env.host_parameters, config, price=torch.tensor(prices.parameters), compute_cost=compute
-    ).tolist()
+    without, with_seed = rent(parameters, env.host_parameters, torch.tensor(env.price)).tolist()
     return contribution / 100.0 - (with_seed - without)

@@ -195,7 +195,7 @@ class SchedulePerPrice(FixedSchedule):
 
 def parameter_prices(pool: Hosts) -> list[float]:
     """Return the price of parameters in the current episode of each environment."""
-    return [env.prices.parameters for env in pool.envs]
+    return [env.price for env in pool.envs]
 
 
 class RecordingController:

@@ -31,7 +31,6 @@ class VectorData(LightningDataModule):
         self.ranks = Ranks([self.n_envs])
 
     def setup(self, stage: str) -> None:
-        """Raise ValueError if policy and environments are on different devices, or if several processes train."""
         assert self.trainer is not None, "the trainer calls this"
         if self.trainer.world_size > 1:
             raise ValueError("environments that are no hosts train in one process; set trainer.devices to 1")

@@ -1,6 +1,6 @@
 """Data module that owns the hosts on which the policy is trained; a Lightning batch is one tick."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -11,9 +11,8 @@ from lightning import LightningDataModule, Trainer
 from esper_lightning.checkpoint import FEATURES_KEY, begin_rollout, move_environments, saved_on_another_device
 from esper_lightning.console import print_status
 from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool, check_host_count
-from esper_lightning.envs.context.distribution import FamilyConfig
-from esper_lightning.envs.context.env_factory import EnvFactory
-from esper_lightning.envs.host_devices import find_host_devices
+from esper_lightning.envs.env_factory import discover_spaces
+from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.seeding import EVALUATION, check_rng_seed, episode_rng_seeds
 from esper_lightning.envs.spaces.action_discovery import SharedSpace, union_of_slots
@@ -78,19 +77,11 @@ class PolicyData(Protocol):
     @property
     def pool(self) -> VectorEnv: ...  # environments of this process, once they are built
 
-    def identity(self) -> dict[str, Any]:
-        """Return the properties that a resumed run must share with the saved one, by setting name."""
-        ...
+    def identity(self) -> dict[str, Any]: ...  # what a resumed run must share with the saved one, by setting name
 
-    def growth_rules(self) -> dict[str, Any] | None:
-        """Return the rules by which the policy grows other networks later; None where nothing grows."""
-        ...
+    def growth_rules(self) -> dict[str, Any] | None: ...  # by which the policy grows other networks later
 
-    def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Change a loaded checkpoint in place where this run differs from the saved one, as in the number of hosts.
-
-        Raises ValueError if the checkpoint cannot be resumed.
-        """
+    def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...  # ValueError: it cannot be resumed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,18 +104,20 @@ class TaskConfig:
     """Optimizer and batch settings of these hosts. None: data.env.training."""
 
     blueprints: list[str] | None = None
-    """Names or import paths of the blueprints available on these hosts. None: all of this package that can grow
-    there."""
+    """Names or import paths of the blueprints available on these hosts. None: all of this package that fit."""
 
     family: FamilyConfig | None = None
     """Contexts of these hosts. None: all are alike."""
 
     def env_config(self, env: EnvConfig) -> EnvConfig:
         """Return the environment settings of these hosts: `env` with the changes of this task."""
-        changes = {"executor": self.executor, "training": self.training}
-        known = {name: value for name, value in changes.items() if value is not None}
-        actions = replace(env.actions, blueprints=self.blueprints)
-        return replace(env, actions=actions, family=self.family or FamilyConfig(), **known)
+        return replace(
+            env,
+            executor=self.executor or env.executor,
+            training=self.training or env.training,
+            actions=replace(env.actions, blueprints=self.blueprints),
+            family=self.family or FamilyConfig(),
+        )
 
 
 class LoadedTask(NamedTuple):
@@ -136,30 +129,28 @@ class LoadedTask(NamedTuple):
     fingerprint: str  # of the data
 
 
-def load_task(config: TaskConfig, env: EnvConfig, device: torch.device, *, alone: bool) -> LoadedTask:
-    """Load the data of a task onto its devices. Raises ValueError if hosts cannot learn from them.
+def find_host_devices(
+    names: Sequence[str] | None, executor: str, device: torch.device, *, alone: bool = True
+) -> list[torch.device]:
+    """Return the devices of hosts, which are assigned to them in turn.
 
     Args:
-        config, env: Settings.
-        device: Main device of the hosts.
-        alone: Hosts may use all other devices of the machine; False: other processes use them.
+        names: Names of the devices, such as `cuda:1`. None: `device`, and with streams every other visible GPU, too.
+        executor: Name of the executor that trains the hosts.
+        device: Device of the policy.
+        alone: One process trains. False: several do, and each has its own device.
     """
-    own, data, name = config.env_config(env), config.task.load(), type(config.task).__name__
-    if not isinstance(data, TaskData):
-        raise ValueError(f"task {name}: load returned a {type(data).__name__}; return a TaskData")
-    check_data(data, name)
-    host_devices = find_host_devices(own.devices, own.executor, device, alone=alone)
-    return LoadedTask(own, data.copy_to(host_devices), host_devices, fingerprint(data))
-
-
-def by_task(first: TaskConfig, others: Mapping[str, TaskConfig], env: EnvConfig) -> dict[str, TaskConfig]:
-    """Return all task configs by name, the first under that of its task's class; raise ValueError if they clash."""
-    first_name = type(first.task).__name__
-    if first_name in others:
-        raise ValueError(f"data.also: {first_name!r} is the name of data.task; choose another one")
-    for name, config in {"": first, **others}.items():
-        check_host_count(f"data.also.{name}.n_envs" if name else "data.n_envs", config.n_envs)
-    return {first_name: replace(first, blueprints=env.actions.blueprints, family=env.family), **others}
+    if names is None:
+        if executor != "streams" or not alone or device.type != "cuda":
+            return [device]
+        own = torch.cuda.current_device() if device.index is None else device.index
+        return [device, *(torch.device("cuda", i) for i in range(torch.cuda.device_count()) if i != own)]
+    if not alone:
+        raise ValueError("env.devices is for one process; leave it out, and each process has its own device")
+    devices = [torch.device(name) for name in names]
+    if not devices or any(one.type != device.type for one in devices):
+        raise ValueError(f"env.devices: hosts on {names}, the policy on {device}; use trainer.accelerator to move it")
+    return devices
 
 
 class HostPoolData(LightningDataModule):
@@ -192,7 +183,13 @@ class HostPoolData(LightningDataModule):
         check_rng_seed("data.seed", seed)
         check_host_count("data.val_hosts", val_hosts)
         self.env, self.val_hosts, self.seed = env, val_hosts, seed
-        self.task_configs = by_task(TaskConfig(task=task, host=host, n_envs=n_envs), also or {}, env)
+        first_name = type(task).__name__
+        if first_name in (also or {}):
+            raise ValueError(f"data.also: {first_name!r} is the name of data.task; choose another one")
+        first = TaskConfig(task=task, host=host, n_envs=n_envs, blueprints=env.actions.blueprints, family=env.family)
+        self.task_configs = {first_name: first, **(also or {})}
+        for name, config in self.task_configs.items():
+            check_host_count("data.n_envs" if name == first_name else f"data.also.{name}.n_envs", config.n_envs)
         self.ranks = Ranks([one.n_envs for one in self.task_configs.values()])
         self.n_envs = self.ranks.total
         self.governor: GovernorConfig | None = None
@@ -217,10 +214,7 @@ class HostPoolData(LightningDataModule):
         self.build(trainer.strategy.root_device, rank=trainer.global_rank, world=trainer.world_size)
 
     def build(self, device: torch.device, *, rank: int = 0, world: int = 1) -> None:
-        """Build the pool with the hosts of one of `world` processes, unless it is built already.
-
-        Raises ValueError if the settings do not fit together, or if the processes cannot share the hosts evenly.
-        """
+        """Build the pool with the hosts of one of `world` processes, unless it is built already."""
         if self._pool is not None:
             return
         self.ranks = Ranks(self.ranks.sizes, rank, world)
@@ -228,18 +222,27 @@ class HostPoolData(LightningDataModule):
         spaces, pools = [], {}
         for name, one in self.task_configs.items():
             with self._errors_of(name):
-                loaded = self.loaded_tasks[name] = load_task(one, self.env, device, alone=world == 1)
+                loaded = self.loaded_tasks[name] = self._load(one, alone=world == 1)
                 if len(self.task_configs) > 1:
-                    factory = EnvFactory(
-                        one.task, loaded.data, one.host, config=loaded.env, devices=loaded.host_devices
+                    _, space, growable = discover_spaces(
+                        one.task, loaded.data, one.host, loaded.env, loaded.host_devices[0]
                     )
-                    spaces.append((factory.space, torch.stack(list(factory.growable.values())).any(0)))
+                    spaces.append((space, torch.stack(list(growable.values())).any(0)))
         self._shared_space = union_of_slots(spaces) if spaces else None
         for name, one in self.task_configs.items():
             with self._errors_of(name):
                 pools[name] = self.make_pool(one.n_envs // world, task=name)
         self.pools = pools
         self._pool = MixedPool(pools) if len(pools) > 1 else next(iter(pools.values()))
+
+    def _load(self, config: TaskConfig, *, alone: bool) -> LoadedTask:
+        """Load the data of a task onto its devices. Raises ValueError if hosts cannot learn from them."""
+        own, data, name = config.env_config(self.env), config.task.load(), type(config.task).__name__
+        if not isinstance(data, TaskData):
+            raise ValueError(f"task {name}: load returned a {type(data).__name__}; return a TaskData")
+        check_data(data, name)
+        host_devices = find_host_devices(own.devices, own.executor, self.device, alone=alone)
+        return LoadedTask(own, data.copy_to(host_devices), host_devices, fingerprint(data))
 
     @contextmanager
     def _errors_of(self, task: str) -> Iterator[None]:
@@ -252,13 +255,9 @@ class HostPoolData(LightningDataModule):
     def make_pool(
         self, n_envs: int, held_out: bool = False, task: str | None = None, *, sight: ObservationConfig | None = None
     ) -> HostPool:
-        """Return another pool with the same task, hosts, rules, executor and Governor.
+        """Return another pool of `n_envs` hosts of a task (None: the first), with the same rules and executor.
 
-        Args:
-            n_envs: Number of hosts.
-            held_out: Draw hosts from the held-out contexts of the family instead of the training contexts.
-            task: Name of the task, where there are several. None: the first.
-            sight: Features that a policy observes. None: as configured.
+        `held_out`: draw hosts from the held-out contexts of the family. `sight`: features that a policy observes.
         """
         name = task or next(iter(self.task_configs))
         config, loaded = self.task_configs[name], self.loaded_tasks[name]
@@ -342,8 +341,7 @@ class HostPoolData(LightningDataModule):
         """Return the loader of one batch: the RNG seeds of the hosts of a validation, the same in every validation."""
         return EpisodeLoader(episode_rng_seeds(self.seed, EVALUATION, 1, n_envs=self.val_hosts))
 
-    def test_dataloader(self) -> EpisodeLoader:
-        """Return the loader of one batch, which stands for the comparison: it knows its own hosts."""
+    def test_dataloader(self) -> EpisodeLoader:  # one batch, which stands for the comparison: it knows its own hosts
         return EpisodeLoader([])
 
     def validation_pools(self, n_envs: int) -> list[HostPool]:

@@ -3,8 +3,7 @@
 from esper_lightning.envs.config import EnvConfig, HostFactory, check_host_count
 from esper_lightning.envs.host_pool import HostEvent, HostPool, HostVerdict, HostVeto, PoolMetrics, StepResult
 from esper_lightning.envs.multi_task import MixedPool
-from esper_lightning.envs.spaces.actions import HEADS, Action, ActionConfig, ActionSpace, Op
-from esper_lightning.envs.spaces.masks import Masks
+from esper_lightning.envs.spaces.actions import HEADS, Action, ActionConfig, ActionSpace, Masks, Op
 from esper_lightning.envs.vector_env import Observation
 
 __all__ = [

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from esper_lightning.envs.context.distribution import PRICE_VARIABLE, FamilyConfig
 from esper_lightning.envs.executors import AUTO, EXECUTORS
+from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.spaces.actions import ActionConfig
 from esper_lightning.envs.spaces.observation import ObservationConfig
@@ -75,10 +75,6 @@ class EnvConfig:
                 raise ValueError(
                     f"family: horizon {context.horizon} is longer than env.horizon, {self.horizon}; raise env.horizon"
                 )
-        if self.objective.price_to is not None and any(PRICE_VARIABLE in grid for grid in self.family.train):
-            raise ValueError(
-                f"objective.price_to and a variable {PRICE_VARIABLE}: the price cannot be drawn twice; leave one out"
-            )
 
 
 def check_host_count(setting: str, hosts: int, least: int = 1) -> None:

@@ -61,12 +61,8 @@ def pack_training(
 def variants_to_validate(slots: Sequence[SeedSlot], *, host_only: bool, potential: bool) -> list[SeedVariant]:
     """Return the combinations of seeds [V] to validate a host with, in the order that `unpack_validations` expects.
 
-    Equal combinations are computed once.
-
-    Args:
-        slots: The host's K slots.
-        host_only: True to validate the host with every seed switched off, too.
-        potential: True to validate with each seed at full alpha that is not blended yet.
+    Equal combinations are computed once. `host_only`: with every seed switched off, too. `potential`: with each seed at
+    full alpha that is not blended yet.
     """
     blended = frozenset(slot.name for slot in slots if slot.blended)
     without = [blended - {slot.name} for slot in slots]

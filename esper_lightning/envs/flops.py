@@ -18,8 +18,7 @@ from esper_lightning.growth.slot import SeedSlot
 class HostFlops(NamedTuple):
     """FLOPs of the forward pass for one sample."""
 
-    host: int
-    """FLOPs of the host with empty slots, for one sample."""
+    host: int  # with empty slots
     positions: dict[str, list[int]]
     """Number of positions (pixels or tokens) of the feature at each slot, one entry per pass through the slot."""
     behind: dict[str, int]

@@ -13,12 +13,10 @@ from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from torch import Tensor
 
-from esper_lightning.envs.spaces.choices import ChoiceAction, ChoiceSpace
-from esper_lightning.envs.vector_env import FinalObservation, Observation, VectorStep
+from esper_lightning.envs.vector_env import ChoiceAction, ChoiceSpace, Observation, VectorStep
 from esper_lightning.profiling import PhaseClock
 
-EPISODE_WINDOW = 100
-"""Number of recent episodes over which return and length are averaged."""
+EPISODE_WINDOW = 100  # recent episodes over which return and length are averaged
 
 
 class GymVector:
@@ -63,14 +61,12 @@ class GymVector:
         self._is_discrete = isinstance(actions, Discrete)
         self._mask_key = mask
         self.clock = PhaseClock(self.device)
-        features = torch.zeros(self.n_envs, int(np.prod(seen.shape)), device=self.device)
-        self.observation = Observation(features)
+        self.observation = Observation(torch.zeros(self.n_envs, int(np.prod(seen.shape)), device=self.device))
         self.masks = self.space.full_masks(self.n_envs, self.device)
         self.episode_starts = torch.zeros(self.n_envs, dtype=torch.bool, device=self.device)
         self._start_episodes(*envs.reset(seed=0))
 
     def reset(self, rng_seeds: Sequence[int]) -> Observation:
-        """Start an episode in every environment; `rng_seeds` holds one RNG seed for each."""
         one_per_env: Any = list(rng_seeds)  # gymnasium declares a single number, but its vector environments take these
         self._start_episodes(*self.envs.reset(seed=one_per_env))
         return self.observation
@@ -83,10 +79,7 @@ class GymVector:
         self._store(observation, info)
 
     def step(self, action: ChoiceAction) -> VectorStep:
-        """Step every environment and write the new observation into `self.observation`.
-
-        Where an episode ended it is the first one of the next episode.
-        """
+        """Step every environment. Where an episode ended, `self.observation` is the first one of the next episode."""
         chosen = action.indices.cpu().numpy() + self._action_start
         observation, reward, terminated, truncated, info = self.envs.step(chosen[:, 0] if self._is_discrete else chosen)
         final, ended = None, terminated | truncated
@@ -94,7 +87,7 @@ class GymVector:
             rows = np.zeros_like(observation, dtype=np.float32)
             for i in info["_final_obs"].nonzero()[0]:
                 rows[i] = info["final_obs"][i]
-            final = FinalObservation(Observation(self._flatten(rows)), None)
+            final = Observation(self._flatten(rows)), None
         self.returns += reward
         self.lengths += 1
         if ended.any():
@@ -133,8 +126,7 @@ def gym_vector(
 
     Args:
         env: Id of a gymnasium environment (`CartPole-v1`), or a factory: a callable or its `module:name`.
-        n_envs: Number of environments N.
-        horizon: Steps of a rollout.
+        n_envs, horizon: Number of environments N, and steps of a rollout.
         settings: Keyword arguments of each environment.
         time_limit: Steps after which an episode is truncated. None: the limit registered with the id, if any.
         device, mask: See `GymVector`.

@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from esper_lightning.blueprints import get_blueprint, initialise
-from esper_lightning.envs.context.distribution import HostContext
+from esper_lightning.blueprints import initialise
 from esper_lightning.envs.device_transfer import variants_to_validate
+from esper_lightning.envs.family import HostContext
 from esper_lightning.envs.flops import HostFlops
 from esper_lightning.envs.measurements import EpochResult, History, Score, Validation
-from esper_lightning.envs.packing import pack, unpack
 from esper_lightning.envs.spaces.actions import STYLES, ActionConfig, ActionSpace, Op
-from esper_lightning.governor.judge import EpochStats, Judgement, Verdict
-from esper_lightning.governor.monitor import HostMonitor
-from esper_lightning.governor.snapshot import clone_tensors
+from esper_lightning.governor.judge import EpochStats, HostMonitor, Judgement, Verdict, veto_reasons
+from esper_lightning.governor.snapshot import clone_tensors, pack, unpack
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
@@ -24,12 +22,14 @@ from esper_lightning.growth.growing_network import GrowingNetwork, SeedMeasureme
 from esper_lightning.growth.lifecycle import SeedEvent, count_parameters
 from esper_lightning.growth.param_groups import host_groups, nominal_lr
 from esper_lightning.growth.slot import SeedSlot
-from esper_lightning.growth.stages import OCCUPIED, Stage
-from esper_lightning.rewards import HostStep, ObjectiveConfig, Prices, SlotStatus, SlotStep, compute_rent, objective
+from esper_lightning.growth.stages import Stage
+from esper_lightning.rewards import REWARDS, HostStep, ObjectiveConfig, SlotStatus, SlotStep, objective
+from esper_lightning.rewards.objective import SMALLEST_HOST
 from esper_lightning.tasks import Batches
 
 if TYPE_CHECKING:
     from esper_lightning.envs.config import EnvConfig
+    from esper_lightning.envs.spaces.descriptions import HostDescription
     from esper_lightning.profiling import HostTimer
 
 
@@ -44,15 +44,6 @@ class Subject:
         space: Choices that the numbers of an action index.
         actions, objective: Settings.
         flops: FLOPs of the host.
-
-    Attributes:
-        host_parameters: Number of parameters of the network without its seeds.
-        stopped: True if the training was stopped before the horizon.
-        tick: Number of recorded epochs.
-        history: Metrics of each epoch.
-        accuracy_at_germination: Accuracy of the network when the last seed of each slot was germinated, [K].
-        trials: Last measured contribution of each blueprint that was blended in a slot, in accuracy points, by name,
-            [K].
     """
 
     def __init__(
@@ -64,29 +55,27 @@ class Subject:
         objective: ObjectiveConfig,
         flops: HostFlops,
     ) -> None:
-        self.growing = growing
-        self.space = space
-        self.actions = actions
+        self.growing, self.space, self.actions, self.flops = growing, space, actions, flops
         self.objective_config = objective
-        self.flops = flops
         seeds = sum(count_parameters(slot.seed) for slot in growing.slots.values())
-        self.host_parameters = count_parameters(growing.module) - seeds
+        self.host_parameters = count_parameters(growing.module) - seeds  # of the network without its seeds
+        self.description: HostDescription | None = None  # made when it is first observed
         self._clear()
 
     def _clear(self) -> None:
-        self.tick = 0
+        self.tick = 0  # recorded epochs
         self.last_op = Op.WAIT
-        self.history = History()
-        self.accuracy_at_germination = [0.0 for _ in self.growing.slots]
+        self.history = History()  # metrics of each epoch
+        self.accuracy_at_germination = [0.0 for _ in self.growing.slots]  # of the network, for the last seed of a slot
+        # Last measured contribution of each blueprint that was blended in a slot, in accuracy points, by name, [K].
         self.trials: list[dict[str, float]] = [{} for _ in self.growing.slots]
-        self.validated: Validation | None = None  # of the last validation
+        self.validated: Validation | None = None
         self.host_gradient: GradientStats | None = None
-        self.stopped = False
+        self.stopped = False  # before the horizon
         self.skipped_steps = 0  # since the start, because gradients overflowed fp16
 
     @property
     def horizon(self) -> int:
-        """Total number of epochs of the training."""
         return self.growing.horizon
 
     @property
@@ -115,9 +104,8 @@ class Subject:
         return min(1.0, float(group["lr"]) / nominal) if nominal else 0.0
 
     @property
-    def prices(self) -> Prices:
-        """Prices of added parameters and compute."""
-        return Prices(self.objective_config.price, self.objective_config.compute_price)
+    def price(self) -> float:
+        return self.objective_config.price
 
     def apply(self, action: Sequence[int]) -> list[SeedEvent]:
         """Execute one action, an index per head. Raises ValueError if the lifecycle forbids it."""
@@ -175,12 +163,6 @@ class Subject:
         """Number of parameters of the host and its fossilized seeds."""
         return self.host_parameters + self.seed_parameters(frozenset({Stage.FOSSILIZED}))
 
-    @property
-    def fossilized_flops(self) -> int:
-        """FLOPs of the forward pass for one sample through the host and its fossilized seeds."""
-        fossilized = [slot for slot in self.slots if slot.stage is Stage.FOSSILIZED]
-        return self.flops.host + sum(self.flops.seed_flops(slot) for slot in fossilized)
-
     def record_state(self) -> dict[str, Any]:
         """Return the record of the training, in types that `torch.load(weights_only=True)` accepts."""
         return {
@@ -215,16 +197,9 @@ class HostEnv(Subject):
         space: Choices that the numbers of an action index.
         context: Context of the first episode; `set_context` replaces it.
         config: Settings of the environments.
-        device: Device of the network.
-        timer: Timer of the work on this host.
+        device, timer: Device of the network, and timer of the work on it.
         flops: FLOPs of the host.
         architecture: Name of the architecture; hosts of one architecture can be stacked.
-
-    Attributes:
-        monitor: The Governor's monitor of this host. None: the host is not watched.
-        data_order: Function of the episode's RNG seed and the tick, which returns the RNG seed of the epoch's
-            minibatches. None: they depend on everything drawn before, such as the weights of seeds.
-        on_batches: Callback for the minibatches of each host epoch, after the action and before training.
     """
 
     def __init__(
@@ -239,12 +214,9 @@ class HostEnv(Subject):
         flops: HostFlops,
         architecture: str = "",
     ) -> None:
-        self.network = network
-        self.device = device
-        self.timer = timer
-        self.monitor: HostMonitor | None = None
-        self.reward_config = config.reward
-        self.measure_host_only = config.reward.needs_host_only
+        self.network, self.device, self.timer = network, device, timer
+        self.monitor: HostMonitor | None = None  # of the Governor. None: the host is not watched
+        self.reward = REWARDS.find(config.reward.mode)
         self.architecture = architecture
         self.longest = config.horizon
         self.set_context(context)
@@ -260,20 +232,19 @@ class HostEnv(Subject):
             generator=self.generator,
         )
         super().__init__(growing, space, actions=config.actions, objective=config.objective, flops=flops)
+        # Function of the episode's RNG seed and the tick, which returns the RNG seed of the epoch's minibatches. None:
+        # they depend on everything drawn before, such as the weights of seeds.
         self.data_order: Callable[[int, int], int] | None = None
-        self.on_batches: Callable[[Batches], None] | None = None
+        self.on_batches: Callable[[Batches], None] | None = None  # called with the minibatches of each host epoch
         self.rng_seed = 0
 
     def set_context(self, context: HostContext) -> None:
         """Set the context that holds from the next reset on."""
         self.context = context
         self.training = context.training
-        if self.monitor is not None:
-            self.monitor.chance_loss = context.chance_loss
 
     @property
     def horizon(self) -> int:
-        """Length of the episode in environment steps."""
         return self.context.horizon
 
     @property
@@ -285,7 +256,6 @@ class HostEnv(Subject):
         super()._clear()
         self.objective = 0.0  # J at the last measurement
         self.failure: str | None = None  # out-of-memory message of the last host epoch
-        self.lr_factor = 1.0
 
     def reset(self, rng_seed: int) -> None:
         """Start a new episode in place: fresh weights, empty slots, no optimizer state."""
@@ -307,7 +277,7 @@ class HostEnv(Subject):
     @property
     def lr_share(self) -> float:
         """Learning rate of the coming epoch as a share of the configured one, 0 to 1."""
-        return self.lr_factor * self.training.lr_share(self.tick / self.horizon)
+        return self.training.lr_share(self.tick / self.horizon)
 
     def _set_optimizer_options(self) -> None:
         """Set the optimizer options of the coming epoch in this run, in place of those of a loaded state."""
@@ -331,7 +301,7 @@ class HostEnv(Subject):
 
     def _slot_statuses(self) -> list[SlotStatus]:
         """Return what the reward has to know of each slot, [K]; nothing if it does not depend on seeds."""
-        if not self.reward_config.depends_on_seeds:
+        if not self.reward.depends_on_seeds:
             return []
         return [
             SlotStatus(slot.stage, slot.ticks_in_stage, slot.age, count_parameters(slot.seed)) for slot in self.slots
@@ -341,7 +311,7 @@ class HostEnv(Subject):
         """Draw the sample indices of the next epoch; `samples` is the size of each data variant."""
         if self.data_order is not None:
             self.generator.manual_seed(self.data_order(self.rng_seed, self.tick))
-        batches = self.context.draw_batches(samples, self.rng_seed, generator=self.generator)
+        batches = self.context.draw_batches(samples, self.generator)
         if self.on_batches is not None:
             self.on_batches(batches)
         return batches
@@ -354,19 +324,14 @@ class HostEnv(Subject):
     def variants(self) -> list[SeedVariant]:
         """Return the combinations of seeds to validate with; see `Validation`."""
         return variants_to_validate(
-            self.slots, host_only=self.measure_host_only, potential=self.lifecycle.min_potential is not None
+            self.slots, host_only=self.reward.needs_host_only, potential=self.lifecycle.min_potential is not None
         )
 
     def finish_step(self, result: EpochResult | None, judged: bool = True) -> tuple[list[SeedEvent], Judgement | None]:
         """Record the result of a host epoch and advance the seeds, or roll the host back, which must then be validated.
 
-        The tick count moves on in every case.
-
-        Args:
-            result: Result of the epoch. None: the host's episode has ended, or it ran out of memory.
-            judged: False to record the epoch without the Governor.
-
-        Returns the stage changes of seeds, and the Governor's judgement if the host was judged.
+        The tick count moves on in every case. `result` is None if the host's episode has ended, or if it ran out of
+        memory. Returns the stage changes of seeds, and the Governor's judgement if the host is `judged`.
         """
         if self.ended:
             self.tick += 1
@@ -396,26 +361,17 @@ class HostEnv(Subject):
         return score
 
     @property
-    def prices(self) -> Prices:
-        """Prices of added parameters and compute in this episode."""
-        return self.context.prices(self.objective_config, self.rng_seed)
+    def price(self) -> float:
+        return self.context.price
 
     def objective_at(self, accuracy: float) -> float:
         """Return the objective J of the host with its fossilized seeds for a given accuracy in 0 … 1.
 
         The precision is that of the network, at least float32.
         """
-        config, prices = self.objective_config, self.prices
         dtype = torch.promote_types(next(self.network.parameters()).dtype, torch.float32)
-        charge: torch.Tensor | float = 0.0
-        if config.charges_compute:
-            flops = torch.tensor([[self.fossilized_flops], [self.flops.host]])
-            charge = compute_rent(flops[0], flops[1], torch.tensor([prices.compute]))
-        parameters = torch.tensor([[self.fossilized_parameters], [self.host_parameters]])
-        accuracies, price = torch.tensor([accuracy], dtype=dtype), torch.tensor([prices.parameters])
-        return objective(
-            accuracies, parameters[0], parameters[1], config=config, price=price, compute_cost=charge
-        ).item()
+        parameters, host = torch.tensor([[self.fossilized_parameters], [self.host_parameters]])
+        return objective(torch.tensor([accuracy], dtype=dtype), parameters, host, torch.tensor([self.price])).item()
 
     def reward_step(self, diverged: bool) -> HostStep:
         """Return the finished step in the numbers that rewards are computed from, after `update_objective`."""
@@ -425,7 +381,7 @@ class HostEnv(Subject):
         # J with fossilized seeds only: the charge is the same, so J differs by the accuracy.
         kept_before = objective_before - first.all_seeds.accuracy + first.fossilized.accuracy
         kept = self.objective - last.all_seeds.accuracy + last.fossilized.accuracy
-        host = max(self.host_parameters, self.objective_config.smallest_host)
+        host = max(self.host_parameters, SMALLEST_HOST)
         seeds = zip(before, self._acted, self._slot_statuses(), self.accuracy_at_germination, strict=True)
         contributions = zip(first.contributions, last.contributions, strict=True)
         slots = (
@@ -441,15 +397,12 @@ class HostEnv(Subject):
             objective=self.objective,
             fossilized_objective_before=kept_before,
             fossilized_objective=self.objective if at_horizon else kept,
-            accuracy_at_start=self.history.accuracy[0],
             accuracy_before=first.all_seeds.accuracy,
             accuracy=last.all_seeds.accuracy,
             fossilized_accuracy=last.fossilized.accuracy,
             host_only_accuracy_before=(first.host_only or first.all_seeds).accuracy,
             host_only_accuracy=(last.host_only or last.all_seeds).accuracy,
-            loss_before=first.all_seeds.loss,
             loss=last.all_seeds.loss,
-            fossilized_loss=last.fossilized.loss,
             slots=tuple(slots) if before else (),
         )
 
@@ -457,13 +410,7 @@ class HostEnv(Subject):
 
     def refusal_reasons(self, action: Sequence[int]) -> list[str]:
         """Return the Governor's reasons to veto an action; an empty list allows it."""
-        if self.monitor is None or action[0] == Op.WAIT:
-            return []
-        chosen, parameters = self.space.decode(action), self.host_parameters + self.seed_parameters(OCCUPIED)
-        if action[0] == Op.GERMINATE:
-            slot = self.growing.slots[chosen.slot]
-            parameters += get_blueprint(chosen.blueprint, slot.layout).parameters(slot.width)
-        return self.monitor.refusal_reasons(chosen.op, parameters / self.host_parameters)
+        return [] if self.monitor is None else veto_reasons(Op(action[0]).name, self.monitor.governor_state)
 
     def _judge(self, result: EpochResult | None) -> Judgement:
         """Return the monitor's judgement on a host epoch. `result` is None if the host ran out of memory."""
@@ -487,19 +434,15 @@ class HostEnv(Subject):
     def roll_back(self, ended: bool, cause: str) -> list[SeedEvent]:
         """Roll the host back to its last snapshot and cull its live seeds; the tick count still moves on by one.
 
-        Args:
-            ended: True to end the episode.
-            cause: Reason for the culls, for the events.
-
         Returns one event for each slot whose stage differs from its stage before the rollback, so that the sequence of
         events stays complete.
         """
         assert self.monitor is not None, "only watched hosts have snapshots"
         events = [self.growing.status_event(slot.name) for slot in self.slots]
-        tick, factor = self.tick, self.lr_factor * self.monitor.config.lr_factor
+        tick = self.tick
         # A copy: optimizer state loaded from a view would keep the snapshot's whole memory alive.
         self._load_host(self.monitor.snapshot.copy())
-        self.tick, self.lr_factor, self.stopped = tick + 1, factor, ended
+        self.tick, self.stopped = tick + 1, ended
         self._set_optimizer_options()
         self.growing.cull_live_seeds(cause)
         pairs = zip(events, self.slots, strict=True)
@@ -524,7 +467,6 @@ class HostEnv(Subject):
             "rng_seed": self.rng_seed,
             "objective": self.objective,
             "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
-            "lr_factor": self.lr_factor,
             "growing": self.growing.state_dict(),
         }
 
@@ -546,6 +488,6 @@ class HostEnv(Subject):
         self.load_record_state(state)
         if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
-        self.objective, self.lr_factor = state["objective"], state["lr_factor"]
+        self.objective = state["objective"]
         self.growing.load_state_dict(state["growing"])
         self._set_optimizer_options()

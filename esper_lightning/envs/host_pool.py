@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs.config import EnvConfig, HostFactory, check_compatible
-from esper_lightning.envs.context.env_factory import EnvFactory
 from esper_lightning.envs.device_transfer import (
     copy_to_device,
     download,
@@ -17,19 +16,18 @@ from esper_lightning.envs.device_transfer import (
     unpack_epochs,
     unpack_validations,
 )
+from esper_lightning.envs.env_factory import EnvFactory
 from esper_lightning.envs.executors import AUTO, EXECUTORS, LoopExecutor
 from esper_lightning.envs.executors.out_of_memory import isolate_oom
 from esper_lightning.envs.executors.threads import usable_cores
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.measurements import EpochResult
-from esper_lightning.envs.memory import check_host_memory
-from esper_lightning.envs.packing import unpack
 from esper_lightning.envs.spaces.action_discovery import SharedSpace
-from esper_lightning.envs.spaces.actions import HEADS, Action, ActionError, check_is_action, to_action
-from esper_lightning.envs.spaces.masks import Masks
+from esper_lightning.envs.spaces.actions import HEADS, Action, ActionError, Masks, check_is_action, to_action
 from esper_lightning.envs.spaces.observation_builder import ObservationBuilder
 from esper_lightning.envs.vector_env import Observation
 from esper_lightning.governor.judge import GovernorConfig, Judgement, Verdict
+from esper_lightning.governor.snapshot import unpack
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.growing_network import RefusalReasons
 from esper_lightning.growth.lifecycle import SeedEvent
@@ -47,9 +45,6 @@ to 0.8 times on 3,072."""
 WAIT_ACTION = (0,) * len(HEADS)
 """Action that changes nothing: choice 0 of every head."""
 
-LOGGED_METRICS = ("accuracy", "reward", "objective")
-"""Metrics of a step whose means over hosts are logged."""
-
 
 class HostEvent(NamedTuple):
     """Stage change of a seed, with the host index and the tick (counted from 1)."""
@@ -64,11 +59,9 @@ class HostVerdict(NamedTuple):
 
     host: int
     tick: int
-    rng_seed: int
-    """RNG seed of the episode, which reproduces it."""
+    rng_seed: int  # of the episode, which it reproduces
     verdict: Judgement
-    restored_tick: int | None
-    """Tick of the snapshot to which the host was rolled back. None: no rollback."""
+    restored_tick: int | None  # of the snapshot to which the host was rolled back. None: no rollback
 
     def __str__(self) -> str:
         """Describe the verdict, as in `host 3 (RNG seed 17) rolled back at tick 7, to tick 5: loss is nan`."""
@@ -120,7 +113,7 @@ class StepResult(NamedTuple):
     @property
     def log(self) -> dict[str, Tensor]:
         """Scalars to log: means over hosts."""
-        return {name: getattr(self.metrics, name).mean() for name in LOGGED_METRICS}
+        return {name: getattr(self.metrics, name).mean() for name in ("accuracy", "reward", "objective")}
 
 
 class HostPool:
@@ -140,13 +133,11 @@ class HostPool:
             is an error.
 
     Attributes:
-        n_envs, horizon: Number of environments N, and length T of the longest episodes in environment steps.
         host_kind: Description of the hosts that differs between pools of different hosts.
         executor_choice: Name or import path of the executor; the one that was chosen, where the setting is `auto`.
         growable: True where a blueprint can grow in a slot of some host, whatever its episode offers, [K, blueprints].
         privileged: Hidden context variables of each episode, [N, P] float, for the critic alone. None: nothing is
             hidden.
-        rows: Sizes of the parts of a row of the observation.
     """
 
     autoreset = False  # a rollout is exactly one episode of every host
@@ -172,7 +163,7 @@ class HostPool:
         devices = [device] if host_devices is None else host_devices
         self.task = task
         self.clock = PhaseClock(device)
-        self.env_factory = EnvFactory(
+        factory = self.env_factory = EnvFactory(
             task,
             data.copy_to(devices),
             host,
@@ -181,28 +172,24 @@ class HostPool:
             held_out=held_out,
             shared_space=shared_space,
         )
-        self.data, self.space = self.env_factory.data, self.env_factory.space
-        self.host_kind = self.env_factory.host_kind
-        first = self.env_factory.make(0, 0)
-        check_host_memory(first.network, n_envs, device)
-        self.envs = [self.env_factory.make(index, index) for index in range(n_envs)]
-        self.growable = torch.stack(list(self.env_factory.growable.values())).any(0)
-        kinds = self.env_factory.one_per_architecture()
+        self.data, self.space, self.host_kind = factory.data, factory.space, factory.host_kind
+        self.envs = [factory.make(index, index) for index in range(n_envs)]
+        self.growable = torch.stack(list(factory.growable.values())).any(0)
+        kinds = factory.one_per_architecture()
         self.executor_choice, self.executor = self._prepare_executor(config.executor, kinds)
         # Losses and accuracies have the precision of the hosts, at least float32.
         self._score_dtype = torch.promote_types(next(self.envs[0].network.parameters()).dtype, torch.float32)
-        self.observation_builder = ObservationBuilder(
+        builder = self.observation_builder = ObservationBuilder(
             self.envs,
             self.space,
-            self._offered(),
+            self.growable,
             config=config,
             device=device,
-            num_privileged=self.env_factory.num_privileged,
+            num_privileged=factory.num_privileged,
         )
-        self.masks, self.masks_on_cpu = self.observation_builder.masks, self.observation_builder.masks_on_cpu
-        self.observation, self.feature_names = self.observation_builder.observation, self.observation_builder.names
-        self.rows = self.observation_builder.rows
-        self.privileged = self.observation_builder.privileged
+        self.masks, self.masks_on_cpu = builder.masks, builder.masks_on_cpu
+        self.observation, self.feature_names, self.rows = builder.observation, builder.names, builder.rows
+        self.privileged = builder.privileged
         self.episode_starts = torch.zeros(n_envs, dtype=torch.bool, device=device)  # True after a rollback
         self.governor: GovernorConfig | None = None
         self.reset(range(n_envs))
@@ -232,22 +219,13 @@ class HostPool:
         has_workers = self.device.type == "cpu" and min(self.n_envs, usable_cores()) > 1
         return self._prepare_executor("threads" if has_workers else "loop", kinds)
 
-    def _offered(self) -> Tensor:  # [N, K, blueprints] bool
-        """Return which blueprint can grow in which slot of each host in its present episode."""
-        return torch.stack([self.env_factory.growable_in(env) for env in self.envs])
-
     def reset(self, rng_seeds: Sequence[int]) -> Observation:
         """Start an episode in every environment; environment i depends on the RNG seed `rng_seeds[i]` alone."""
         assert len(rng_seeds) == self.n_envs, "one RNG seed per environment"
         return self.reset_hosts(range(self.n_envs), rng_seeds)
 
     def reset_hosts(self, hosts: Sequence[int], rng_seeds: Sequence[int]) -> Observation:
-        """Start an episode in some environments. The others continue theirs, so hosts may be at different ticks.
-
-        Args:
-            hosts: Indices of the environments.
-            rng_seeds: RNG seed of each new episode.
-        """
+        """Start an episode in the environments with these indices; the others continue theirs."""
         with self.clock.measure("bookkeeping"):
             for i, rng_seed in zip(hosts, rng_seeds, strict=True):
                 self.envs[i] = self.env_factory.make(i, rng_seed)
@@ -268,8 +246,9 @@ class HostPool:
 
     def _update_constants(self) -> None:
         """Update what stays the same in an episode: privileged features, and what can grow in which host."""
-        self.observation_builder.update_growable(self._offered())
-        self.observation_builder.update_privileged([self.env_factory.privileged_features(env) for env in self.envs])
+        builder, factory = self.observation_builder, self.env_factory
+        builder.update_growable(torch.stack([factory.growable_in(env) for env in self.envs]))
+        builder.update_privileged([factory.privileged_features(env) for env in self.envs])
 
     def _record_validations(self, envs: Sequence[HostEnv], validated: Tensor) -> None:
         """Record a validation of hosts that have not trained since their last one; `validated` is [N, 2, V]."""
@@ -381,8 +360,10 @@ class HostPool:
         action is not allowed.
         """
         check_is_action(action, self.n_envs)
-        chosen = list(zip(*download(torch.stack(action)).tolist(), strict=True))
-        executable = self.observation_builder.mask_invalid(chosen, WAIT_ACTION)
+        chosen: list[tuple[int, ...]] = list(zip(*download(torch.stack(action)).tolist(), strict=True))
+        executable = chosen
+        if not self.config.sight.masks:
+            executable = [row if self.masks_on_cpu.allows(i, row) else WAIT_ACTION for i, row in enumerate(chosen)]
         sizes = tuple(self.space.sizes.values())
         for i, (env, row) in enumerate(zip(self.envs, executable, strict=True)):
             if env.tick >= self.horizon:

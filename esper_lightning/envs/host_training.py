@@ -1,22 +1,21 @@
-"""Settings of host training: optimizer, batches and precision."""
+"""Settings of host training: optimizer, batches and precision; and the loss scale of a host in fp16."""
 
 import functools
 import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from esper_lightning.envs.loss_scale import LossScale
 from esper_lightning.growth.param_groups import HOST_GROUP
 from esper_lightning.tasks import AugmentConfig
 
 OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
-MOMENTUM = 0.9
-"""Momentum of sgd."""
+MOMENTUM = 0.9  # of sgd
 
 PRECISIONS: dict[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -28,6 +27,59 @@ PRECISIONS: dict[str, torch.dtype] = {
 
 MAX_BATCHES = 100_000
 """Largest number of minibatches in a host epoch; their indices are drawn before the epoch and kept in memory."""
+
+
+INITIAL_LOSS_SCALE = 2.0**12
+"""Loss scale in fp16. Eight digits hosts skipped 3 of their first 64 steps; with torch's 2^16, 26."""
+
+GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
+"""Factors of the scale after this many steps in a row, and after a skipped step: those of `torch.amp.GradScaler`."""
+
+
+def next_scale(scale: Tensor, good_steps: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scales and the steps since their last change after one more step, of one host or of several.
+
+    A host whose gradients are not `finite` skips the step.
+    """
+    good_steps = torch.where(finite, good_steps + 1, 0)
+    is_due, higher = good_steps == GROWTH_INTERVAL, scale * GROWTH
+    raised = torch.where(is_due & higher.isfinite(), higher, scale)
+    return torch.where(finite, raised, scale * BACKOFF), torch.where(is_due, 0, good_steps)
+
+
+class LossScale:
+    """Loss scale of one host: that of `torch.amp.GradScaler`, but its state is read without waiting for a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.scale = torch.full((), INITIAL_LOSS_SCALE, device=device)
+        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)  # since it last changed
+        # It divides gradients by the scale, and lets the optimizer skip a step without waiting for the GPU. The scale
+        # is set from here, because `GradScaler.state_dict` reads it from the device.
+        self._scaler = torch.amp.GradScaler(device.type, INITIAL_LOSS_SCALE)
+        self._scaler.scale(self.scale)  # makes its scale
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of an optimizer by the scale."""
+        self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
+        """Take the optimizer's step unless gradients are not finite, and adapt the scale. `unscale` comes before."""
+        self._scaler.step(optimizer)
+        self.set(*next_scale(self.scale, self.good_steps, finite))
+
+    def set(self, scale: Tensor, good_steps: Tensor) -> None:
+        """Set scale and steps in place."""
+        self.scale.copy_(scale)
+        self.good_steps.copy_(good_steps)
+        self._scaler.update(self.scale)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state: the tensors themselves, which later steps change."""
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore a state of `state_dict`."""
+        self.set(**state)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +110,7 @@ class HostTraining:
     batch."""
 
     micro_batches: int = 1
-    """Number of parts into which a minibatch is split to save memory; gradients add up. BatchNorm then normalises
-    each part separately."""
+    """Number of parts into which a minibatch is split to save memory; BatchNorm then normalises each separately."""
 
     max_grad_norm: float | None = 5.0
     """Norm to which the gradients of the host and of each seed are clipped. None: no clipping."""

@@ -20,17 +20,13 @@ class Score(NamedTuple):
 class Validation(NamedTuple):
     """Scores of one host in one validation pass, by the active seeds."""
 
-    all_seeds: Score
-    """Score with all blended seeds."""
-    without: list[Score]
-    """Leave-one-out scores, [K]: all seeds except the one in this slot."""
-    fossilized: Score
-    """Score with fossilized seeds only, which are the ones that remain at the horizon."""
+    all_seeds: Score  # all blended ones
+    without: list[Score]  # leave-one-out, [K]: all seeds except the one in this slot
+    fossilized: Score  # fossilized seeds only, which are the ones that remain at the horizon
     trials: list[Score]
     """Scores with all seeds and the one in this slot at full alpha, [K]. The score with all seeds where the slot has no
     seed to be blended yet, or where the potential is not measured."""
-    host_only: Score | None = None
-    """Score with every seed switched off. None: not measured."""
+    host_only: Score | None = None  # every seed switched off. None: not measured
 
     @property
     def contributions(self) -> list[float]:
@@ -44,38 +40,35 @@ class Validation(NamedTuple):
 
     def state(self) -> dict[str, Any]:
         """Return the scores in types that `torch.load(weights_only=True)` accepts."""
-        return {
+        lists = {name: [list(score) for score in getattr(self, name)] for name in ("without", "trials")}
+        host_only = None if self.host_only is None else list(self.host_only)
+        return lists | {
             "all_seeds": list(self.all_seeds),
             "fossilized": list(self.fossilized),
-            "host_only": None if self.host_only is None else list(self.host_only),
-            "without": [list(score) for score in self.without],
-            "trials": [list(score) for score in self.trials],
+            "host_only": host_only,
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Validation":
         """Return the validation of which `state` made plain data."""
+        host_only = state["host_only"]
+        lists = {name: [Score(*score) for score in state[name]] for name in ("without", "trials")}
         return cls(
-            Score(*state["all_seeds"]),
-            [Score(*score) for score in state["without"]],
-            Score(*state["fossilized"]),
-            [Score(*score) for score in state["trials"]],
-            None if state["host_only"] is None else Score(*state["host_only"]),
+            all_seeds=Score(*state["all_seeds"]),
+            fossilized=Score(*state["fossilized"]),
+            host_only=None if host_only is None else Score(*host_only),
+            **lists,
         )
 
 
 class TrainingStats(NamedTuple):
     """Statistics of one epoch of host training. Gradients are those of the last minibatch, before clipping."""
 
-    loss: float
-    """Mean loss over minibatches."""
-    accuracy: float
-    """Mean accuracy over minibatches, 0 … 1."""
-    skipped_steps: int
-    """Optimizer steps skipped because gradients overflowed fp16."""
+    loss: float  # mean over minibatches
+    accuracy: float  # mean over minibatches, 0 … 1
+    skipped_steps: int  # because gradients overflowed fp16
     host_gradient: GradientStats
-    seed_gradients: list[GradientStats]
-    """Gradient statistics of the seed in each slot, [K]."""
+    seed_gradients: list[GradientStats]  # [K]
 
 
 class EpochResult(NamedTuple):

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_pool import HostPool, PoolMetrics, StepResult
-from esper_lightning.envs.spaces.actions import Action
-from esper_lightning.envs.spaces.masks import Masks
+from esper_lightning.envs.spaces.actions import Action, Masks
 from esper_lightning.envs.vector_env import Observation
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.profiling import PhaseClock
@@ -30,10 +29,7 @@ class MixedPool:
     def __init__(self, pools: Mapping[str, HostPool]) -> None:
         self.pools = dict(pools)
         first, *further_pools = self.pools.values()
-        for pool in further_pools:
-            assert pool.space == first.space and pool.feature_names == first.feature_names, (
-                "pools with one shared space"
-            )
+        assert all(pool.space == first.space and pool.feature_names == first.feature_names for pool in further_pools)
         self.config, self.device, self.space = first.config, first.device, first.space
         self.feature_names, self.horizon = first.feature_names, first.horizon
         self.clock: PhaseClock = first.clock

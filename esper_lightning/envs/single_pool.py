@@ -20,9 +20,7 @@ CPU = torch.device("cpu")
 class ActsOnSinglePool(Protocol):
     """Controller of a pool of one."""
 
-    def act(self, pool: "SinglePool") -> Action:
-        """Return an action that is possible according to `pool.masks`."""
-        ...
+    def act(self, pool: "SinglePool") -> Action: ...  # possible according to `pool.masks`
 
 
 class SinglePool:
@@ -37,12 +35,8 @@ class SinglePool:
     n_envs = 1
 
     def __init__(self, subject: Subject, growable: Tensor, config: EnvConfig) -> None:
-        self.subject = subject
-        self.envs = [subject]
-        self.space = subject.space
-        self.growable = growable
-        self.config = config
-        self.device = CPU
+        self.subject, self.envs, self.space = subject, [subject], subject.space
+        self.growable, self.config, self.device = growable, config, CPU
         self._builder = ObservationBuilder(self.envs, self.space, growable, config=config, device=CPU)
         self.masks, self.masks_on_cpu = self._builder.masks, self._builder.masks_on_cpu
         self.feature_names = self._builder.names
@@ -74,10 +68,7 @@ class SinglePool:
         self._is_observed = False
 
     def choose(self, controller: ActsOnSinglePool) -> list[int]:
-        """Return the action of a controller, an index per head.
-
-        Raises ValueError if it is none, or if the masks forbid it.
-        """
+        """Return the action of a controller, an index per head. Raises ValueError if it is none, or is forbidden."""
         name = type(controller).__name__
         try:
             chosen = controller.act(self)

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -13,36 +14,10 @@ from torch import Tensor
 from esper_lightning.profiling import PhaseClock
 
 
-class ActionSpaceProtocol(Protocol):
-    """Action space."""
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """Number of choices of each head."""
-        ...
-
-    def zeros(self, n_envs: int, device: torch.device) -> Any:
-        """Return an action of zeros, a record of tensors [N, …], as storage."""
-
-    def iter_heads(self, action: Any) -> Iterator[tuple[Tensor, int]]:
-        """Iterate over the heads: chosen indices [..., N] and number of choices."""
-        ...
-
-
 class Observation(NamedTuple):
     """Observation of N environments."""
 
     features: Tensor  # [..., N, D] float; of hosts [..., N, K, R], a row for each of K slots
-
-
-class FinalObservation(NamedTuple):
-    """Observation and privileged features at the end of an episode, before the automatic reset.
-
-    Rows of environments whose episode did not end are undefined.
-    """
-
-    observation: Observation
-    privileged: Tensor | None
 
 
 class VectorStep(NamedTuple):
@@ -52,7 +27,9 @@ class VectorStep(NamedTuple):
     reward: Tensor  # [N]
     terminated: Tensor  # [N] bool: the episode reached a terminal state
     truncated: Tensor  # [N] bool: a time limit cut the episode; its last state keeps its value
-    final: FinalObservation | None  # required if an environment was truncated and has reset itself
+    final: tuple[Observation, Tensor | None] | None
+    """Observation and privileged features of the last states of truncated episodes, where the environments have reset
+    themselves; other rows are undefined."""
     log: dict[str, float]  # scalars to log
     terms: Mapping[str, Tensor] = MappingProxyType({})  # [N] each: the reward is their sum
 
@@ -76,12 +53,10 @@ class VectorEnv(Protocol):
     clock: PhaseClock
 
     @property
-    def space(self) -> ActionSpaceProtocol: ...
+    def space(self) -> Any: ...  # as `ChoiceSpace`: sizes of the heads, `zeros`, and `iter_heads`
 
     @property
-    def privileged(self) -> Tensor | None:
-        """Privileged features for the critic alone and only in training, [N, P] float. None: there are none."""
-        ...
+    def privileged(self) -> Tensor | None: ...  # features for the critic alone, only in training, [N, P]. None: none
 
     def reset(self, rng_seeds: Sequence[int]) -> Observation:
         """Start an episode in every environment; environment i depends on the RNG seed `rng_seeds[i]` alone."""
@@ -89,3 +64,55 @@ class VectorEnv(Protocol):
 
     def step(self, action: Any) -> Any:
         """Step every environment and return a `VectorStep`, or a record that has its fields."""
+
+
+class ChoiceAction(NamedTuple):
+    """One action per environment with H heads."""
+
+    indices: Tensor  # [..., N, H] int64
+
+
+class ChoiceMasks(NamedTuple):
+    """Action masks with C = `ChoiceSpace.mask_size` flags per environment; C = 0 if all choices are always possible."""
+
+    possible: Tensor  # [..., N, C] bool
+    forced: Tensor  # [..., N] bool: only one action is possible
+    ended: Tensor  # [..., N] bool: the episode had ended, so actions have no effect
+
+
+@dataclass(frozen=True)
+class ChoiceSpace:
+    """Action space of heads that do not depend on each other."""
+
+    sizes: Mapping[str, int]  # number of choices of each head
+    masked: bool = False  # choices can be impossible
+
+    @property
+    def mask_size(self) -> int:
+        """Number of flags C in the masks of one environment."""
+        return sum(self.sizes.values()) if self.masked else 0
+
+    def zeros(self, n_envs: int, device: torch.device) -> ChoiceAction:
+        """Return an action of zeros for `n_envs` environments, as storage."""
+        return ChoiceAction(torch.zeros(n_envs, len(self.sizes), dtype=torch.int64, device=device))
+
+    def iter_heads(self, action: ChoiceAction) -> Iterator[tuple[Tensor, int]]:
+        """Iterate over the heads: chosen indices [..., N] and number of choices."""
+        return zip(action.indices.unbind(-1), self.sizes.values(), strict=True)
+
+    def full_masks(self, n_envs: int, device: torch.device) -> ChoiceMasks:
+        """Return masks under which every choice is possible; they also serve as storage."""
+        is_forced = all(size == 1 for size in self.sizes.values())
+        return ChoiceMasks(
+            possible=torch.ones(n_envs, self.mask_size, dtype=torch.bool, device=device),
+            forced=torch.full((n_envs,), is_forced, device=device),
+            ended=torch.zeros(n_envs, dtype=torch.bool, device=device),
+        )
+
+    def split_mask(self, possible: Tensor) -> dict[str, Tensor]:  # [..., C] -> [..., choices] by head
+        """Split flags into the masks of the heads."""
+        return dict(zip(self.sizes, possible.split(list(self.sizes.values()), -1), strict=True))
+
+    def forced(self, possible: Tensor) -> Tensor:  # [..., C] -> [...]
+        """Return True where every head's mask allows at most one choice."""
+        return torch.stack([mask.sum(-1).le(1) for mask in self.split_mask(possible).values()]).all(0)

@@ -60,8 +60,8 @@ def grown_host(pool: HostPool, host: int, outcome: Outcome) -> GrownHost:
     description = {
         "format": FORMAT_VERSION,
         "host": describe_factory(factory.host, env.context.context.architecture),
-        "input_shape": list(factory.input_shape),
-        "outputs": factory.num_classes,
+        "input_shape": list(factory.data.input_shape),
+        "outputs": factory.data.classes,
         "slots": None if factory.shared_space is None else list(factory.shared_space.slots),
         "controller": outcome.controller,
         "rng_seed": env.rng_seed,

@@ -72,7 +72,7 @@ class PlanSampler:
             for slot, row in zip(pool.space.slot, pool.growable.tolist(), strict=True)
         }
         self.slots = [slot for slot in pool.space.slot if self.growable[slot]]
-        self.max_slots = min(len(self.slots), pool.config.actions.max_seeds or len(self.slots))
+        self.max_slots = len(self.slots)
         self.max_seeds = 2 * len(self.slots)
         self.latest_germination = latest_germinations(pool.config, self.horizon)
         self.tempos = list(self.latest_germination)

@@ -17,7 +17,7 @@ import numpy as np
 from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.schedules import FixedSchedule, Schedule, read_schedule
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.context.distribution import PRICE_VARIABLE, Context
+from esper_lightning.envs.family import PRICE, Context
 from esper_lightning.envs.seeding import TRAINING, check_rng_seed, episode_rng_seeds
 from esper_lightning.evaluation.plans import Plan, PlanSampler, latest_germinations
 from esper_lightning.parallel import Mapper, run_all
@@ -240,15 +240,14 @@ def longest_horizon(pool: HostPool, contexts: Sequence[Context]) -> int:
 def contexts_by_price(pool: HostPool) -> dict[float, list[Context]]:
     """Return the contexts of the pool's distribution by their price of parameters, the lowest first.
 
-    Raises ValueError if there is only one price, or if every host has its own.
+    Raises ValueError if there is only one price.
     """
     objective = pool.config.objective
     groups: dict[float, list[Context]] = {}
     for context in pool.env_factory.context_distribution.contexts:
         groups.setdefault(objective.price if context.price is None else context.price, []).append(context)
-    if objective.price_to is not None or len(groups) < 2:
-        problem = "all hosts have one price" if objective.price_to is None else "every host has a price of its own"
-        raise ValueError(f"search.per_price: {problem}; name several in data.env.family, as {PRICE_VARIABLE}")
+    if len(groups) < 2:
+        raise ValueError(f"search.per_price: all hosts have one price; name several in data.env.family, as {PRICE}")
     return dict(sorted(groups.items()))
 
 

@@ -1,9 +1,16 @@
-"""The Governor's rules: pure functions that judge one host epoch from its statistics, and veto actions."""
+"""The Governor's rules: pure functions that judge one host epoch from its statistics, and veto actions.
+
+`HostMonitor` applies them to one host, and holds the snapshot that a rollback restores.
+"""
 
 import math
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+
+from esper_lightning.governor.snapshot import CPU, Snapshot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,39 +50,23 @@ class GovernorConfig:
     snapshot_every: int = 5
     """Healthy host epochs between two snapshots."""
 
-    lr_factor: float = 1.0
-    """Factor applied to a host's learning rates at each rollback, until its episode ends."""
-
-    max_growth: float | None = None
-    """Largest number of parameters of a host with its seeds, as a multiple of those it began with. None: no limit."""
-
     def __post_init__(self) -> None:
-        for name in ("window", "patience", "snapshot_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Governor.rules.{name} must be at least 1 host epoch, got {getattr(self, name)}")
-        for name in ("cooldown", "max_rollbacks", "penalty"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"Governor.rules.{name} must not be negative, got {getattr(self, name)}")
-        for name in ("max_loss", "max_ratio", "learned", "guessing"):
-            if not getattr(self, name) > 0.0:
-                raise ValueError(f"Governor.rules.{name} must be positive, got {getattr(self, name)}")
-        if not 0.0 < self.lr_factor <= 1.0:
-            raise ValueError(f"Governor.rules.lr_factor must lie in (0, 1], got {self.lr_factor}")
-        if self.max_growth is not None and not self.max_growth >= 1.0:
-            raise ValueError(f"Governor.rules.max_growth must be at least 1 (the host alone), got {self.max_growth}")
+        for name, value in vars(self).items():
+            if name in ("window", "patience", "snapshot_every") and value < 1:
+                raise ValueError(f"Governor.rules.{name} must be at least 1 host epoch, got {value}")
+            if name in ("cooldown", "max_rollbacks", "penalty") and not value >= 0:
+                raise ValueError(f"Governor.rules.{name} must not be negative, got {value}")
+            if name in ("max_loss", "max_ratio", "learned", "guessing") and not value > 0.0:
+                raise ValueError(f"Governor.rules.{name} must be positive, got {value}")
 
 
 class GovernorState(NamedTuple):
     """The Governor's memory of one host within one episode."""
 
-    losses: tuple[float, ...] = ()
-    """Validation losses of the last healthy host epochs, at most `window` of them."""
-    consecutive_anomalies: int = 0
-    """Consecutive host epochs up to now whose loss was out of range, or near that of guessing."""
-    cooldown: int = 0
-    """Host epochs left in which only a number that is not finite leads to another rollback."""
-    rollbacks: int = 0
-    """Number of rollbacks in the episode so far."""
+    losses: tuple[float, ...] = ()  # validation losses of the last healthy host epochs, at most `window` of them
+    consecutive_anomalies: int = 0  # host epochs up to now whose loss was out of range, or near that of guessing
+    cooldown: int = 0  # host epochs left in which only a number that is not finite leads to another rollback
+    rollbacks: int = 0  # in the episode so far
     trained_epochs: int = 0
     """Host epochs, since a seed last lost weight, in which the mean healthy loss was far below that of guessing."""
 
@@ -83,16 +74,11 @@ class GovernorState(NamedTuple):
 class EpochStats(NamedTuple):
     """Statistics of one host epoch on which the Governor's verdict depends."""
 
-    loss: float
-    """Validation loss."""
+    loss: float  # of validation
     train_loss: float
-    """Training loss."""
-    gradient_norms: tuple[float, ...] = ()
-    """Norms of the gradients of the host and of its seeds."""
-    all_steps_skipped: bool = False
-    """True if every optimizer step was skipped, because the gradients left the range of half precision."""
-    seed_lost_weight: bool = False
-    """True if a seed lost weight in the host's output, so that the losses before are no longer normal."""
+    gradient_norms: tuple[float, ...] = ()  # of the host and of its seeds
+    all_steps_skipped: bool = False  # because the gradients left the range of half precision
+    seed_lost_weight: bool = False  # a seed did in the host's output, so that the losses before are no longer normal
 
 
 class Verdict(Enum):
@@ -108,8 +94,7 @@ class Judgement(NamedTuple):
     """Verdict of the Governor with its cause."""
 
     outcome: Verdict
-    cause: str = ""
-    """Cause in one line; empty if the host is healthy."""
+    cause: str = ""  # in one line; empty if the host is healthy
 
     @property
     def diverged(self) -> bool:
@@ -122,14 +107,8 @@ def judge(
 ) -> tuple[Judgement, GovernorState]:
     """Judge one host epoch.
 
-    Args:
-        state: State of the Governor for this host before the epoch.
-        stats: Statistics of the epoch.
-        chance_loss: Loss of guessing, ln(classes).
-        config: Thresholds.
-
-    Returns:
-        The judgement, and the state after the epoch. Only healthy losses contribute to the normal loss.
+    Returns the judgement, and the Governor's state of this host after the epoch. Only healthy losses contribute to the
+    normal loss. `chance_loss` is that of guessing, ln(classes).
     """
     numbers = [("loss", stats.loss), ("training loss", stats.train_loss)]
     numbers += [("a gradient's norm", norm) for norm in stats.gradient_norms]
@@ -171,25 +150,81 @@ def _roll_back_or_end(state: GovernorState, cause: str, config: GovernorConfig) 
 
 
 OPS_VETOED_DURING_ANOMALY = frozenset({"GERMINATE", "FOSSILIZE"})
-"""Ops that are vetoed while the host's loss is out of range or near that of guessing: they build on its present
-state."""
+"""Ops that build on the host's present state."""
 
 
-def veto_reasons(op: str, growth: float, state: GovernorState, *, config: GovernorConfig) -> list[str]:
-    """Return the reasons to veto an op on a host; empty if it is allowed.
+def veto_reasons(op: str, state: GovernorState) -> list[str]:
+    """Return the reasons to veto an op on a host; empty if it is allowed."""
+    if op not in OPS_VETOED_DURING_ANOMALY or not state.consecutive_anomalies:
+        return []
+    return [f"the loss has been out of range or near guessing for {state.consecutive_anomalies} host epochs"]
 
-    Args:
-        op: Name of the op.
-        growth: Parameters of host and seeds after the op, divided by those that the host began with.
-        state: State of the Governor for this host.
-        config: Limits.
+
+class HostMonitor:
+    """Monitors one host across episodes: judges its epochs and holds its snapshot.
+
+    `chance_loss` is the loss of uniform guessing, ln(classes), and `steps_per_epoch` the optimizer steps of a host
+    epoch.
     """
-    reasons = []
-    if op in OPS_VETOED_DURING_ANOMALY and state.consecutive_anomalies:
-        reasons.append(f"the loss has been out of range or near guessing for {state.consecutive_anomalies} host epochs")
-    if op == "GERMINATE" and config.max_growth is not None and growth > config.max_growth:
-        reasons.append(
-            f"it would have {growth:.3g} times the parameters it began with, more than "
-            f"Governor.rules.max_growth = {config.max_growth:g}"
-        )
-    return reasons
+
+    def __init__(
+        self, config: GovernorConfig, *, chance_loss: float, steps_per_epoch: int, device: torch.device = CPU
+    ) -> None:
+        self.config, self.chance_loss, self.steps_per_epoch = config, chance_loss, steps_per_epoch
+        self.snapshot = Snapshot(device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Reset the statistics at the start of an episode."""
+        self.governor_state = GovernorState()
+        self.healthy_ticks = 0  # since the last snapshot
+        self.alphas: list[float] = []  # alpha of each slot in the last host epoch, [K]
+
+    def judge(self, stats: EpochStats, skipped_steps: int, alphas: list[float]) -> Judgement:
+        """Judge a host epoch and update the statistics.
+
+        Args:
+            stats: Statistics of the epoch; `all_steps_skipped` and `seed_lost_weight` are filled in here.
+            skipped_steps: Optimizer steps that were skipped in the epoch because gradients overflowed fp16.
+            alphas: Alpha of the seed in each slot, [K]; 0 for a seed that is not blended.
+        """
+        # In the first tick there is no alpha before.
+        lost_weight = any(now < before for now, before in zip(alphas, self.alphas, strict=False))
+        stats = stats._replace(all_steps_skipped=skipped_steps >= self.steps_per_epoch, seed_lost_weight=lost_weight)
+        judgement, self.governor_state = judge(self.governor_state, stats, self.chance_loss, config=self.config)
+        self.alphas = alphas
+        # A restored host gets a new snapshot only after enough healthy epochs.
+        self.healthy_ticks = 0 if judgement.diverged else self.healthy_ticks + (judgement.outcome is Verdict.HEALTHY)
+        return judgement
+
+    def judge_failure(self, cause: str) -> Judgement:
+        """Return a verdict that ends the episode, for a host that cannot continue."""
+        self.governor_state = GovernorState(rollbacks=self.governor_state.rollbacks)
+        return Judgement(Verdict.END, cause)
+
+    @property
+    def snapshot_due(self) -> bool:
+        """True if a snapshot is due, which is only the case right after a healthy epoch."""
+        return self.governor_state.consecutive_anomalies == 0 and self.healthy_ticks >= self.config.snapshot_every
+
+    def take_snapshot(self, state: dict[str, Any]) -> None:
+        """Replace the snapshot by a copy of `state`."""
+        self.snapshot.take(state)
+        self.healthy_ticks = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the complete state; its tensors are views of the snapshot, which the next one overwrites."""
+        losses, *counts = self.governor_state
+        return {
+            "losses": list(losses),
+            "counts": counts,
+            "healthy_ticks": self.healthy_ticks,
+            "alphas": list(self.alphas),
+            "snapshot": self.snapshot.view(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.governor_state = GovernorState(tuple(state["losses"]), *state["counts"])
+        self.healthy_ticks = state["healthy_ticks"]
+        self.alphas = list(state["alphas"])
+        self.snapshot.take(state["snapshot"])

@@ -1,25 +1,27 @@
-"""Snapshot of a host's last good state, in reused memory so that repeated snapshots allocate nothing."""
+"""Copies of a host's state, with one memory for the tensors of each data type on each device.
+
+Copying, saving, loading and sending a state takes a fixed time for each of its tensors, and a host of a few hundred
+parameters has a hundred of them. `Snapshot` holds the last good state in reused memory, so that repeated snapshots
+allocate nothing; `pack` makes the plain data of a checkpoint.
+"""
 
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16
-"""Alignment of tensors in bytes, so that the memory can be viewed as any dtype."""
+ALIGNMENT = 16  # of tensors in bytes, so that the memory can be viewed as any dtype
 
 CPU = torch.device("cpu")
 
-Kind = tuple[torch.device, torch.dtype]
-"""Device and data type of tensors whose numbers share a memory."""
+Kind = tuple[torch.device, torch.dtype]  # tensors of a kind share a memory
 
-PLACEHOLDER = torch.empty(0)
-"""Tensor in a state that has been taken apart, in place of each of its tensors."""
+PLACEHOLDER = torch.empty(0)  # in a state that has been taken apart, in place of each of its tensors
 
 KindT = TypeVar("KindT")
 
@@ -83,6 +85,37 @@ class Snapshot:
     def nbytes(self) -> int:
         """Size of the buffer in bytes."""
         return self._memory.nbytes
+
+
+def pack(state: Any) -> dict[str, Any]:
+    """Return a copy of a nested state of dicts, lists, numbers and tensors as plain data with few tensors.
+
+    The key `template` has the state with an empty tensor in place of each tensor, `numbers` the elements of all tensors
+    of a kind (a data type on a device), and `layout` for each tensor the index of its kind, its number of axes, its
+    shape and its strides.
+    """
+    template, specs, rows = take_apart(state)
+    kinds = list(rows)
+    layout = [[kinds.index(kind), len(shape), *shape, *strides] for kind, shape, strides in specs]
+    return {
+        "template": template,
+        "layout": torch.tensor(list(chain.from_iterable(layout)), dtype=torch.int64),
+        "numbers": [torch.cat(list(rows[kind])) for kind in kinds],
+    }
+
+
+def unpack(packed: Any) -> Any:
+    """Return the state of `pack`; its tensors are views of the packed memory. Raises ValueError if it is damaged."""
+    try:
+        layout, specs, at = packed["layout"].tolist(), [], 0
+        while at < len(layout):
+            kind, axes = layout[at : at + 2]
+            shape, strides = layout[at + 2 : at + 2 + axes], layout[at + 2 + axes : at + 2 + 2 * axes]
+            specs.append(TensorSpec(kind, tuple(shape), tuple(strides)))
+            at += 2 + 2 * axes
+        return put_together(packed["template"], specs, dict(enumerate(packed["numbers"])))
+    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError, StopIteration) as error:
+        raise ValueError(f"the state of a host is damaged: {error!r}") from error
 
 
 def take_apart(state: Any) -> tuple[Any, list[TensorSpec[Kind]], dict[Kind, list[Tensor]]]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.envs.spaces.rows import RowSizes
+from esper_lightning.envs.spaces.observation_builder import RowSizes
 from esper_lightning.ranks import ALONE, Ranks
 
 

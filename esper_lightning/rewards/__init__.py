@@ -7,12 +7,11 @@ A reward of your own is a function with a name and the names of its terms:
         return {"gain": step.objective - step.objective_before, "size": -0.01 * sum(s.growth for s in step.slots)}
 """
 
-from esper_lightning.rewards.objective import ObjectiveConfig, Prices, compute_rent, objective, rent
+from esper_lightning.rewards.objective import ObjectiveConfig, objective, rent
 from esper_lightning.rewards.reward import (
     REWARDS,
     ROLLBACK_TERM,
     HostStep,
-    Reward,
     RewardConfig,
     SlotStatus,
     SlotStep,
@@ -27,12 +26,9 @@ __all__ = [
     "ROLLBACK_TERM",
     "HostStep",
     "ObjectiveConfig",
-    "Prices",
-    "Reward",
     "RewardConfig",
     "SlotStatus",
     "SlotStep",
-    "compute_rent",
     "compute_terms",
     "modes",
     "objective",

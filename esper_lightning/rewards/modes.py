@@ -27,6 +27,9 @@ RELIANCE_DECAY_PER_POINT = 3.0
 RANSOM_POINTS, RANSOM_GAIN = 0.1, -0.2
 """A seed holds the host to ransom if it contributes more, though all seeds together gain less, in accuracy points."""
 
+SHAPING, RENT, MAX_RENT = 0.3, 0.5, 1.0
+"""Weight of the shaping by stages, cost per tick of a growth by a factor of e, and its maximum."""
+
 OP_COSTS = {"GERMINATE": 0.02, "FOSSILIZE": 0.01, "CULL": 0.005}
 AUTO_CULL_COST, RANSOM_COST, END_WEIGHT = 0.2, 0.3, 0.05
 
@@ -89,8 +92,8 @@ def shaped(step: HostStep, config: RewardConfig) -> dict[str, float]:
     return {
         "attribution": attributed,
         "ransom": -ransom,
-        "shaping": config.shaping * (config.gamma * after - before),
-        "rent": -min(config.rent * math.log1p(growth), config.rent_cap),
+        "shaping": SHAPING * (config.gamma * after - before),
+        "rent": -min(RENT * math.log1p(growth), MAX_RENT),
         "warnings": -warnings,
         "op": -OP_COSTS.get(step.op, 0.0),
         "auto_cull": -auto_cull,

@@ -15,33 +15,26 @@ ROLLBACK_TERM = "rollback"
 class SlotStatus(NamedTuple):
     """State of a slot at one moment."""
 
-    stage: Stage
-    """Stage of the seed; DORMANT for an empty slot."""
+    stage: Stage  # DORMANT for an empty slot
     ticks_in_stage: int
-    """Ticks that the seed has spent in its stage."""
-    age: int
-    """Ticks since the seed was germinated."""
-    parameters: int = 0
-    """Number of parameters of the seed; 0 for an empty slot."""
+    age: int  # ticks since the seed was germinated
+    parameters: int = 0  # of the seed; 0 for an empty slot
 
 
 class SlotStep(NamedTuple):
-    """One slot in one environment step. Contributions are in accuracy points of 100."""
+    """One slot in one environment step. Contributions are in accuracy points of 100, 0 for a seed that is not blended.
+
+    The state `before` the action, right `after_action`, before the host trains, and `after` the step.
+    """
 
     before: SlotStatus
-    """State before the action."""
     after_action: SlotStatus
-    """State right after the action, before the host trains."""
     after: SlotStatus
-    """State at the end of the step."""
-    accuracy_at_germination: float
-    """Accuracy of the host, 0 … 1, when the slot's last seed was germinated; 0: it has had none."""
-    contribution_before: float
-    """Contribution as last measured before the action; 0 for a seed that is not blended."""
+    accuracy_at_germination: float  # of the host, 0 … 1; 0: the slot has had no seed
+    contribution_before: float  # as last measured before the action
     contribution: float
-    """Contribution at the end of the step."""
     growth: float
-    """`parameters` divided by those of the host, or by `objective.smallest_host` if that is more."""
+    """`parameters` divided by those of the host, or by 200 if that is more."""
 
     @property
     def parameters(self) -> int:
@@ -65,9 +58,10 @@ class SlotStep(NamedTuple):
 
 
 class HostStep(NamedTuple):
-    """One environment step of one host: the action, and the measurements before and after it.
+    """One environment step of one host: the action, and the measurements `…_before` and after it.
 
-    Accuracies lie in 0 … 1. Accuracies and losses are validated with all live seeds unless stated otherwise.
+    Accuracies (0 … 1) and losses are validated with all live seeds; `fossilized_…` with the fossilized seeds alone,
+    `host_only_…` with every seed off where the reward `needs_host_only`, else with all live seeds.
     """
 
     op: str
@@ -79,52 +73,32 @@ class HostStep(NamedTuple):
     diverged: bool
     """The host was rolled back: the trajectory ends, and the measurements do not result from the action."""
     objective_before: float
-    """J before the action."""
     objective: float
-    """J after the step, with all live seeds; at the horizon with fossilized seeds only."""
+    """J with all live seeds; at the horizon with fossilized seeds only."""
     fossilized_objective_before: float
-    """J before the action with fossilized seeds only."""
     fossilized_objective: float
-    """J after the step with fossilized seeds only, as if the episode ended here."""
-    accuracy_at_start: float
-    """Accuracy at the start of the episode."""
+    """J as if the episode ended here."""
     accuracy_before: float
-    """Accuracy before the action."""
     accuracy: float
-    """Accuracy after the step."""
     fossilized_accuracy: float
-    """Accuracy after the step with fossilized seeds only."""
     host_only_accuracy_before: float
-    """Accuracy before the action with every seed switched off; with all live seeds unless `needs_host_only`."""
     host_only_accuracy: float
-    """Accuracy after the step with every seed switched off; with all live seeds unless `needs_host_only`."""
-    loss_before: float
-    """Loss before the action."""
     loss: float
-    """Loss after the step."""
-    fossilized_loss: float
-    """Loss after the step with fossilized seeds only."""
     slots: tuple[SlotStep, ...]
-    """One record per slot, [K]; empty in modes `objective`, `kept` and `sparse`, which do not depend on seeds."""
+    """One record per slot, [K]; empty in modes that do not depend on seeds."""
 
 
 class Reward(NamedTuple):
-    """Reward of one environment step of one host, as a sum of named terms."""
+    """Reward of one environment step of one host, as a sum of named terms; see `register`."""
 
     terms: tuple[str, ...]
-    """Names of the terms; they appear in plots as `reward/<name>`."""
     compute: "Callable[[HostStep, RewardConfig], Mapping[str, float]]"
-    """Function that returns every term by name."""
-    depends_on_seeds: bool = True
-    """True if the records of slots are needed; without them `HostStep.slots` is empty."""
-    needs_host_only: bool = False
-    """True if every host must also be validated with all seeds switched off."""
-    taken_back: tuple[str, ...] = ()
-    """Terms that count after a rollback too, because they take back what earlier steps lent; all others are then 0."""
+    depends_on_seeds: bool
+    needs_host_only: bool
+    taken_back: tuple[str, ...]
 
 
 REWARDS: Registry[Reward] = Registry("reward")
-"""Rewards by name."""
 
 RewardFunction = TypeVar("RewardFunction", bound="Callable[[HostStep, RewardConfig], Mapping[str, float]]")
 
@@ -137,31 +111,28 @@ def register(
     depends_on_seeds: bool = True,
     taken_back: Collection[str] = (),
 ) -> Callable[[RewardFunction], RewardFunction]:
-    """Return a decorator that registers a reward as `name`.
+    """Return a decorator that registers a reward as `name`, the value of `data.env.reward.mode`.
 
     The function takes the record of one environment step of one host and the settings, and returns every term by name.
-    Their sum is the reward.
+    Their sum is the reward. A second definition of the same function, as in a notebook, replaces the first.
 
     Args:
-        name: Value of `data.env.reward.mode`.
-        terms: Names of the terms. `rollback` is that of the Governor's penalty, and cannot be one of them.
+        name: Name of the reward.
+        terms: Names of the terms, which appear in plots as `reward/<name>`. `rollback` is the Governor's penalty.
         needs_host_only: Validate every host with all seeds switched off, too: `HostStep.host_only_accuracy`.
         depends_on_seeds: False for a reward that does not read `HostStep.slots`, which is then left empty.
-        taken_back: Terms that count in a step in which the host is rolled back. All others are then 0, and without any
-            the function is not called.
+        taken_back: Terms that count in a step in which the host is rolled back, because they take back what earlier
+            steps lent. All others are then 0, and without any the function is not called.
 
-    A second definition of the same function, as when a cell of a notebook runs again, replaces the first. Raises
-    ValueError if the name is taken, or if the terms are no list of different names.
+    Raises ValueError if the name is taken, or if the terms are no list of different names.
     """
     check_part_name(REWARDS.kind, name)
 
     def add(compute: RewardFunction) -> RewardFunction:
-        if not terms or isinstance(terms, str):
-            raise ValueError(f"reward {name!r}: terms must be a list of names, got {terms!r}")
-        if len(set(terms)) < len(terms) or ROLLBACK_TERM in terms:
+        if not terms or isinstance(terms, str) or len(set(terms)) < len(terms) or ROLLBACK_TERM in terms:
             raise ValueError(
-                f"reward {name!r}: terms must be different names, and none may be {ROLLBACK_TERM!r}, the Governor's "
-                f"penalty, got {list(terms)}"
+                f"reward {name!r}: terms must be a list of different names, and none may be {ROLLBACK_TERM!r}, the "
+                f"Governor's penalty, got {terms!r}"
             )
         REWARDS.add(name, Reward(tuple(terms), compute, depends_on_seeds, needs_host_only, tuple(taken_back)), compute)
         return compute
@@ -179,36 +150,14 @@ class RewardConfig:
     blended. sparse: the objective at the end only. shaped: accuracy points attributed to seeds, shaping, rent,
     warnings, costs of ops. See docs/concepts/environment.md; docs/guides/extending.md shows how to add your own."""
 
-    shaping: float = 0.3
-    """Weight of the shaping by stages (shaped)."""
-
-    rent: float = 0.5
-    """Cost per tick of a growth by a factor of e (shaped)."""
-
-    rent_cap: float = 1.0
-    """Largest rent per tick (shaped)."""
-
     gamma: float = 1.0
     """Discount factor of the shaping; copied from model.ppo.gamma, so set that instead."""
 
     horizon_is_end: bool = True
     """Treat the horizon as the end of shaping; copied from model.ppo.horizon_is_end, so set that instead."""
 
-    @property
-    def needs_host_only(self) -> bool:
-        """True if every host must also be validated with all seeds switched off."""
-        return REWARDS.find(self.mode).needs_host_only
-
-    @property
-    def depends_on_seeds(self) -> bool:
-        """True if the reward depends on what happens to seeds."""
-        return REWARDS.find(self.mode).depends_on_seeds
-
     def __post_init__(self) -> None:
         REWARDS.find(self.mode)  # raises ValueError if there is none
-        for name in ("shaping", "rent", "rent_cap"):
-            if not 0.0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"reward.{name} must be finite and not negative, got {getattr(self, name)}")
 
 
 def compute_terms(step: HostStep, config: RewardConfig) -> dict[str, float]:
@@ -221,17 +170,23 @@ def compute_terms(step: HostStep, config: RewardConfig) -> dict[str, float]:
     if step.already_ended or (step.diverged and not reward.taken_back):
         return dict.fromkeys(reward.terms, 0.0)
     returned = reward.compute(step, config)
-    what = f"reward {config.mode!r} returned"
     if not isinstance(returned, Mapping) or set(returned) != set(reward.terms):
-        raise ValueError(f"{what} {returned!r:.80}, not its terms; return a dictionary of {list(reward.terms)}")
+        raise ValueError(
+            f"reward {config.mode!r} returned {returned!r:.80}, not its terms; return a dictionary of "
+            f"{list(reward.terms)}"
+        )
+    is_measured = all(math.isfinite(number) for number in step if isinstance(number, float))
     terms = {}
     for name in reward.terms:
         try:
             terms[name] = float(returned[name])  # also a tensor or an array of one element
-        except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several elements
-            raise ValueError(f"{what} {returned[name]!r:.80} as its term {name!r}; return a number") from error
-        if not math.isfinite(terms[name]) and all(math.isfinite(x) for x in step if isinstance(x, float)):
-            raise ValueError(f"{what} {terms[name]} as its term {name!r}; return a finite number")
+            is_fine = math.isfinite(terms[name]) or not is_measured
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+            is_fine = False
+        if not is_fine:
+            raise ValueError(
+                f"reward {config.mode!r} returned {returned[name]!r:.80} as its term {name!r}; return a finite number"
+            )
     if step.diverged:
         return {name: term if name in reward.taken_back else 0.0 for name, term in terms.items()}
     return terms

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from esper_lightning.envs import Action, Masks
 from esper_lightning.envs.spaces.actions import ActionSpace
-from esper_lightning.envs.spaces.choices import ChoiceAction, ChoiceMasks, ChoiceSpace
+from esper_lightning.envs.vector_env import ChoiceAction, ChoiceMasks, ChoiceSpace
 from esper_lightning.tamiyo.distribution import (
     HOST_PARENTS,
     ChoiceDistribution,

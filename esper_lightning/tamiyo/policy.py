@@ -20,9 +20,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from esper_lightning.envs import HostPool, MixedPool
 from esper_lightning.envs.spaces.actions import ActionSpace
-from esper_lightning.envs.spaces.choices import ChoiceSpace
-from esper_lightning.envs.spaces.rows import RowSizes
-from esper_lightning.envs.vector_env import Observation, VectorEnv
+from esper_lightning.envs.spaces.observation_builder import RowSizes
+from esper_lightning.envs.vector_env import ChoiceSpace, Observation, VectorEnv
 from esper_lightning.tamiyo.heads import ChoiceHeads, Hidden, HostHeads, linear
 
 

@@ -4,11 +4,11 @@ from esper_lightning.tasks.augment import AugmentConfig, Batches, draw_augment_p
 from esper_lightning.tasks.datamodule import FromDataModule
 from esper_lightning.tasks.glyphs import Glyphs
 from esper_lightning.tasks.images import CIFAR10, Digits
-from esper_lightning.tasks.synthetic import Synthetic
 from esper_lightning.tasks.tabular import Tabular
 from esper_lightning.tasks.task import (
     Measures,
     Split,
+    Synthetic,
     Task,
     TaskData,
     check_data,
@@ -17,10 +17,11 @@ from esper_lightning.tasks.task import (
     fingerprint,
 )
 from esper_lightning.tasks.text import Source, Text
-from esper_lightning.tasks.variants import Variant, make_variants
+from esper_lightning.tasks.variants import TRANSFORMS, check_transform, make_variants
 
 __all__ = [
     "CIFAR10",
+    "TRANSFORMS",
     "AugmentConfig",
     "Batches",
     "Digits",
@@ -34,10 +35,10 @@ __all__ = [
     "Task",
     "TaskData",
     "Text",
-    "Variant",
     "check_data",
     "check_measures",
     "check_outputs",
+    "check_transform",
     "draw_augment_params",
     "fetch",
     "fingerprint",

@@ -27,33 +27,22 @@ class FromDataModule(Task):
     Args:
         data: Data module with loaders for training, validation and test.
         classes: Number of classes. None: one more than the largest class number in the data.
-        test_share: Share of the validation data that becomes test data, for a data module without test data.
     """
 
-    def __init__(self, data: LightningDataModule, classes: int | None = None, test_share: float | None = None) -> None:
-        if test_share is not None and not 0.0 < test_share < 1.0:
-            raise ValueError(f"FromDataModule: test_share must lie in (0, 1), got {test_share}")
+    def __init__(self, data: LightningDataModule, classes: int | None = None) -> None:
         self.data = data
         self.classes = classes
-        self.test_share = test_share
 
     def load(self) -> TaskData:
         kind = type(self.data).__name__
-        wanted = [name for name in LOADERS if name != "test" or self.test_share is None]
-        for name in wanted:
-            if not is_overridden(LOADERS[name], self.data, LightningDataModule):
-                hint = ", or set data.task.init_args.test_share" if name == "test" else ""
-                raise ValueError(f"FromDataModule: {kind} has no {name} data; give it a {LOADERS[name]}{hint}")
+        for name, loader in LOADERS.items():
+            if not is_overridden(loader, self.data, LightningDataModule):
+                raise ValueError(f"FromDataModule: {kind} has no {name} data; give it a {loader}")
         with seeded_generators(RNG_SEED):  # so that a resumed run has the same data
             self.data.prepare_data()
             self.data.setup("fit")
-            if "test" in wanted:
-                self.data.setup("test")
-            splits = [concatenate(getattr(self.data, LOADERS[name])(), f"{kind}'s {name}") for name in wanted]
-            if self.test_share is not None:
-                order = torch.randperm(splits[1].samples)
-                count = round(self.test_share * len(order))  # none at all is refused by `check_data`
-                splits[1:] = (Split(*(part[chosen] for part in splits[1])) for chosen in (order[count:], order[:count]))
+            self.data.setup("test")
+            splits = [concatenate(getattr(self.data, loader)(), f"{kind}'s {name}") for name, loader in LOADERS.items()]
         classes_in_data = 1 + max(int(split.targets.max()) for split in splits if split.samples)
         return TaskData(*splits, classes=self.classes or max(2, classes_in_data))
 

@@ -1,11 +1,10 @@
-"""Letters and digits in 62 classes, rendered from the fonts of matplotlib and Pillow, without a download.
+"""Letters and digits in 62 classes, rendered from the fonts of matplotlib, without a download.
 
 Pillow draws each character once per font; torch distorts copies of these drawings. S is the side of an image in pixels.
 """
 
 import math
 import string
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -18,16 +17,11 @@ from esper_lightning.tasks.task import Split, Task, TaskData
 CHARACTERS = string.digits + string.ascii_uppercase + string.ascii_lowercase
 """Characters in the order of their classes."""
 
-PILLOW_FONT = "Aileron"
-"""Font inside Pillow; all others are files of matplotlib."""
-
-TRAINING_FONTS = (
+FONTS = (
     "DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSansMono", "DejaVuSansMono-Bold",
     "DejaVuSansMono-BoldOblique", "DejaVuSerif-BoldItalic", "DejaVuSerif-Italic", "STIXGeneral", "STIXGeneralBolIta",
     "cmb10", "cmss10", "cmti10",
 )  # fmt: skip
-VALIDATION_FONTS = ("DejaVuSans-BoldOblique", "DejaVuSerif", "STIXGeneralBol", "cmr10")
-TEST_FONTS = (PILLOW_FONT, "DejaVuSansMono-Oblique", "DejaVuSerif-Bold", "STIXGeneralItalic", "cmtt10")
 
 DRAWING_SIDE, CAPITAL_HEIGHT = 64, 34
 """Side of a drawing, and height of the letter H in it, in pixels."""
@@ -38,7 +32,7 @@ RENDER_BATCH = 2000
 PIXEL_MEAN, PIXEL_STD = 0.5, 0.3
 """Mean and standard deviation of pixels in [0, 1] that are mapped to 0 and 1."""
 
-Level = Literal["mild", "easy", "medium", "hard"]
+Level = Literal["mild", "easy"]
 
 
 class Distortion(NamedTuple):
@@ -60,13 +54,9 @@ class Distortion(NamedTuple):
 LEVELS: dict[Level, Distortion] = {
     "mild": Distortion(10, 0.15, 0.1, 0.08, 0.0, 0.0, 0.0, 0.0, 0.2, 0.6, 0.05),
     "easy": Distortion(15, 0.2, 0.2, 0.1, 0.04, 0.2, 0.2, 0.2, 0.3, 0.5, 0.08),
-    "medium": Distortion(20, 0.25, 0.25, 0.12, 0.06, 0.3, 0.3, 0.5, 0.4, 0.4, 0.12),
-    "hard": Distortion(30, 0.3, 0.35, 0.15, 0.1, 0.4, 0.4, 0.8, 0.5, 0.3, 0.2),
 }
-"""Distortions by level of difficulty.
-
-After 20 passes over 20,000 images of level easy, a CNN of base 8 classifies 70 % of new 16×16 images; medium is too
-hard for short runs."""
+"""Distortions by level. After 20 passes over 20,000 images of level easy, a CNN of base 8 classifies 70 % of new 16×16
+images."""
 
 
 class Glyphs(Task):
@@ -79,8 +69,6 @@ class Glyphs(Task):
         side: Side S of an image in pixels.
         level: Difficulty; see `LEVELS`.
         train, validation, test: Number of images in each split.
-        unseen_fonts: Render validation and test images in fonts of their own (four and five), in place of the 13 fonts
-            of the training images. The training images are the same either way.
         rng_seed: RNG seed of all images.
     """
 
@@ -92,7 +80,6 @@ class Glyphs(Task):
         train: int = 20_000,
         validation: int = 2_000,
         test: int = 4_000,
-        unseen_fonts: bool = False,
         rng_seed: int = 0,
     ) -> None:
         if level not in LEVELS:
@@ -102,21 +89,19 @@ class Glyphs(Task):
         self.side = side
         self.distortion = LEVELS[level]
         self.sizes = (train, validation, test)
-        self.fonts = (TRAINING_FONTS, VALIDATION_FONTS, TEST_FONTS) if unseen_fonts else (TRAINING_FONTS,) * 3
         self.rng_seed = rng_seed
 
     def load(self) -> TaskData:
-        splits = []
-        drawings = {fonts: draw_fonts(fonts) for fonts in set(self.fonts)}
-        for i, (size, fonts) in enumerate(zip(self.sizes, self.fonts, strict=True)):
+        splits, drawings = [], draw_fonts()
+        for i, size in enumerate(self.sizes):
             generator = torch.Generator().manual_seed(3 * self.rng_seed + i)
-            renderer = _Renderer(drawings[fonts], self.side, self.distortion, generator)
+            renderer = _Renderer(drawings, self.side, self.distortion, generator)
             batches = [renderer.render(min(RENDER_BATCH, size - begin)) for begin in range(0, size, RENDER_BATCH)]
             splits.append(Split(*map(torch.cat, zip(*batches, strict=True))))
         return TaskData(*splits, classes=len(CHARACTERS))
 
 
-def draw_fonts(fonts: Sequence[str]) -> Tensor:  # [fonts, 62, 64, 64] in 0 … 1
+def draw_fonts() -> Tensor:  # [fonts, 62, 64, 64] in 0 … 1
     """Draw every character once per font, in a size in which its H has the height of `CAPITAL_HEIGHT`."""
     import matplotlib
     from PIL import Image, ImageDraw, ImageFont
@@ -124,12 +109,10 @@ def draw_fonts(fonts: Sequence[str]) -> Tensor:  # [fonts, 62, 64, 64] in 0 … 
     folder = Path(matplotlib.get_data_path(), "fonts", "ttf")
 
     def load(name: str, height: int) -> Any:
-        if name == PILLOW_FONT:
-            return ImageFont.load_default(height)
         return ImageFont.truetype(folder / f"{name}.ttf", height, layout_engine=ImageFont.Layout.BASIC)
 
     drawings = []
-    for name in fonts:
+    for name in FONTS:
         _, top, _, bottom = load(name, CAPITAL_HEIGHT).getbbox("H")
         font = load(name, round(CAPITAL_HEIGHT**2 / (bottom - top)))
         for character in CHARACTERS:
@@ -138,7 +121,7 @@ def draw_fonts(fonts: Sequence[str]) -> Tensor:  # [fonts, 62, 64, 64] in 0 … 
             corner = ((DRAWING_SIDE - (right - left)) / 2 - left, (DRAWING_SIDE - (bottom - top)) / 2 - top)
             ImageDraw.Draw(image).text(corner, character, font=font, fill=255)
             drawings.append(torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8))
-    shape = (len(fonts), len(CHARACTERS), DRAWING_SIDE, DRAWING_SIDE)
+    shape = (len(FONTS), len(CHARACTERS), DRAWING_SIDE, DRAWING_SIDE)
     return torch.stack(drawings).view(shape).to(torch.float32) / 255.0
 
 

@@ -1,6 +1,5 @@
 """Real images: the handwritten digits of scikit-learn, which need no download, and CIFAR-10."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -36,18 +35,27 @@ class Digits(Task):
 
     def load(self) -> TaskData:
         images, digits = load_digits(return_X_y=True)
-        rest, test = _stratified(range(len(digits)), digits, self.test)
-        train, validation = _stratified(rest, digits, self.validation)
+        parts = stratified(digits, self.validation, self.test)
         pixels = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8)
-        mean, deviation = pixels[train].mean(), pixels[train].std()
+        mean, deviation = pixels[parts[0]].mean(), pixels[parts[0]].std()
         inputs, targets = (pixels - mean) / deviation, torch.tensor(digits, dtype=torch.int64)
-        return TaskData(*(Split(inputs[part], targets[part]) for part in (train, validation, test)), classes=10)
+        return TaskData(*(Split(inputs[part], targets[part]) for part in parts), classes=10)
 
 
-def _stratified(indices: Sequence[int], digits: np.ndarray, held_out: int) -> tuple[list[int], list[int]]:
-    labels = [digits[i] for i in indices]
-    parts: list[Any] = train_test_split(list(indices), test_size=held_out, random_state=SPLIT_RNG_SEED, stratify=labels)
-    return parts[0], parts[1]
+def stratified(labels: np.ndarray, validation: float, test: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the rows of training, validation and test, with the classes of `labels` in the same proportion in each.
+
+    Args:
+        labels: Class of each row.
+        validation, test: Numbers of rows; or shares, that of validation among the rows that are left by test.
+    """
+
+    def split(rows: np.ndarray, share: float) -> Any:
+        return train_test_split(rows, test_size=share, random_state=SPLIT_RNG_SEED, stratify=labels[rows])
+
+    rest, tested = split(np.arange(len(labels)), test)
+    trained, validated = split(rest, validation)
+    return trained, validated, tested
 
 
 class CIFAR10(Task):

@@ -1,24 +1,18 @@
-"""Classification of table rows from a CSV file, an .npz file, or a data set of scikit-learn."""
+"""Classification of table rows from a CSV file, or a data set of scikit-learn."""
 
 import csv
-import zlib
 from pathlib import Path
-from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
 from sklearn.datasets import load_breast_cancer, load_digits, load_wine
 from sklearn.impute import SimpleImputer
-from sklearn.model_selection import train_test_split
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
+from esper_lightning.tasks.images import stratified
 from esper_lightning.tasks.task import Split, Task, TaskData
 from esper_lightning.tasks.text import check_shares
-
-SPLIT_RNG_SEED = 0
-"""RNG seed of the split, which is the same in every run."""
 
 BUNDLED = {"wine": load_wine, "breast_cancer": load_breast_cancer, "digits": load_digits}
 """Real tables in scikit-learn. Rows, columns, classes: wine 178, 13, 3; breast_cancer 569, 30, 2; digits 1,797, 64,
@@ -35,9 +29,8 @@ class Tabular(Task):
     of words are one-hot encoded. Both transforms are fitted to the training rows only.
 
     Args:
-        source: Path of a .csv file with a header line, or of an .npz file with arrays `x` [rows, columns] and `y`
-            [rows]; or `wine`, `breast_cancer` or `digits`: tables of scikit-learn.
-        target: Name of the column that holds the class, for a .csv file.
+        source: Path of a .csv file with a header line; or `wine`, `breast_cancer` or `digits`: tables of scikit-learn.
+        target: Name of the column that holds the class, for a file.
         validation, test: Share of the rows in each split.
     """
 
@@ -57,53 +50,26 @@ class Tabular(Task):
                 f"Tabular: {self.source!r} has {len(classes)} classes, the rarest of {rarest} rows; each class needs 3 "
                 f"rows at least, and a target that is a quantity is none"
             )
-        rest, test = self._split(np.arange(len(targets)), targets, self.test)
-        train, validation = self._split(rest, targets, self.validation / (1.0 - self.test))
-        inputs = np.concatenate([encode_column(column, train) for column in columns], axis=1)
-        numbers, class_numbers = torch.tensor(inputs, dtype=torch.float32), torch.tensor(targets, dtype=torch.int64)
-        splits = [Split(numbers[part], class_numbers[part]) for part in (train, validation, test)]
-        return TaskData(*splits, classes=len(classes))
-
-    def _split(self, rows: np.ndarray, targets: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
         try:
-            parts: list[Any] = train_test_split(
-                rows, test_size=share, random_state=SPLIT_RNG_SEED, stratify=targets[rows]
-            )
+            parts = stratified(targets, self.validation / (1.0 - self.test), self.test)
         except ValueError as error:  # the split would have fewer rows than there are classes
             raise ValueError(f"Tabular: {self.source!r} has too few rows for its classes: {error}") from error
-        return parts[0], parts[1]
+        inputs = np.concatenate([encode_column(column, parts[0]) for column in columns], axis=1)
+        numbers, class_numbers = torch.tensor(inputs, dtype=torch.float32), torch.tensor(targets, dtype=torch.int64)
+        return TaskData(*(Split(numbers[part], class_numbers[part]) for part in parts), classes=len(classes))
 
     def _read(self) -> tuple[list[np.ndarray], np.ndarray]:
         """Return the columns, each [rows] of floats or words, and the labels [rows]."""
-        path = Path(self.source)
         if self.source in BUNDLED:
             x, y = BUNDLED[self.source](return_X_y=True)
-        elif not path.is_file():
+            return list(np.asarray(x, dtype=np.float64).T), np.asarray(y)
+        path = Path(self.source)
+        if not path.is_file():
             raise ValueError(
-                f"Tabular: there is no file {self.source!r}; name a .csv or .npz file by --data.task.init_args.source, "
-                f"or one of {', '.join(BUNDLED)}"
+                f"Tabular: there is no file {self.source!r}; name a .csv file by --data.task.init_args.source, or one "
+                f"of {', '.join(BUNDLED)}"
             )
-        elif path.suffix == ".npz":
-            x, y = read_npz(path)
-        else:
-            return read_csv(path, self.target)
-        return list(np.asarray(x, dtype=np.float64).T), np.asarray(y)
-
-
-def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return `x` [rows, columns] and `y` [rows] of a file. Raises ValueError if it is damaged or holds other arrays."""
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            x, y = arrays["x"], arrays["y"]
-    except (OSError, KeyError, ValueError, EOFError, BadZipFile, zlib.error) as error:
-        raise ValueError(f"Tabular: {str(path)!r} is no .npz file with arrays x and y: {error}") from error
-    has_gaps = y.dtype.kind == "f" and bool(np.isnan(y).any())
-    if x.ndim != 2 or y.shape != x.shape[:1] or x.dtype.kind not in "biuf" or has_gaps:
-        raise ValueError(
-            f"Tabular: x is {x.dtype} {list(x.shape)} and y {y.dtype} {list(y.shape)}; they need numbers "
-            "[rows, columns] and labels [rows] without NaN"
-        )
-    return x, y
+        return read_csv(path, self.target)
 
 
 def read_csv(path: Path, target: str | None) -> tuple[list[np.ndarray], np.ndarray]:

@@ -1,4 +1,4 @@
-"""Interface of tasks: data on a device, and a function that measures outputs against targets."""
+"""Interface of tasks: data on a device, and a function that measures outputs against targets; a generated one."""
 
 import zlib
 from abc import ABC, abstractmethod
@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
 from torchmetrics.functional.text import perplexity
 
-CALIBRATION_BINS = 15
-"""Number of bins of confidence in the calibration error, as in https://arxiv.org/abs/1706.04599."""
+CALIBRATION_BINS = 15  # of confidence, as in https://arxiv.org/abs/1706.04599
 
 SPLITS = ("train", "validation", "test")
 
@@ -24,10 +23,8 @@ class Split:
 
     inputs: Tensor  # [variants · samples, …]
     targets: Tensor  # [variants · samples, …] integers
-    variants: int = field(default=1, kw_only=True)
-    """Number of variants of the data, one after the other."""
-    copies: Mapping[torch.device, "Split"] = field(default_factory=dict, kw_only=True)
-    """The split on each device, if it lies on several."""
+    variants: int = field(default=1, kw_only=True)  # of the data, one after the other
+    copies: Mapping[torch.device, "Split"] = field(default_factory=dict, kw_only=True)  # if it lies on several devices
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.inputs, self.targets))
@@ -132,22 +129,22 @@ class Task(ABC):
 def check_data(data: TaskData, task: str) -> None:
     """Raise ValueError, naming the split, unless hosts can learn from `data`: on a GPU torch would not say why."""
     for name, (inputs, targets) in zip(SPLITS, data[:3], strict=True):
-        where = f"task {task}: its {name} data"
+        wrong = ""
         if not 0 < len(inputs) == len(targets):
-            raise ValueError(f"{where} have {len(inputs)} inputs and {len(targets)} targets; get the data set again")
-        if inputs.shape[1:] != data.train.inputs.shape[1:]:
-            raise ValueError(f"{where} have inputs {list(inputs.shape[1:])}, the training data {data.input_shape}")
-        if inputs.ndim > 3 and not inputs.is_floating_point():
-            raise ValueError(f"{where} have images of {inputs.dtype}; give floats, such as inputs.float() / 255")
-        if inputs.is_floating_point() and not inputs.isfinite().all():
-            raise ValueError(f"{where} hold inputs that are not finite; get the data set again")
-        if targets.is_floating_point():
-            raise ValueError(f"{where} have targets of {targets.dtype}; give the number of the class, int64")
-        if not 0 <= int(targets.min()) <= int(targets.max()) < data.classes:
-            raise ValueError(
-                f"{where} hold targets {int(targets.min())} … {int(targets.max())}, outside of 0 … {data.classes - 1}; "
-                "correct `classes` or the targets"
-            )
+            wrong = f"{len(inputs)} inputs and {len(targets)} targets; get the data set again"
+        elif inputs.shape[1:] != data.train.inputs.shape[1:]:
+            wrong = f"inputs {list(inputs.shape[1:])}, the training data {data.input_shape}"
+        elif inputs.ndim > 3 and not inputs.is_floating_point():
+            wrong = f"images of {inputs.dtype}; give floats, such as inputs.float() / 255"
+        elif inputs.is_floating_point() and not inputs.isfinite().all():
+            wrong = "inputs that are not finite; get the data set again"
+        elif targets.is_floating_point():
+            wrong = f"targets of {targets.dtype}; give the number of the class, int64"
+        elif not 0 <= int(targets.min()) <= int(targets.max()) < data.classes:
+            least, most = int(targets.min()), int(targets.max())
+            wrong = f"targets {least} … {most}, outside of 0 … {data.classes - 1}; correct `classes` or the targets"
+        if wrong:
+            raise ValueError(f"task {task}: its {name} data have {wrong}")
 
 
 def check_outputs(outputs: object, classes: int) -> None:
@@ -177,3 +174,48 @@ def fingerprint(data: TaskData) -> str:
             checksum = zlib.crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data, checksum)
     sizes = " + ".join(str(split.samples) for split in data[:3])
     return f"{sizes} samples of {data.classes} classes, checksum {checksum:08x}"
+
+
+class Synthetic(Task):
+    """Classification of generated samples; each class is a mixture of Gaussians around random centres.
+
+    Args:
+        shape: Shape of one input: [3, 32, 32] for images, [20] for vectors.
+        classes: Number of classes.
+        train, validation, test: Number of samples in each split.
+        centres: Number of centres per class; with more than one, a linear model does not suffice.
+        noise: Standard deviation around a centre; the centres themselves are standard normal.
+        seed: RNG seed of all data.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int] = (3, 32, 32),
+        classes: int = 10,
+        *,
+        train: int = 1024,
+        validation: int = 256,
+        test: int = 256,
+        centres: int = 4,
+        noise: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        if min(train, validation, test, centres, classes - 1, *shape) < 1:
+            raise ValueError("Synthetic: sizes and counts must be positive, and classes at least 2")
+        self.shape = tuple(shape)
+        self.classes = classes
+        self.sizes = (train, validation, test)
+        self.centres = centres
+        self.noise = noise
+        self.seed = seed
+
+    def load(self) -> TaskData:
+        generator = torch.Generator().manual_seed(self.seed)
+        centres = torch.randn(self.classes * self.centres, *self.shape, generator=generator)
+
+        def split(samples: int) -> Split:
+            chosen = torch.randint(len(centres), (samples,), generator=generator)
+            noise = torch.randn(samples, *self.shape, generator=generator)
+            return Split(centres[chosen] + self.noise * noise, chosen % self.classes)
+
+        return TaskData(*map(split, self.sizes), classes=self.classes)

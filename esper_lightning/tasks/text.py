@@ -1,10 +1,9 @@
-"""Next-token prediction: on any UTF-8 file, and on the source code of Python itself. T tokens in a sequence."""
+"""Next-byte prediction: on any UTF-8 file, and on the source code of Python itself. T bytes in a sequence."""
 
 import sysconfig
 import zlib
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,16 +22,13 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 
 
 class Text(Task):
-    """Next-token prediction. Accuracy is the share of tokens that are predicted correctly.
+    """Next-byte prediction on a text. Accuracy is the share of bytes that are predicted correctly.
 
     The text is cut into three consecutive parts: training, validation and test.
 
     Args:
         source: Path of a UTF-8 file; `python`: the Python language reference, which comes with CPython.
-        tokens: bytes: one token per byte. bpe: byte pair encoding (https://arxiv.org/abs/1508.07909) fitted to the
-            training part; needs the package `tokenizers`.
-        vocabulary: Number of tokens with bpe.
-        length: Number of tokens T in a sequence.
+        length: Number of bytes T in a sequence.
         validation, test: Share of the text in each part.
         train: Number of sequences that hosts are trained on. None: all. Fewer make ticks shorter.
     """
@@ -41,18 +37,13 @@ class Text(Task):
         self,
         source: str = PYTHON_REFERENCE,
         *,
-        tokens: Literal["bytes", "bpe"] = "bytes",
-        vocabulary: int = 1024,
         length: int = 64,
         validation: float = 0.05,
         test: float = 0.1,
         train: int | None = None,
     ) -> None:
-        if tokens == "bpe" and vocabulary <= N_BYTE_TOKENS:
-            raise ValueError(f"Text: a vocabulary of bpe has more than {N_BYTE_TOKENS} tokens, got {vocabulary}")
         check_shares("Text", validation, test)
         self.source = source
-        self.vocabulary = vocabulary if tokens == "bpe" else N_BYTE_TOKENS
         self.length = length
         self.shares = (1.0 - validation - test, 1.0 - test)
         self.train = train
@@ -61,13 +52,9 @@ class Text(Task):
         text = self._read()
         first, second = (int(share * len(text)) for share in self.shares)
         parts = [text[:first], text[first:second], text[second:]]
-        if self.vocabulary == N_BYTE_TOKENS:
-            streams = [torch.from_numpy(np.frombuffer(part.encode(), np.uint8).astype(np.int64)) for part in parts]
-        else:
-            tokenizer = train_tokenizer(parts[0], self.vocabulary)
-            streams = [torch.tensor(tokenizer.encode(part).ids) for part in parts]
+        streams = [torch.from_numpy(np.frombuffer(part.encode(), np.uint8).astype(np.int64)) for part in parts]
         train, validation, test = (sequences(stream, self.length) for stream in streams)
-        return TaskData(Split(*(part[: self.train] for part in train)), validation, test, classes=self.vocabulary)
+        return TaskData(Split(*(part[: self.train] for part in train)), validation, test, classes=N_BYTE_TOKENS)
 
     def _read(self) -> str:
         if self.source == PYTHON_REFERENCE:
@@ -144,14 +131,3 @@ def sequences(stream: Tensor, length: int) -> Split:  # [n] -> inputs [(n − 1)
     if count < 1:
         raise ValueError(f"a part of the text has {len(stream)} tokens, not one sequence of {length}; lower length")
     return Split(*(stream[start : start + count * length].view(count, length) for start in (0, 1)))
-
-
-def train_tokenizer(text: str, vocabulary: int) -> Any:
-    """Train a byte pair encoder of `vocabulary` tokens on `text`. Raises ValueError if `tokenizers` is missing."""
-    try:
-        from tokenizers import ByteLevelBPETokenizer
-    except ImportError as error:
-        raise ValueError("Text: bpe needs the package tokenizers; pip install tokenizers, or use bytes") from error
-    tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator([text], vocab_size=vocabulary, show_progress=False)
-    return tokenizer

@@ -1,8 +1,7 @@
-"""Variants of a data set: transformed or noisy inputs, other labels, or fewer samples."""
+"""Transforms of the images of a data set, which make hosts with different data."""
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,78 +40,26 @@ TRANSFORMS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 side. shuffled: the pixels of all images in the same random order."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """Modification of a task's data set. Its random parts are the same each time it is applied."""
-
-    transform: str = "none"
-    """Transform of images: none, inverted, transposed, coarse, shifted or shuffled."""
-
-    noise: float = 0.0
-    """Standard deviation of the Gaussian noise on every input, fixed for each sample."""
-
-    label_noise: float = 0.0
-    """Share of the samples with a random label, in training, validation and test data: an irreducible error."""
-
-    classes: int | None = None
-    """Number of classes; the label becomes the task's class number modulo this. None: as in the task."""
-
-    samples: int | None = None
-    """Number of training samples of each host, drawn for each host. None: all."""
-
-    def __post_init__(self) -> None:
-        if self.transform not in TRANSFORMS:
-            raise ValueError(f"data.transform: unknown {self.transform!r}; there are: {', '.join(TRANSFORMS)}")
-        if self.noise < 0.0 or not 0.0 <= self.label_noise <= 1.0:
-            raise ValueError(
-                f"data.noise must not be negative and data.label_noise must lie in [0, 1], got {self.noise} and "
-                f"{self.label_noise}"
-            )
-        for name, least in (("classes", 2), ("samples", 1)):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < least):
-                raise ValueError(f"data.{name} must be a whole number of at least {least}, got {value}")
-
-    @property
-    def without_subset(self) -> "Variant":
-        """This variant with all samples, from which each host draws its own."""
-        return replace(self, samples=None)
-
-    def check(self, data: TaskData) -> None:
-        """Raise ValueError if this variant cannot be made of `data`."""
-        if self.transform != "none" and len(data.input_shape) != 3:
-            raise ValueError(f"data.transform {self.transform!r} needs images, inputs have shape {data.input_shape}")
-        if self.transform == "coarse" and min(data.input_shape[1:]) < 2:
-            raise ValueError(f"data.transform coarse needs images of at least 2×2 pixels, got {data.input_shape}")
-        if self.noise > 0.0 and not data.train.inputs.is_floating_point():
-            raise ValueError("data.noise needs inputs that are numbers, this task's are symbols")
-        if self.classes is not None and self.classes > data.classes:
-            raise ValueError(f"data.classes is {self.classes}, the task has {data.classes}")
-        if self.samples is not None and self.samples > data.train.samples:
-            raise ValueError(f"data.samples is {self.samples}, the task has {data.train.samples} training samples")
-
-    def apply(self, data: TaskData) -> TaskData:
-        """Return the modified data with all samples, on the CPU."""
-        # The RNG seed depends on the names of this class and its fields: renaming them would change the data.
-        generator = torch.Generator().manual_seed(zlib.crc32(repr(self.without_subset).encode()))
-        classes, splits = self.classes or data.classes, {}
-        for name in SPLITS:
-            inputs, targets = (part.cpu() for part in getattr(data, name))
-            inputs = TRANSFORMS[self.transform](inputs, generator)
-            if self.noise > 0.0:
-                inputs = inputs + self.noise * torch.randn(inputs.shape, generator=generator, dtype=inputs.dtype)
-            targets = targets % classes
-            if self.label_noise > 0.0:
-                wrong = torch.rand(targets.shape, generator=generator) < self.label_noise
-                targets = torch.where(wrong, torch.randint(classes, targets.shape, generator=generator), targets)
-            splits[name] = Split(inputs, targets)
-        return data._replace(**splits)
+def check_transform(name: str, data: TaskData) -> None:
+    """Raise ValueError if the inputs of `data` cannot be transformed in this way."""
+    if name != "none" and len(data.input_shape) != 3:
+        raise ValueError(f"data.transform {name!r} needs images, inputs have shape {data.input_shape}")
+    if name == "coarse" and min(data.input_shape[1:]) < 2:
+        raise ValueError(f"data.transform coarse needs images of at least 2×2 pixels, got {data.input_shape}")
 
 
-def make_variants(data: TaskData, variants: Sequence[Variant]) -> TaskData:
-    """Return all variants in one data set, on the CPU. Raises ValueError if one cannot be made of `data`."""
-    for variant in variants:
-        variant.check(data)
-    varied = [variant.apply(data) for variant in variants]
-    parts = {name: zip(*(getattr(one, name) for one in varied), strict=True) for name in SPLITS}
-    return data._replace(**{name: Split(*map(torch.cat, parts[name]), variants=len(variants)) for name in SPLITS})
+def transform_data(data: TaskData, name: str) -> TaskData:
+    """Return the transformed data, on the CPU; the random parts of a transform are the same each time."""
+    # The RNG seed of earlier versions, which had further settings: another one would change the data of results.
+    described = f"Variant(transform={name!r}, noise=0.0, label_noise=0.0, classes=None, samples=None)"
+    generator = torch.Generator().manual_seed(zlib.crc32(described.encode()))
+    splits = ((part.cpu() for part in getattr(data, split)) for split in SPLITS)
+    transformed = (Split(TRANSFORMS[name](inputs, generator), targets) for inputs, targets in splits)
+    return data._replace(**dict(zip(SPLITS, transformed, strict=True)))
+
+
+def make_variants(data: TaskData, transforms: Sequence[str]) -> TaskData:
+    """Return the data in each of these transforms in one data set, on the CPU."""
+    varied = [transform_data(data, name) for name in transforms]
+    parts = {split: zip(*(getattr(one, split) for one in varied), strict=True) for split in SPLITS}
+    return data._replace(**{split: Split(*map(torch.cat, parts[split]), variants=len(varied)) for split in SPLITS})

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from esper_lightning.controllers.random import RandomValid, WaitOnly
-from esper_lightning.envs import HEADS, ActionConfig, HostPool, Op
+from esper_lightning.envs import HEADS, HostPool, Op
 from esper_lightning.envs.spaces.actions import RELEVANT_OPS
 from esper_lightning.growth.gates import LifecycleConfig
 from tests.controllers.playing import episode
@@ -46,9 +46,9 @@ def test_a_random_op_is_drawn_first_and_evenly(make_pool: Callable[..., HostPool
 
 
 def test_a_random_choice_where_nothing_is_left_is_to_wait(make_pool: Callable[..., HostPool]) -> None:
-    young = LifecycleConfig(training_ticks=1, min_cull_age=3)
-    pool = make_pool(2, lifecycle=young, actions=ActionConfig(blueprints=["norm"], tempos={"FAST": 1}, max_seeds=1))
-    pool.step(act(germinate(2), germinate(2)))
+    pool = make_pool(2, lifecycle=LifecycleConfig(training_ticks=9, min_cull_age=9))
+    for slot in range(3):
+        pool.step(act(germinate(slot), germinate(slot)))
 
     assert pool.masks.forced.all()
     assert torch.equal(torch.stack(RandomValid(1).act(pool)), torch.tensor([WAIT, WAIT]).T)

@@ -230,20 +230,15 @@ def test_a_seed_is_kept_if_it_contributes_more_than_its_rent(dear: HostPool, abo
     assert decision(rule, dear) == expected
 
 
-@pytest.mark.parametrize(
-    "objective", [ObjectiveConfig(), ObjectiveConfig(price=0.0, price_to=0.5), ObjectiveConfig(compute_price=0.2)]
-)
-def test_the_rent_that_a_seed_is_judged_by_is_the_one_that_the_pool_charges(
-    make_pool: MakePool, objective: ObjectiveConfig
-) -> None:
-    charging = make_pool(2, horizon=16, objective=objective)
+def test_the_rent_that_a_seed_is_judged_by_is_the_one_that_the_pool_charges(make_pool: MakePool) -> None:
+    charging = make_pool(2, horizon=16)
     rule = HillClimbing(ClimbingConfig(order="listed", at_once=1, blueprints=["conv_light"]))
     rule.reset(charging)
     while charging.envs[0].slots[0].stage is not Stage.PROBATIONARY:
         charging.step(rule.act(charging))
     for env in charging.envs:
         env.records[0].contribution = 0.0
-    judged = [net_gain(env, 0, objective) for env in charging.envs]
+    judged = [net_gain(env, 0) for env in charging.envs]
 
     charged = charging.step(act(fossilize(0), fossilize(0))).metrics
 

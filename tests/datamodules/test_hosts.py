@@ -1,18 +1,22 @@
 """The data module: the pool has the configured settings, and ticks are counted across interruptions."""
 
+import gc
 import itertools
+import weakref
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 from lightning import Trainer
+from torch import Tensor
 
 from esper_lightning.controllers.random import WaitOnly
-from esper_lightning.datamodules.hosts import HostPoolData, TickLoader
+from esper_lightning.datamodules.hosts import HostPoolData, TickLoader, find_host_devices
 from esper_lightning.envs import EnvConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.ranks import local_world
-from esper_lightning.tasks import AugmentConfig, Digits
+from esper_lightning.tasks import AugmentConfig, Digits, TaskData
 from tests.runs import differences, fit, only_run, tiny_host
 
 CPU = torch.device("cpu")
@@ -91,3 +95,42 @@ def test_hosts_of_a_resumed_run_learn_as_the_new_command_says(tmp_path: Path) ->
     resumed = fit(tmp_path, f"--ckpt_path={only_run(tmp_path).last}", "--data.env.training.lr=0.005")
 
     assert [env.optimizer.param_groups[0]["lr"] for env in resumed.datamodule.pool.envs] == [0.005, 0.005]
+
+
+def test_hosts_have_the_devices_that_are_named_or_all_gpus_with_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    gpus = [torch.device("cuda", i) for i in range(3)]
+    assert find_host_devices(None, "fused", gpus[1]) == find_host_devices(None, "streams", gpus[1], alone=False)
+    assert find_host_devices(None, "streams", gpus[1]) == [gpus[1], gpus[0], gpus[2]]
+    assert find_host_devices(["cuda:2", "cuda:0"], "fused", gpus[0]) == [gpus[2], gpus[0]]
+    for names, alone, said in ((["cuda:1"], False, "for one process"), (["cpu"], True, "the policy on cuda:0")):
+        with pytest.raises(ValueError, match=rf"env\.devices.*{said}"):
+            find_host_devices(names, "loop", gpus[0], alone=alone)
+
+
+def share_memory(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
+    """Return True if the tensors share their memory."""
+    return all(a is b and a.data_ptr() == b.data_ptr() for a, b in zip(ours, theirs, strict=True))
+
+
+def test_one_data_set_serves_every_pool_and_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S5: a data set is loaded once, shared by all pools, and freed with them."""
+    loads: list[Digits] = []
+    real = Digits.load
+
+    def counted(task: Digits) -> TaskData:
+        loads.append(task)
+        return real(task)
+
+    monkeypatch.setattr(Digits, "load", counted)
+    data = HostPoolData(Digits(), tiny_host, n_envs=2)
+    data.build(CPU)
+    other = data.make_pool(3)
+
+    assert len(loads) == 1
+    for ours, theirs in zip(data.pool.data[:3], other.data[:3], strict=True):
+        assert share_memory(ours, theirs)
+    kept = weakref.ref(data.pool.data.train.inputs)
+    del data, other, ours, theirs
+    gc.collect()
+    assert kept() is None

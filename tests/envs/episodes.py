@@ -92,8 +92,8 @@ def restored_by_hand(pool: HostPool, state: dict[str, Any], host: int, good: dic
     env.record_validation(validation)
     accuracy = validation.all_seeds.accuracy
     parameters = 390 + sum(p.numel() for slot in env.slots for p in slot.seed.parameters())
-    price = pool.config.objective
-    env.objective = objective(torch.tensor([accuracy]), torch.tensor([parameters]), 390, config=price).item()
+    price = pool.config.objective.price
+    env.objective = objective(torch.tensor([accuracy]), torch.tensor([parameters]), 390, price).item()
     pool.load_state_dict(deepcopy(pool.state_dict()))  # updates observation and masks
     return pool
 

@@ -5,14 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.hosts import MLP
-from esper_lightning.tasks import AugmentConfig, Digits, Split, TaskData
-from tests.conftest import SMALL
-from tests.decisions import CPU, WAIT, act, germinate
+from esper_lightning.tasks import AugmentConfig, Split
+from tests.decisions import WAIT, act, germinate
 
 MakePool = Callable[..., HostPool]
 
@@ -62,27 +60,3 @@ def test_what_the_host_sees_is_what_was_drawn_for_it(make_pool: MakePool) -> Non
     for image, i, flip in zip(inputs, drawn.indices.flatten(), drawn.augment_params.flip.flatten(), strict=True):
         original = pool.data.train.inputs[i]
         assert torch.equal(image, original.flip(2) if flip else original)
-
-
-def test_hosts_are_judged_on_images_as_they_are(make_pool: MakePool) -> None:
-    pool = make_pool(1, training=TRAINING)
-    inputs: list[Tensor] = []
-    pool.envs[0].network.register_forward_pre_hook(lambda network, args: inputs.append(args[0]))
-
-    pool.reset([3])
-
-    assert inputs
-    assert all(torch.equal(images, pool.data.validation.inputs) for images in inputs)
-
-
-def test_a_pool_whose_inputs_are_no_images_is_refused() -> None:
-    task = Digits()
-    images = task.load()
-    data = TaskData(*(Split(split.inputs.flatten(1), split.targets) for split in images[:3]), images.classes)
-
-    def mlp(input_shape: Sequence[int], outputs: int) -> nn.Module:
-        return MLP(input_shape, outputs, width=8, layers=2)
-
-    message = r"^training\.augment needs images of shape \(C, H, W\), the task gives \(64,\); leave it off$"
-    with pytest.raises(ValueError, match=message):
-        HostPool(task, data, mlp, config=replace(SMALL, training=TRAINING), n_envs=1, device=CPU)

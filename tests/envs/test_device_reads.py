@@ -128,18 +128,3 @@ def test_nothing_in_a_tick_waits_for_the_gpu_but_the_two_reads(
 
     assert [len(shape) for shape in shapes] == [2, 2] * (pool.config.horizon - 1)
     assert loop.buffer.steps.action.op.any(), "something was done"
-
-
-def test_a_read_would_be_noticed(make_loop: Callable[..., RolloutCollector], monkeypatch: pytest.MonkeyPatch) -> None:
-    """S3: reads besides the two transfers of a step are detected."""
-    loop = make_loop(2)
-    loop.reset()
-    with Reads(monkeypatch, loop.pool) as reads:
-        step = loop.step()
-        assert reads.reads == []
-        step.reward.mean().item()
-        step.masks.slot.tolist()
-        step.metrics.reward.tolist()
-        assert not step.truncated.any()
-
-    assert reads.reads == ["item", "tolist", "__bool__"]

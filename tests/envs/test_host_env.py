@@ -82,16 +82,6 @@ def test_more_batches_than_one_pass_go_over_the_data_again(make_pool: Callable[.
     assert not torch.equal(order[:20], order[20:40])
 
 
-def test_the_batches_of_a_tick_depend_on_the_environments_seed(make_pool: Callable[..., HostPool]) -> None:
-    one, other = make_pool(2).envs
-    one.reset(3)
-    other.reset(3)
-    assert torch.equal(one.draw_batches(50).indices, other.draw_batches(50).indices)
-    other.reset(4)
-    one.reset(3)
-    assert not torch.equal(one.draw_batches(50).indices, other.draw_batches(50).indices)
-
-
 def test_the_host_and_other_seeds_keep_their_momentum_through_germination_and_cull(
     make_pool: Callable[..., HostPool],
 ) -> None:
@@ -143,16 +133,6 @@ def test_a_seed_that_is_culled_by_time_loses_its_group_and_its_record(make_pool:
     assert env.records[0].contribution is None
 
 
-def test_seeds_learn_at_their_own_rate(make_pool: Callable[..., HostPool]) -> None:
-    env = make_pool(1, training=HostTraining(lr=0.02, seed_lr_factor=0.5, batches=1)).envs[0]
-    env.apply(germinate(0))
-
-    assert {group["name"]: group["lr"] for group in env.optimizer.param_groups} == {
-        "host": 0.02,
-        "seed.block1.pool": 0.01,
-    }
-
-
 def test_learning_rates_fall_as_those_of_pytorchs_cosine_over_the_episode(make_pool: Callable[..., HostPool]) -> None:
     pool = make_pool(1, training=HostTraining(lr=0.02, lr_schedule="cosine", seed_lr_factor=0.5, batches=1))
     env, alone = pool.envs[0], torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.02)
@@ -192,3 +172,29 @@ def test_learning_rates_fall_as_those_of_pytorchs_cosine_over_the_episode(make_p
 def test_an_impossible_training_is_refused_with_its_reason(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         HostTraining(**settings)
+
+
+MakePool = Callable[..., HostPool]
+
+
+def test_a_seed_that_begins_to_blend_keeps_its_momentum(make_pool: MakePool) -> None:
+    """F21: the step from TRAINING to BLENDING keeps memory and values of the seed's momentum buffers."""
+    pool = make_pool(1, training=HostTraining(optimizer="sgd", batches=2))
+    env, slot = pool.envs[0], pool.envs[0].slots[0]
+    learned: list[Tensor] = []
+
+    def momenta() -> list[Tensor]:
+        return [env.optimizer.state[p]["momentum_buffer"] for p in slot.seed.parameters()]
+
+    def remember(*_: object) -> None:
+        learned[:] = [momentum.clone() for momentum in momenta()]
+
+    pool.step(act(germinate(0, 1)))
+    assert slot.stage is Stage.TRAINING
+    before = momenta()
+    env.optimizer.register_step_post_hook(remember)
+    pool.step(act(WAIT))
+
+    assert slot.stage is Stage.BLENDING
+    assert all(now is then for now, then in zip(momenta(), before, strict=True))
+    assert all(now.any() and torch.equal(now, then) for now, then in zip(momenta(), learned, strict=True))

@@ -1,39 +1,20 @@
 import random
-from collections.abc import Callable, Sequence
-from copy import deepcopy
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from esper_lightning.controllers.random import RandomValid, WaitOnly
-from esper_lightning.envs import Action, HostPool, Masks, Op
+from esper_lightning.envs import HostPool, Op
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import ObjectiveConfig
-from esper_lightning.tasks import Split
-from tests.decisions import WAIT, act, decide, germinate
+from tests.decisions import WAIT, act, germinate
+from tests.envs.episodes import accuracy_by_forward_pass, random_actions
 
 LONGER = HostTraining(lr=0.02, batches=8)  # long enough for hosts to learn something
-
-
-def accuracy_of(network: nn.Module, data: Split, without: Sequence[str] = ()) -> float:
-    """Compute accuracy by a plain forward pass of a copy, without the seeds in some slots."""
-    network = deepcopy(network).eval()
-    for name in without:
-        slots_of(network)[name].empty()
-    return (network(data.inputs).argmax(-1) == data.targets).float().mean().item()
-
-
-def random_actions(pool: HostPool, choices: list[random.Random]) -> Action:
-    """Choose a possible action for every environment from its own random generator."""
-    rows = []
-    for masks, choice in zip(pool.masks.slot.tolist(), choices, strict=True):
-        op, slot = choice.choice([(op, k) for op, row in enumerate(masks) for k, may in enumerate(row) if may])
-        rows.append(decide(Op(op), slot=slot, blueprint=choice.randrange(3), tempo=choice.randrange(2)))
-    return act(*rows)
 
 
 def play_episode(pool: HostPool, members: list[int]) -> list[list[Tensor]]:
@@ -90,8 +71,8 @@ def test_what_is_not_fossilized_at_the_horizon_is_dropped_and_costs_nothing(
         step = pool.step(act(WAIT))
 
     network, validation = pool.envs[0].network, pool.data.validation
-    bare = accuracy_of(network, validation, without=["block1.pool"])
-    assert bare != accuracy_of(network, validation)
+    bare = accuracy_by_forward_pass(network, validation, without=["block1.pool"])
+    assert bare != accuracy_by_forward_pass(network, validation)
     assert not step.terminated.any()
     assert step.metrics.objective.item() == step.metrics.accuracy.item() == pytest.approx(bare)
     assert step.metrics.parameters.item() == 390
@@ -107,18 +88,6 @@ def test_observation_and_masks_are_written_into_the_same_storage(make_pool: Call
         step = pool.step(wanderer.act(pool))
         assert [t.data_ptr() for t in (*step.observation, *step.masks)] == storage
     assert not torch.equal(pool.observation.features, before)
-
-
-def test_what_the_cpu_knows_is_what_is_on_the_device(make_pool: Callable[..., HostPool]) -> None:
-    pool, wanderer = make_pool(2), RandomValid(0)
-    pool.masks = pool.observation_builder.masks = Masks(
-        *(mask.clone() for mask in pool.masks)
-    )  # in separate memory, as on a GPU
-    for _ in range(pool.config.horizon):
-        step = pool.step(wanderer.act(pool))
-
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(pool.masks_on_cpu, step.masks, strict=True))
-        assert torch.equal(step.metrics.reward, step.reward)
 
 
 def test_a_step_beyond_the_horizon_raises_until_the_pool_is_reset(make_pool: Callable[..., HostPool]) -> None:

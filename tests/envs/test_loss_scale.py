@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from esper_lightning.envs import HostPool, loss_scale
+from esper_lightning.envs import HostPool, host_training
 from esper_lightning.envs.executors import LoopExecutor
-from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.envs.loss_scale import INITIAL_LOSS_SCALE, LossScale, next_scale
+from esper_lightning.envs.host_training import INITIAL_LOSS_SCALE, HostTraining, LossScale, next_scale
 from tests.envs.executors.episodes import same
 from tests.envs.executors.fused.hosts import make
 from tests.growth.grown import CPU
@@ -26,8 +25,8 @@ def weight_and_optimizer() -> tuple[nn.Parameter, torch.optim.Optimizer]:
 @given(pattern=patterns, power=st.sampled_from([-100, 12, 127]))
 def test_whatever_overflows_scales_and_steps_are_those_of_torch(pattern: list[tuple[bool, ...]], power: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_scale, "GROWTH_INTERVAL", 3)
-        patch.setattr(loss_scale, "INITIAL_LOSS_SCALE", 2.0**power)
+        patch.setattr(host_training, "GROWTH_INTERVAL", 3)
+        patch.setattr(host_training, "INITIAL_LOSS_SCALE", 2.0**power)
         theirs = [torch.amp.GradScaler("cpu", 2.0**power, growth_interval=3) for _ in range(3)]
         ours = [LossScale(CPU) for _ in theirs]
         scales, good_steps = torch.full((3,), 2.0**power), torch.zeros(3, dtype=torch.int32)

@@ -10,9 +10,7 @@ from torch import nn
 
 from esper_lightning.controllers.learned import SampledController
 from esper_lightning.envs import ActionConfig, HostPool, MixedPool, Op
-from esper_lightning.envs.context.env_factory import EnvFactory
 from esper_lightning.envs.spaces.action_discovery import SharedSpace, pad_slots, union_of_slots
-from esper_lightning.evaluation.plans import PlanSampler
 from esper_lightning.growth.attach import attach_slots
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.hosts import MLP
@@ -51,11 +49,6 @@ def common() -> SharedSpace:
 
 def mixed_pool(common: SharedSpace, executor: Any = "loop") -> MixedPool:
     return MixedPool({"images": pool_of("images", 2, common, executor), "table": pool_of("table", 1, common, executor)})
-
-
-def test_common_is_the_most_slots_and_every_blueprint(common: SharedSpace) -> None:
-    assert common.slots == ["place1", "place2", "place3"]
-    assert common.blueprints == ["norm", "conv_small", "lora"]
 
 
 ACTIONS: list[tuple[Op, int, str]] = [
@@ -128,14 +121,6 @@ def test_a_state_goes_on_bit_for_bit(common: SharedSpace) -> None:
         assert torch.equal(results[0].metrics.loss, results[1].metrics.loss)
 
 
-def test_a_state_of_fewer_hosts_is_refused(common: SharedSpace) -> None:
-    mixed = mixed_pool(common)
-    state = mixed.state_dict()
-
-    with pytest.raises(ValueError, match="environments"):
-        mixed.load_state_dict({"envs": state["envs"][:1]})
-
-
 def test_hosts_are_found_in_the_pool_of_their_task(common: SharedSpace) -> None:
     mixed = mixed_pool(common)
 
@@ -146,18 +131,6 @@ def test_hosts_are_found_in_the_pool_of_their_task(common: SharedSpace) -> None:
     assert mixed.task_slices == {"images": slice(0, 2), "table": slice(2, 3)}
     assert mixed.privileged.tolist() == [[1, 0], [1, 0], [0, 1]]
     assert mixed.samples_per_epoch == ((2 * 64 + 64) / 3, (2 * 100 + 32) / 3)
-
-
-def test_a_bench_refuses_useless_seeds_only_where_there_is_nothing_in_common(common: SharedSpace) -> None:
-    task, data, host, _ = KINDS["table"]
-    config = replace(SMALL, actions=ActionConfig(blueprints=["conv_small"], tempos=SMALL.actions.tempos))
-
-    with pytest.raises(ValueError, match="nothing can grow there"):
-        EnvFactory(task, data, host, config=config, devices=[CPU])
-    assert (
-        EnvFactory(task, data, host, config=config, devices=[CPU], shared_space=common).space.blueprint
-        == common.blueprints
-    )
 
 
 def test_each_task_offers_what_it_was_told_to_and_no_more() -> None:
@@ -177,17 +150,6 @@ def test_each_task_offers_what_it_was_told_to_and_no_more() -> None:
 
     assert both.blueprints == ["norm", "conv_small"]
     assert [pool.masks.blueprint[0, 0].tolist() for pool in pools] == [[True, False], [True, True]]
-
-
-def test_schedules_are_drawn_for_places_that_a_host_has(common: SharedSpace) -> None:
-    pool = mixed_pool(common).pools["table"]
-    generator = PlanSampler(pool, 0)
-
-    plans = generator.sample_distinct(30, set())
-    plans += generator.sample_distinct(30, set(plans), plans)
-
-    assert {seed.slot for plan in plans for seed in plan.seeds} == {"place1", "place2"}
-    assert {seed.blueprint for plan in plans for seed in plan.seeds} == {"lora", "norm"}
 
 
 def test_a_host_that_is_a_sequence_of_layers_can_lack_a_place(common: SharedSpace) -> None:

@@ -1,20 +1,36 @@
 """A host that diverges continues from its last good state, without effect on other hosts."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from esper_lightning.envs import HostPool
+from esper_lightning.envs import HostPool, Op
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.governor.judge import Verdict
-from tests.decisions import WAIT, act
+from esper_lightning.growth.param_groups import group_names
+from esper_lightning.growth.slot import EXTRA_STATE
+from esper_lightning.growth.stages import Stage
+from esper_lightning.rewards import objective
+from esper_lightning.tasks import Split
+from tests.decisions import WAIT, act, fossilize, germinate
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
-from tests.envs.episodes import HORIZON, Episode, FirstOption, MakePool, restored_by_hand
+from tests.envs.episodes import (
+    HORIZON,
+    Episode,
+    MakePool,
+    accuracy_by_forward_pass,
+    fossilize_in_broken_epoch,
+    play_until_ended,
+    random_actions,
+    restored_by_hand,
+)
 from tests.runs import differences
 from tests.tiers import pairs_of, rest_is_slow
 
@@ -90,15 +106,169 @@ def test_the_neighbours_of_a_rolled_back_host_do_not_notice(make_pool: MakePool,
         assert differences(broken.rows_of_host(host)[tick:], whole.rows_of_host(host)[tick:]) != []
 
 
-def test_in_a_stack_the_neighbours_do_not_notice_while_the_same_seeds_are_stacked(make_pool: MakePool) -> None:
-    pool = make_pool(3, governor=ONLY_NAN_DIVERGES, horizon=HORIZON, executor="fused")
-    for tick, host in ((0, 1), (4, 0), (7, 2)):
-        episodes = []
-        for broken in ([host], []):
-            episode = Episode(pool, 50 + tick)
-            episode.generators[host] = FirstOption()  # so there is no live seed to lose
-            episodes.append(episode.play(tick).play_broken(*broken).play(HORIZON - tick - 1))
+STRICT = replace(ONLY_NAN_DIVERGES, max_rollbacks=1)
 
-        assert [len(words) for words in episodes[0].verdicts] == [int(t == tick) for t in range(HORIZON)]
-        for i in {0, 1, 2} - {host}:
-            assert differences(episodes[0].rows_of_host(i), episodes[1].rows_of_host(i)) == []
+
+@pytest.mark.parametrize("executor", ["loop", "threads", "fused"])
+def test_a_host_that_diverges_once_too_often_is_restored_and_left_alone(
+    make_pool: MakePool, snapshots: dict[HostEnv, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, executor: str
+) -> None:
+    pool = make_pool(3, governor=STRICT, horizon=HORIZON, executor=executor)
+    episode = play_until_ended(pool)
+    env = pool.envs[1]
+    assert episode.verdicts == [[], [], [(1, Verdict.ROLL_BACK)], [], [(1, Verdict.END)]]
+    assert env.ended and pool.masks.ended.tolist() == [False, True, False]
+    assert pool.masks.slot[1].any(-1).nonzero().tolist() == [[Op.WAIT]]
+    assert pool.episode_starts.tolist() == [False, True, False]
+    good = snapshots[env]["growing"]["network"]
+    left = {name: value for name, value in env.network.state_dict().items() if name in good and "extra" not in name}
+    assert differences({name: good[name] for name in left}, left) == [], "it is the host of the last snapshot"
+
+    trained: list[HostEnv] = []
+    train = pool.executor.train_epoch
+
+    def watched(envs: Sequence[HostEnv], data: Split) -> Tensor:
+        trained.extend(envs)
+        return train(envs, data)
+
+    monkeypatch.setattr(pool.executor, "train_epoch", watched)
+    before, weights = deepcopy(env.state_dict()), env.monitor.snapshot.copy()
+    accuracy = accuracy_by_forward_pass(env.network, pool.data.validation)
+    for tick in range(6, HORIZON + 1):
+        step = pool.step(random_actions(pool, episode.generators))
+        assert (step.reward[1], step.terminated[1], step.truncated[1]) == (0.0, False, tick == HORIZON)
+        assert step.metrics.accuracy[1].item() == pytest.approx(accuracy)
+        assert not [word for word in step.verdicts if word.host == 1]
+        assert not [event for event in step.events if event.host == 1]
+    assert env not in trained and len(trained) == 2 * (HORIZON - 5)
+    assert differences(before | {"tick": HORIZON, "monitor": None}, env.state_dict() | {"monitor": None}) == []
+    assert differences(weights, env.monitor.snapshot.copy()) == [], "not kept again"
+    torch.testing.assert_close(
+        pool.test_accuracy(),
+        torch.tensor([accuracy_by_forward_pass(e.network, pool.data.test, live(e)) for e in pool.envs]),
+    )
+    pool.reset([1, 2, 3])
+    assert not pool.masks.ended.any() and pool.masks.slot[1, Op.GERMINATE].all()
+
+
+def live(env: HostEnv) -> list[str]:
+    return [slot.name for slot in env.slots if slot.live]
+
+
+@pytest.mark.parametrize("executor", ["loop", "threads", "fused"])
+def test_an_episode_without_active_hosts_goes_on_to_the_horizon(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, executor: str
+) -> None:
+    pool = make_pool(2, governor=replace(ONLY_NAN_DIVERGES, max_rollbacks=0), horizon=5, executor=executor)
+    first = Episode(pool, 1).play(5)
+    episode = Episode(pool, 1).play(1).play_broken(0).play_broken(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.executor, "train_and_validate", None)  # any call fails
+        for tick in (4, 5):
+            step = pool.step(act(WAIT, WAIT))
+            assert step.reward.tolist() == [0.0, 0.0] and step.truncated.tolist() == [tick == 5] * 2
+    assert pool.test_accuracy().isfinite().all()
+    assert [words for words in episode.verdicts if words] == [[(0, Verdict.END)], [(1, Verdict.END)]]
+
+    assert differences(Episode(pool, 1).play(5).rows, first.rows) == [], "the next episode is as any other"
+
+
+def weights_of(network: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in network.state_dict().items() if not name.endswith(EXTRA_STATE)}
+
+
+def test_what_is_kept_for_good_survives_a_rollback_in_the_very_same_tick(rarely_snapshotting_pool: HostPool) -> None:
+    rarely_snapshotting_pool.reset([3, 4])
+    rarely_snapshotting_pool.step(act(germinate(0, 1), WAIT))
+    for _ in range(2):
+        rarely_snapshotting_pool.step(act(WAIT, WAIT))
+    before = deepcopy(weights_of(rarely_snapshotting_pool.envs[0].network))
+    assert rarely_snapshotting_pool.envs[0].slots[0].stage is Stage.PROBATIONARY
+    step = fossilize_in_broken_epoch(rarely_snapshotting_pool)
+
+    env = rarely_snapshotting_pool.envs[0]
+    assert [word.verdict.outcome for word in step.verdicts] == [Verdict.ROLL_BACK]
+    assert env.slots[0].stage is Stage.FOSSILIZED
+    assert differences(before, weights_of(env.network)) == []
+    assert step.metrics.parameters[0] == 390 + sum(p.numel() for p in env.slots[0].seed.parameters())
+    assert group_names(env.optimizer) == ["host", "seed.block1.pool"]
+    for _ in range(5):
+        step = rarely_snapshotting_pool.step(act(WAIT, WAIT))
+    with breaking_epoch(rarely_snapshotting_pool, [0]):
+        rarely_snapshotting_pool.step(act(WAIT, WAIT))
+    assert env.slots[0].stage is Stage.FOSSILIZED
+    assert differences(before, weights_of(env.network)) == [], "the same snapshot serves again"
+
+
+def test_what_was_alive_is_culled_and_its_slot_opens_again(rarely_snapshotting_pool: HostPool) -> None:
+    fossilize_in_broken_epoch(rarely_snapshotting_pool)
+    env = rarely_snapshotting_pool.envs[0]
+    rarely_snapshotting_pool.step(act(germinate(1, 1), germinate(1, 1)))
+    rarely_snapshotting_pool.step(act(germinate(2), WAIT))
+    env.take_snapshot()  # a snapshot with live seeds
+    with breaking_epoch(rarely_snapshotting_pool, [0]):
+        step = rarely_snapshotting_pool.step(act(WAIT, WAIT))
+
+    assert [
+        (event.host, event.tick, event.seed_event.slot, event.seed_event.after, event.seed_event.cause)
+        for event in step.events
+        if event.host == 0
+    ] == [
+        (0, 7, "block2.pool", Stage.CULLED, "rolled back"),
+        (0, 7, "block3", Stage.CULLED, "rolled back"),
+    ]
+    assert [slot.stage for slot in env.slots] == [Stage.FOSSILIZED, Stage.CULLED, Stage.CULLED]
+    assert group_names(env.optimizer) == ["host", "seed.block1.pool"]
+    assert set(env.optimizer.state) == set(env.network.parameters()), "nothing is known of what is gone"
+    assert not rarely_snapshotting_pool.masks.slot[0, Op.GERMINATE].any()
+    assert rarely_snapshotting_pool.envs[1].slots[1].live, "a neighbour's is left alone"
+    for _ in range(2):
+        rarely_snapshotting_pool.step(act(WAIT, WAIT))
+    assert rarely_snapshotting_pool.masks.slot[0, Op.GERMINATE].tolist() == [False, True, True]
+
+
+def measure_objective(pool: HostPool, host: int, committed: bool = False) -> float:
+    """Compute J of one host from its weights, with all seeds or with the fossilized ones."""
+    env = pool.envs[host]
+    kept = [slot for slot in env.slots if slot.stage is Stage.FOSSILIZED]
+    gone = [slot.name for slot in env.slots if slot not in kept] if committed else []
+    accuracy = accuracy_by_forward_pass(env.network, pool.data.validation, gone)
+    parameters = 390 + sum(p.numel() for slot in kept for p in slot.seed.parameters())
+    return objective(torch.tensor([accuracy]), torch.tensor([parameters]), 390, pool.config.objective.price).item()
+
+
+def test_a_rollback_costs_the_penalty_and_ends_the_trajectory_there(rarely_snapshotting_pool: HostPool) -> None:
+    step = fossilize_in_broken_epoch(rarely_snapshotting_pool)
+
+    assert step.reward.tolist()[0] == step.metrics.reward.tolist()[0] == -0.75
+    assert step.terminated.tolist() == rarely_snapshotting_pool.episode_starts.tolist() == [True, False]
+    assert step.truncated.tolist() == [False, False]
+    assert step.metrics.objective[0].item() == pytest.approx(measure_objective(rarely_snapshotting_pool, 0))
+    (word,) = step.verdicts
+    assert str(word) == "host 0 (RNG seed 3) rolled back at tick 4, to tick 3: loss is nan"
+    assert step.observation.features.isfinite().all()
+
+    before = measure_objective(rarely_snapshotting_pool, 0)
+    step = rarely_snapshotting_pool.step(act(WAIT, WAIT))
+    assert step.terminated.tolist() == [False, False]
+    assert step.reward[0].item() == pytest.approx(measure_objective(rarely_snapshotting_pool, 0) - before, abs=1e-6)
+
+
+def test_a_rollback_at_the_horizon_ends_the_episode_as_ever(make_pool: MakePool) -> None:
+    pool = make_pool(2, governor=ONLY_NAN_DIVERGES, horizon=4)
+    for fault in (False, True):
+        pool.reset([1, 2])
+        pool.step(act(germinate(0, 2), germinate(0, 2)))
+        for _ in range(2):
+            pool.step(act(WAIT, WAIT))
+        with breaking_epoch(pool, [0] if fault else []):
+            step = pool.step(act(fossilize(0), WAIT))
+    assert step.terminated.tolist() == [True, False]
+    assert step.truncated.tolist() == [True, True]
+    assert step.reward[0] == -0.75
+    for i in range(2):
+        assert step.metrics.objective[i].item() == pytest.approx(measure_objective(pool, i, committed=True))
+    with pytest.raises(ValueError, match="the episode is over after 4 ticks"):
+        pool.step(act(WAIT, WAIT))
+    pool.reset([1, 2])
+    assert not pool.episode_starts.any()

@@ -157,15 +157,3 @@ def test_seeds_of_a_suspicious_host_do_not_advance(make_pool: MakePool) -> None:
 
     assert stages == [[Stage.TRAINING, Stage.BLENDING], [Stage.TRAINING, Stage.PROBATIONARY]]
     assert [env.slots[0].age for env in pool.envs] == [3, 3], "time passes all the same"
-
-
-def test_a_host_that_would_get_too_large_waits_instead(make_pool: MakePool) -> None:
-    pool = make_pool(1, governor=replace(ONLY_NAN_DIVERGES, max_growth=1.2), horizon=12)
-    small, large = germinate(0, 1), germinate(1, 2)  # 20 and 592 parameters on 390
-    step = pool.step(act(small))
-    assert step.vetoes == [] and pool.envs[0].slots[0].occupied
-    (veto,) = pool.step(act(large)).vetoes
-
-    assert (veto.host, veto.tick) == (0, 2)
-    assert "Governor.rules.max_growth = 1.2" in str(veto) and "conv_light" in str(veto)
-    assert not pool.envs[0].slots[1].occupied

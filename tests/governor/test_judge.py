@@ -32,7 +32,6 @@ CONFIG = GovernorConfig(
     guessing=0.065,
     cooldown=5,
     max_rollbacks=3,
-    max_growth=None,
 )
 
 WAVES = (0.5, 1.5, 0.5, 1.5)
@@ -103,6 +102,7 @@ def test_a_host_that_has_not_learned_yet_may_guess() -> None:
 def test_a_loss_is_out_of_range_beyond_so_many_times_the_normal_mean() -> None:
     untaught = replace(CONFIG, learned=0.1)  # by this rule alone
     assert of(2.99, GovernorState(WAVES), untaught).outcome is HEALTHY
+    assert of(12.1, GovernorState((11.9,) * 4), untaught).cause == "loss 12.1 is above 12", "whatever is normal"
     verdict = of(3.01, GovernorState(WAVES), untaught)
     assert verdict.outcome is SUSPICIOUS and not verdict.diverged
     assert verdict.cause == "loss 3.01 is out of range, normal is 1"
@@ -113,14 +113,6 @@ def test_a_host_of_which_little_is_known_is_held_to_guessing() -> None:
         assert of(2.99 * CHANCE, watch).outcome is HEALTHY
         assert of(3.01 * CHANCE, watch).outcome is SUSPICIOUS
     assert of(1.0, GovernorState(LEARNED)).outcome is SUSPICIOUS
-
-
-def test_a_loss_above_the_limit_is_out_of_range_whatever_is_normal() -> None:
-    loose = replace(CONFIG, max_ratio=100.0)
-    for watch in (GovernorState(), GovernorState((11.9,) * 4)):
-        assert of(12.0, watch, loose).outcome is HEALTHY
-        verdict = of(12.1, watch, loose)
-        assert verdict.outcome is SUSPICIOUS and verdict.cause == "loss 12.1 is above 12"
 
 
 def test_patience_is_over_after_so_many_host_epochs_running() -> None:
@@ -217,48 +209,16 @@ def test_whatever_comes_only_healthy_losses_become_normal(readings: list[EpochSt
         # During the cooldown no other rule leads to a rollback.
         assert not (verdict.diverged and calm) or not all(map(math.isfinite, numbers))
         calm = config.cooldown if verdict.diverged else max(0, calm - 1)
-
-
-@given(READINGS, CONFIGS)
-def test_whatever_comes_rollbacks_are_few_and_the_next_divergence_is_the_end(
-    readings: list[EpochStats], config: GovernorConfig
-) -> None:
-    watch, rolled_back = GovernorState(), 0
-    for one in readings:
-        verdict, watch = judge(watch, one, CHANCE, config=config)
         if verdict.diverged:
-            assert (verdict.outcome is END) == (rolled_back == config.max_rollbacks)
-        rolled_back += verdict.outcome is ROLL_BACK
-        assert watch.rollbacks == rolled_back <= config.max_rollbacks
-        if verdict.outcome is END:
-            break
+            assert (verdict.outcome is END) == (before.rollbacks == config.max_rollbacks)
+        assert watch.rollbacks == before.rollbacks + (verdict.outcome is ROLL_BACK) <= config.max_rollbacks
 
 
-@pytest.mark.parametrize("op", ["GERMINATE", "FOSSILIZE"])
-def test_nothing_is_built_on_a_host_whose_loss_is_out_of_range(op: str) -> None:
-    assert veto_reasons(op, 1.0, GovernorState(WAVES, consecutive_anomalies=2), config=CONFIG) == [
-        "the loss has been out of range or near guessing for 2 host epochs"
-    ]
-    assert veto_reasons(op, 1.0, GovernorState(WAVES), config=CONFIG) == []
-
-
-@pytest.mark.parametrize("op", ["WAIT", "CULL", "SET_ALPHA"])
-def test_what_takes_away_is_always_allowed(op: str) -> None:
-    assert (
-        veto_reasons(op, 99.0, GovernorState(WAVES, consecutive_anomalies=2), config=replace(CONFIG, max_growth=2.0))
-        == []
-    )
-
-
-def test_a_host_may_be_too_large_for_another_seed() -> None:
-    limited = replace(CONFIG, max_growth=2.0)
-
-    assert veto_reasons("GERMINATE", 2.0, GovernorState(), config=limited) == []
-    (reason,) = veto_reasons("GERMINATE", 2.01, GovernorState(), config=limited)
-    assert "2.01 times the parameters" in reason and "Governor.rules.max_growth = 2" in reason
-    assert veto_reasons("FOSSILIZE", 2.01, GovernorState(), config=limited) == []
-    assert veto_reasons("GERMINATE", 100.0, GovernorState(), config=CONFIG) == []
-    assert len(veto_reasons("GERMINATE", 3.0, GovernorState(consecutive_anomalies=1), config=limited)) == 2
+@pytest.mark.parametrize(("op", "vetoed"), [("GERMINATE", True), ("FOSSILIZE", True), ("WAIT", False), ("CULL", False)])
+def test_nothing_is_built_on_a_host_whose_loss_is_out_of_range(op: str, vetoed: bool) -> None:
+    reasons = veto_reasons(op, GovernorState(WAVES, consecutive_anomalies=2))
+    assert reasons == ["the loss has been out of range or near guessing for 2 host epochs"] * vetoed
+    assert veto_reasons(op, GovernorState(WAVES)) == []
 
 
 @pytest.mark.parametrize(
@@ -267,8 +227,6 @@ def test_a_host_may_be_too_large_for_another_seed() -> None:
         ({"window": 0}, "must be at least 1 host epoch, got 0"),
         ({"penalty": math.nan}, "must not be negative, got nan"),
         ({"max_loss": 0.0}, "must be positive, got 0.0"),
-        ({"lr_factor": 1.1}, "must lie in (0, 1], got 1.1"),
-        ({"max_growth": 0.9}, "must be at least 1 (the host alone), got 0.9"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from esper_lightning.governor.judge import EpochStats, GovernorConfig, Judgement, Verdict
-from esper_lightning.governor.monitor import HostMonitor
+from esper_lightning.governor.judge import EpochStats, GovernorConfig, GovernorState, HostMonitor, Judgement, Verdict
 from tests.runs import differences
 
 HEALTHY, SUSPICIOUS, ROLL_BACK, END = Verdict
@@ -64,7 +63,7 @@ def test_a_new_episode_knows_nothing_of_the_last_one() -> None:
         tick(watched, alphas=(1.0, 1.0))
     watched.reset()
 
-    assert watched.refusal_reasons("GERMINATE", 1.0) == []
+    assert watched.governor_state == GovernorState()
     assert [tick(watched, loss).outcome for loss in (1.0, 1.0, 9.0)] == [HEALTHY, HEALTHY, SUSPICIOUS]
     verdict = tick(watched, math.nan)
     assert verdict.outcome is ROLL_BACK, "as many are allowed as ever"

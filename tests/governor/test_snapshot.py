@@ -1,16 +1,18 @@
 """Snapshots compared with an independent reference, deepcopy of torch."""
 
+import io
 from collections import Counter
 from copy import deepcopy
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from esper_lightning.governor.snapshot import Snapshot
+from esper_lightning.governor.snapshot import Snapshot, pack, unpack
 from esper_lightning.growth.nested import iter_tensors
 from tests.governor.states import STATES, memory, same
 from tests.imitated_gpu import GPU, ImitatedGpu
@@ -46,19 +48,6 @@ def test_one_after_the_other_each_is_held_in_memory_that_only_grows(states: list
         most = max(most, needed)
         assert snapshot.nbytes == most, "of the largest so far"
         assert (snapshot.nbytes > before) == (needed > before)
-
-
-@given(STATES)
-def test_a_copy_shares_no_memory_with_the_store(state: Any) -> None:
-    snapshot = Snapshot()
-    snapshot.take(state)
-    reference, copy = deepcopy(state), snapshot.copy()
-
-    assert not memory(copy) & (memory(snapshot.view()) | memory(state))
-    # Its memory has its own size, so saving it saves nothing else.
-    assert all(tensor.untyped_storage().nbytes() <= tensor.nbytes for tensor in iter_tensors(copy))
-    snapshot.take({"another": torch.full((64,), 7.0)})
-    assert same(copy, reference)
 
 
 def grown() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -121,3 +110,24 @@ class Transfers(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         self.count += function._schema.name == "aten::copy_"
         return function(*args, **(kwargs or {}))
+
+
+@given(STATES)
+def test_a_packed_state_is_saved_and_unpacked_with_a_memory_for_each_data_type(state: Any) -> None:
+    torch.save(pack(state), file := io.BytesIO())
+    file.seek(0)
+    unpacked = unpack(torch.load(file, weights_only=True))
+
+    assert same(unpacked, state)
+    assert not memory(pack(state)) & memory(state)
+    assert len(memory(unpacked)) == len({tensor.dtype for tensor in iter_tensors(state) if tensor.numel()})
+
+
+def test_axes_keep_their_order_in_memory_and_a_damaged_state_is_refused() -> None:
+    image = torch.arange(48.0).view(2, 3, 2, 4).contiguous(memory_format=torch.channels_last)
+    state = {"image": image, "turned": torch.arange(6.0).view(2, 3).T}
+    packed = pack(state)
+    assert [one.stride() for one in iter_tensors(unpack(packed))] == [one.stride() for one in iter_tensors(state)]
+    for part, value in (("layout", None), ("layout", packed["layout"][:-1]), ("numbers", [torch.zeros(3)])):
+        with pytest.raises(ValueError, match=r"^the state of a host is damaged"):
+            unpack(packed | {part: value})

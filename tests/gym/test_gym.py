@@ -20,8 +20,7 @@ from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HEADS, HostPool, Op
 from esper_lightning.envs.gymnasium import GymVector
 from esper_lightning.envs.spaces.actions import RELEVANT_OPS
-from esper_lightning.envs.spaces.choices import ChoiceAction
-from esper_lightning.envs.spaces.observation import slot_features
+from esper_lightning.envs.vector_env import ChoiceAction
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.gym import GrowthVectorEnv, make_vector_env
 from esper_lightning.registry import config_paths
@@ -109,15 +108,6 @@ def test_an_action_that_is_not_possible_is_executed_as_wait(make_pool: MakePool)
     assert envs.pool.envs[0].last_op is Op.WAIT and envs.pool.envs[1].slots[1].occupied
 
 
-def test_what_is_no_action_is_refused(make_pool: MakePool) -> None:
-    envs = GrowthVectorEnv(make_pool(1))
-    envs.reset(seed=0)
-
-    for action in (WAIT[:-1], (9, *WAIT[1:]), (0, -1, *WAIT[2:])):
-        with pytest.raises(ValueError, match="is no row of MultiDiscrete"):
-            envs.step(np.array([action]))
-
-
 def choices_in_possible_actions(pool: HostPool, host: int) -> list[bool]:
     """Try every action, and return the choices, head by head, that have an effect in one that is possible."""
     found = {head: [False] * size for head, size in pool.space.sizes.items()}
@@ -139,19 +129,6 @@ def test_a_choice_is_masked_unless_a_possible_action_needs_it(
         if tick in ticks:
             assert envs.action_masks().tolist() == [choices_in_possible_actions(pool, host) for host in range(2)]
         pool.step(wanderer.act(pool))
-
-
-def test_an_observation_is_the_rows_one_after_the_other(make_pool: MakePool) -> None:
-    envs, wanderer = GrowthVectorEnv(make_pool(2)), RandomValid(rng_seed=0)
-    envs.pool.reset([1, 2])
-    for _ in range(4):
-        envs.pool.step(wanderer.act(envs.pool))
-
-    row = dict(zip(envs.observation_names, envs._observe()[0].tolist(), strict=True))
-
-    for k, slot in enumerate(envs.pool.envs[0].slots):
-        expected = slot_features(envs.pool.envs[0], k)
-        assert {name: row[f"{slot.name}.{name}"] for name in expected} == pytest.approx(expected)
 
 
 def test_a_policy_of_this_project_can_act_through_the_interface(make_pool: MakePool) -> None:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Adam
 
 from esper_lightning.checkpoint import DivergedError
-from esper_lightning.envs.spaces.choices import ChoiceAction
-from esper_lightning.envs.vector_env import VectorStep
+from esper_lightning.envs.vector_env import ChoiceAction, VectorStep
 from esper_lightning.module import skip_unless
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
@@ -48,7 +47,7 @@ class BrokenCue(CueMemory):
             step.reward[self.broken] = self.value
             terms = {"right": torch.zeros(ENVS), "wrong": step.reward.double()}
         if self.steps == self.at and self.place == "final feature" and step.final is not None:
-            step.final.observation.features[self.broken] = self.value
+            step.final[0].features[self.broken] = self.value
         self.steps += 1
         return step._replace(terms=terms)
 

@@ -63,8 +63,8 @@ def one_of(
     asymmetric = loop.policy.asymmetric
     final = {
         t: (
-            normalised(loop.observation_norm, step.final.observation.features)[n],
-            normalised(loop.privileged_norm, step.final.privileged)[n] if asymmetric else np.zeros(0),
+            normalised(loop.observation_norm, step.final[0].features)[n],
+            normalised(loop.privileged_norm, step.final[1])[n] if asymmetric else np.zeros(0),
         )
         for t, step in enumerate(steps)
         if step.truncated[n]

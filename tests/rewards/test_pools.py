@@ -13,7 +13,7 @@ from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
-from esper_lightning.rewards import REWARDS, ObjectiveConfig, RewardConfig
+from esper_lightning.rewards import REWARDS, RewardConfig
 from esper_lightning.tasks import Split
 from tests.conftest import FREE
 from tests.decisions import WAIT, act, cull, fossilize, germinate
@@ -67,30 +67,12 @@ def test_the_reward_of_a_fossilized_seed_is_given_at_once_and_sums_to_the_same(
     assert not torch.equal(torch.stack(kept), torch.stack(change))
 
 
-def test_shaping_of_an_episode_sums_to_nothing(pool_of: Callable[..., HostPool]) -> None:
-    pool, wanderer = pool_of("shaped", 4), RandomValid(3)
-    pool.reset([5, 6, 7, 8])
-    shaping = torch.stack([pool.step(wanderer.act(pool)).terms["shaping"] for _ in range(pool.config.horizon)])
-    assert shaping.any(0).all()
-    torch.testing.assert_close(shaping.sum(0), torch.zeros(4, dtype=torch.float64), rtol=0.0, atol=1e-9)
-
-
 FOSSILIZE_CULL_AND_LATE = [  # one seed is fossilized, one is culled, one is fossilized too late
     [germinate(0, 2), germinate(0, 2), germinate(0, 2)],
     *[[WAIT] * 3] * 5,
     [fossilize(0), cull(0), WAIT],
     *[[WAIT] * 3] * 3,
 ]
-
-
-def test_the_start_of_a_seed_is_the_accuracy_that_it_met(pool_of: Callable[..., HostPool]) -> None:
-    pool = pool_of("shaped", 2, training=LEARNS)
-    pool.reset([1, 2])
-    met = pool.step(act(WAIT, WAIT)).metrics.accuracy[0].item()
-    pool.step(act(germinate(1, 2), WAIT))
-    pool.step(act(WAIT, WAIT))
-    assert pool.envs[0].accuracy_at_germination[1] == pytest.approx(met)
-    assert pool.envs[1].accuracy_at_germination == [0.0] * 3
 
 
 @torch.no_grad()
@@ -172,10 +154,3 @@ def test_a_host_whose_episode_is_over_gets_no_reward(mode: str, pool_of: Callabl
     assert pool.envs[0].ended
     for _ in range(pool.config.horizon - pool.envs[0].tick):
         assert pool.step(act(WAIT)).reward.item() == 0.0
-
-
-def test_rewards_that_ignore_seeds_compute_nothing_per_seed(make_pool: Callable[..., HostPool]) -> None:
-    """In the default mode only the measurements that the objective needs are taken."""
-    pool = make_pool(1, objective=ObjectiveConfig())
-    assert not pool.envs[0].measure_host_only
-    assert pool.config.reward.mode == "objective"

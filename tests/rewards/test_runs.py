@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from esper_lightning.envs import EnvConfig
-from esper_lightning.ppo.losses import PPOConfig
-from esper_lightning.rewards import REWARDS, RewardConfig
+from esper_lightning.rewards import REWARDS
 from tests.rewards.ticks import ALL
 from tests.runs import EPOCHS, HORIZON, ROOT, cli, fit, only_run
 from tests.tiers import rest_is_slow
@@ -36,11 +35,6 @@ def test_the_discount_of_shaping_is_that_of_ppo(tmp_path: Path) -> None:
     built = fit(tmp_path, "--model.ppo.gamma", "0.9", "--model.ppo.horizon_is_end", "false")
     assert built.model.ppo.gamma == built.datamodule.pool.config.reward.gamma == 0.9
     assert built.datamodule.pool.config.reward.horizon_is_end is False
-
-
-def test_it_is_so_by_default_too() -> None:
-    reward, ppo = RewardConfig(), PPOConfig()
-    assert (reward.gamma, reward.horizon_is_end) == (ppo.gamma, ppo.horizon_is_end)
 
 
 def test_it_cannot_be_set_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

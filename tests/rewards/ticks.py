@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import HostStep, RewardConfig, SlotStatus, SlotStep
+from esper_lightning.rewards.modes import MAX_RENT, SHAPING
 
 ALL = ("objective", "kept", "sparse", "shaped")
 
@@ -32,10 +33,7 @@ def host_step(*slots: SlotStep, **facts: Any) -> HostStep:
 
 
 def term_bounds(config: RewardConfig, slots: int) -> dict[str, float]:
-    """Return an upper bound of the absolute value of each term of the mode in one step.
-
-    In the modes `objective` and `kept` it holds if `objective.rent_cap` is at most 1, so that J lies in [-1, 1].
-    """
+    """Return an upper bound of the absolute value of each term of the mode in one step."""
     return {
         "objective": {"objective": 2.0},
         "kept": {"kept": 2.0},
@@ -43,8 +41,8 @@ def term_bounds(config: RewardConfig, slots: int) -> dict[str, float]:
         "shaped": {
             "attribution": 200.0 * slots,
             "ransom": 0.3 * slots,
-            "shaping": config.shaping * 8.0 * slots,
-            "rent": config.rent_cap,
+            "shaping": SHAPING * 8.0 * slots,
+            "rent": MAX_RENT,
             "warnings": 0.4 * slots,
             "op": 0.02,
             "auto_cull": 0.2 * slots,

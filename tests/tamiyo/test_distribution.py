@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs import HEADS, Action, HostPool, Masks, Op
-from esper_lightning.envs.spaces.choices import ChoiceAction, ChoiceMasks, ChoiceSpace
+from esper_lightning.envs.vector_env import ChoiceAction, ChoiceMasks, ChoiceSpace
 from esper_lightning.tamiyo.distribution import (
     ChoiceDistribution,
     HeadTables,
@@ -336,9 +336,3 @@ def test_steps_are_forced_only_where_every_head_is() -> None:
 
     assert space.forced(possible).tolist() == [True, False, False]
     assert ChoiceSpace({"a": 1}).full_masks(2, CPU).forced.tolist() == [True, True]
-
-
-@pytest.mark.parametrize("sizes", [{}, {"a": 0}])
-def test_an_action_without_a_choice_is_refused(sizes: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="at least one choice"):
-        ChoiceSpace(sizes)

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from esper_lightning.envs import ActionConfig, ActionSpace, Masks, Op
-from esper_lightning.envs.spaces.choices import ChoiceSpace
-from esper_lightning.envs.spaces.rows import RowSizes
-from esper_lightning.envs.vector_env import Observation
+from esper_lightning.envs.spaces.observation_builder import RowSizes
+from esper_lightning.envs.vector_env import ChoiceSpace, Observation
 from esper_lightning.tamiyo.distribution import HostDistribution, host_table_shapes
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, RecurrentState, use_ieee_float32
 from tests.decisions import CPU

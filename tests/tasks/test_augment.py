@@ -1,6 +1,5 @@
 """Augmented images compared with torchvision, image by image; minibatches keep each sample with its augmentation."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -66,41 +65,6 @@ def test_images_are_varied_as_torchvision_does_it_one_by_one(case: tuple[Tensor,
     assert torch.equal(images, before), "the images that came in are left alone"
 
 
-@given(st.integers(1, 4), st.integers(0, 999))
-def test_a_shifted_image_keeps_its_pixels_or_loses_them_at_the_border(pad: int, seed: int) -> None:
-    images = pictures(4, 2, 5, 6)
-    choices = draw_augment_params(AugmentConfig(pad=pad), (4,), generator(seed))
-
-    shifted = augment(images, choices, AugmentConfig(pad=pad))
-
-    for image, after, (down, right) in zip(images, shifted, choices.shift.tolist(), strict=True):
-        kept = Counter(after[after != 0].tolist())
-        assert kept <= Counter(image.flatten().tolist()), "none twice, none of another image"
-        assert kept.total() == 2 * (5 - abs(down)) * (6 - abs(right))
-
-
-def test_an_image_that_is_mirrored_twice_is_as_it_was() -> None:
-    config = AugmentConfig(flip=True)
-    images, choices = pictures(16, 3, 4, 5), draw_augment_params(config, (16,), generator())
-
-    once = augment(images, choices, config)
-
-    assert torch.equal(augment(once, choices, config), images)
-    same = [torch.equal(before, after) for before, after in zip(images, once, strict=True)]
-    assert same == (~choices.flip).tolist()
-    assert 0 < sum(same) < 16
-
-
-def test_a_hole_is_a_square_around_its_centre_cut_at_the_border() -> None:
-    config = AugmentConfig(cutout=3)
-    shares = torch.tensor([[2.5, 1.5], [0.0, 3.9]]) / torch.tensor([5.0, 4.0])  # pixels (2, 1) and (0, 3)
-
-    holes = augment(torch.ones(2, 1, 5, 4), AugmentParams(cutout_centre=shares), config).squeeze(1) == 0
-
-    assert holes[0].int().tolist() == [[0, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
-    assert holes[1].int().tolist() == [[0, 0, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
-
-
 def test_every_choice_is_as_likely_as_it_should_be() -> None:
     shifts, flips, holes = draw_augment_params(ALL, (5, 2000), generator())
 
@@ -140,28 +104,18 @@ def test_what_is_off_draws_nothing_and_changes_nothing() -> None:
     assert augment(tokens, choices, AugmentConfig()) is tokens
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
-def test_the_type_is_kept_and_every_pixel_exact(dtype: torch.dtype) -> None:
-    images = torch.randint(1, 256, (6, 3, 5, 4), generator=generator()).to(dtype)
-    images = images / 3 if dtype.is_floating_point else images
-    choices = draw_augment_params(ALL, (6,), generator(1))
-
-    varied = augment(images, choices, ALL)
-
-    assert varied.dtype == dtype
-    assert torch.equal(varied, by_torchvision(images, choices, ALL))
-
-
-@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("config", [ALL, AugmentConfig(flip=True), AugmentConfig(cutout=1)], ids=str)
-def test_the_memory_format_is_kept(channels: int, memory: torch.memory_format, config: AugmentConfig) -> None:
-    images = pictures(4, channels, 6, 5).clone(memory_format=memory)
+def test_type_and_memory_format_are_kept(
+    dtype: torch.dtype, memory: torch.memory_format, config: AugmentConfig
+) -> None:
+    images = torch.randint(1, 256, (4, 3, 6, 5), generator=generator()).to(dtype).clone(memory_format=memory)
     choices = draw_augment_params(config, (4,), generator())
 
     varied = augment(images, choices, config)
 
-    assert varied.stride() == images.stride()
+    assert varied.stride() == images.stride() and varied.dtype == dtype
     assert varied.is_contiguous(memory_format=memory)
     assert torch.equal(varied, by_torchvision(images, choices, config))
 

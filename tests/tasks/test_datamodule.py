@@ -84,15 +84,6 @@ def test_numbers_are_what_networks_take(kind: torch.dtype, becomes: torch.dtype)
     assert data.train.inputs.dtype is becomes and data.train.targets.dtype is torch.int64
 
 
-def test_validation_data_can_be_divided_where_there_are_no_test_data() -> None:
-    data = FromDataModule(Numbers(), classes=4, test_share=0.3).load()
-
-    assert data.classes == 4
-    assert (data.validation.samples, data.test.samples) == (8, 3)
-    both = torch.cat([data.validation.inputs, data.test.inputs])[:, 0]
-    assert sorted(both.tolist()) == [100.0 + i for i in range(11)]
-
-
 def with_batches(change: Callable[[Tensor, Tensor], Any]) -> LightningDataModule:
     class Changed(Complete):
         def val_dataloader(self) -> list[Any]:
@@ -104,7 +95,7 @@ def with_batches(change: Callable[[Tensor, Tensor], Any]) -> LightningDataModule
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: FromDataModule(Numbers()), "Numbers has no test data; give it a test_dataloader, or set .*test_share"),
+        (lambda: FromDataModule(Numbers()), "Numbers has no test data; give it a test_dataloader$"),
         (lambda: FromDataModule(LightningDataModule()), "has no training data; give it a train_dataloader$"),
         (lambda: FromDataModule(with_batches(lambda x, y: {"x": x})), "must be pairs of tensors"),
         (lambda: FromDataModule(with_batches(lambda x, y: (x, y, y))), "must be pairs of tensors"),
@@ -119,7 +110,6 @@ def with_batches(change: Callable[[Tensor, Tensor], Any]) -> LightningDataModule
             lambda: FromDataModule(with_batches(lambda x, y: (x, y.view(-1, 1)))),
             r"are \[5, 4\] and \[5, 1\]; they",
         ),
-        (lambda: FromDataModule(Numbers(), test_share=1.0), "test_share must lie"),
     ],
 )
 def test_what_cannot_be_learned_from_is_refused_in_one_line(make: Callable[[], FromDataModule], said: str) -> None:

@@ -12,7 +12,6 @@ from sklearn.datasets import load_digits
 from torchvision.datasets import CIFAR10 as Stored
 
 from esper_lightning.tasks import CIFAR10, Digits, Split, TaskData, check_data
-from esper_lightning.tasks.images import channel_statistics
 from tests.tasks.stored import write_cifar10
 
 EACH = 12
@@ -76,13 +75,6 @@ def test_cifar10_is_split_and_scaled_by_the_images_that_are_learned_from(root: P
     assert data.test.targets.tolist() == stored.targets
     pixels = torch.tensor(stored.data).permute(0, 3, 1, 2).float()
     assert torch.corrcoef(torch.stack([pixels.flatten(), data.test.inputs.flatten()]))[0, 1] > 0.99
-
-
-def test_statistics_are_those_of_all_pixels() -> None:
-    images = torch.randint(0, 256, (7, 3, 5, 4), dtype=torch.uint8)
-    mean, deviation = channel_statistics(images)
-    torch.testing.assert_close(mean.flatten(), images.float().mean((0, 2, 3)))
-    torch.testing.assert_close(deviation.flatten(), images.float().std((0, 2, 3), correction=0))
 
 
 def test_missing_damaged_and_too_few_images_are_refused_with_a_way_out(

@@ -3,7 +3,6 @@
 import csv
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -54,15 +53,6 @@ def test_a_word_that_training_never_saw_is_none_of_those_it_knows(tmp_path: Path
     assert torch.isfinite(data.test.inputs).all()
 
 
-def test_arrays_are_taken_as_they_are(tmp_path: Path) -> None:
-    x, y = np.random.default_rng(0).normal(size=(ROWS, 4)), np.array(list("abc") * (ROWS // 3))
-    np.savez(tmp_path / "some.npz", x=x, y=y)
-    data = Tabular(str(tmp_path / "some.npz")).load()
-
-    assert data.input_shape == (4,) and data.classes == 3
-    assert sum(split.samples for split in data[:3]) == ROWS
-
-
 @pytest.mark.parametrize(
     ("header", "rows", "settings", "message"),
     [
@@ -85,30 +75,6 @@ def test_what_is_no_table_of_classes_is_refused_in_a_line(
         Tabular(written(tmp_path, header, rows), **settings).load()
 
 
-@pytest.mark.parametrize(
-    ("arrays", "message"),
-    [
-        ({"x": np.zeros((4, 2))}, "is no .npz file with arrays x and y"),
-        ({"x": np.zeros(4), "y": np.zeros(4)}, r"they need numbers \[rows, columns\] and labels \[rows\]"),
-        ({"x": np.zeros((4, 2)), "y": np.zeros(5)}, r"they need numbers \[rows, columns\]"),
-        ({"x": np.zeros((4, 2)), "y": np.full(4, np.nan)}, "without NaN"),
-        ({"x": np.zeros((4, 2), dtype="M8[s]"), "y": np.zeros(4)}, r"x is datetime64\[s\]"),
-        ({"x": np.zeros((4, 2), dtype=object), "y": np.zeros(4)}, "is no .npz file .* allow_pickle=False"),
-    ],
-)
-def test_arrays_that_do_not_fit_are_refused(tmp_path: Path, arrays: dict[str, np.ndarray], message: str) -> None:
-    np.savez(tmp_path / "some.npz", **arrays)
-    with pytest.raises(ValueError, match=message):
-        Tabular(str(tmp_path / "some.npz")).load()
-
-
-def test_missing_and_truncated_files_are_refused_in_a_line(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"there is no file 'missing.csv'; name a .csv or .npz file .* wine, breast"):
+def test_a_missing_file_is_refused_in_a_line() -> None:
+    with pytest.raises(ValueError, match=r"there is no file 'missing.csv'; name a .csv file .* wine, breast"):
         Tabular("missing.csv").load()
-    path = tmp_path / "some.npz"
-    np.savez_compressed(path, x=np.random.default_rng(0).normal(size=(200, 3)), y=np.arange(200) % 2)
-    whole = path.read_bytes()
-    for share in (0.0, 0.1, 0.5, 0.98):
-        path.write_bytes(whole[: int(share * len(whole))])
-        with pytest.raises(ValueError, match=r"some\.npz' is no .npz file"):
-            Tabular(str(path)).load()

@@ -1,6 +1,5 @@
 """Text and Source: every target is the next token, and the splits do not overlap."""
 
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -54,16 +53,6 @@ def test_any_utf8_is_bytes(tmp_path: Path) -> None:
     assert bytes(data.train.inputs[:3].flatten().tolist()) == text.encode()[:15]
 
 
-def test_byte_pairs_are_learned_from_the_training_part_alone(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
-    text = "growing networks " * 300 + "quartz jukebox " * 100
-    data = Text(written(tmp_path, text), tokens="bpe", vocabulary=300, length=8, validation=0.1, test=0.1).load()
-    check_data(data, "Text")
-    assert data.classes == 300
-    assert data.train.inputs.max() >= 256, "pieces of words"
-    assert data.test.inputs.max() < 256 + 60
-
-
 @pytest.mark.parametrize(
     ("content", "settings", "message"),
     [
@@ -72,14 +61,11 @@ def test_byte_pairs_are_learned_from_the_training_part_alone(tmp_path: Path) -> 
         (b"\xff\xfe", {}, "is not UTF-8"),
         (b"x" * 1000, {"length": 0}, "not one sequence of 0"),
         (b"x" * 1000, {"validation": 0.6, "test": 0.4}, "leave something to learn from"),
-        (b"x" * 1000, {"tokens": "bpe", "vocabulary": 256}, "has more than 256 tokens"),
-        (b"x" * 1000, {"tokens": "bpe"}, "bpe needs the package tokenizers; pip install tokenizers, or use bytes"),
     ],
 )
 def test_what_cannot_be_read_is_refused_in_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, settings: dict, message: str
+    tmp_path: Path, content: bytes | None, settings: dict, message: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
     path = tmp_path / "missing.txt"
     if content is not None:
         path.write_bytes(content)

@@ -18,20 +18,14 @@ from esper_lightning.tasks import Split, Task, check_measures, check_outputs
 
 
 class SharedSpace(NamedTuple):
-    """Slots and blueprints in the common action space of several tasks."""
+    """Slots and blueprints in the common action space of several tasks or architectures."""
 
-    slots: list[str]
-    """Names of the slots; every host gets this many, under these names."""
-    blueprints: list[str]
-    """Names of the blueprints that can grow on the hosts of at least one task."""
+    slots: list[str]  # every host gets this many, under these names
+    blueprints: list[str]  # that can grow on the hosts of at least one task
 
 
 def union_of_slots(spaces: Sequence[tuple[ActionSpace, Tensor]]) -> SharedSpace:
-    """Return the union of the tasks' action spaces: the largest number of slots, and every blueprint.
-
-    Args:
-        spaces: Action space of each task, and which of its blueprints can grow in which slot.
-    """
+    """Return the union of action spaces: the largest number of slots, and every blueprint."""
     num_slots = max(len(space.slot) for space, _ in spaces)
     blueprints = dict.fromkeys(name for space, _ in spaces for name in space.blueprint)
     return SharedSpace([f"place{i + 1}" for i in range(num_slots)], list(blueprints))
@@ -82,8 +76,7 @@ def discover_action_space(
         classes: Number of classes of the task.
         actions: Configured choices.
         birth: Initialisation of seeds.
-        shared_space: Slots and blueprints shared with hosts of other tasks, including blueprints that cannot grow
-            here; `host` must already have these slots.
+        shared_space: Slots, which the host must already have, and blueprints shared with other hosts.
 
     Raises ValueError if the host has no slots, if a slot or a blueprint cannot be used at all, or if the host
     has too few outputs, or if the task does not measure each sample.

@@ -1,4 +1,4 @@
-"""Actions on a host: operations, heads and the choices of each head. N environments, K slots."""
+"""Actions on a host: operations, heads, the choices of each head, and masks of them. N environments, K slots."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,6 +14,9 @@ from torch import Tensor
 from esper_lightning.blueprints import find_blueprint, suggest_name
 from esper_lightning.envs.device_transfer import copy_to_device
 from esper_lightning.growth.blend import BlendStyle, Curve
+from esper_lightning.growth.growing_network import GrowingNetwork, RefusalReasons
+from esper_lightning.growth.slot import ABSENT
+from esper_lightning.growth.stages import Stage
 
 
 class Op(IntEnum):
@@ -66,12 +69,7 @@ def relevance_table(device: torch.device | None = None) -> Tensor:  # [ops, head
 
 
 def zero_irrelevant_heads(action: Action, relevant: Tensor) -> Action:
-    """Set the heads that the op does not use to 0, so that equivalent actions have equal indices.
-
-    Args:
-        action: Actions of N environments.
-        relevant: Table of `relevance_table` on the action's device, [ops, heads].
-    """
+    """Set the heads that the op does not use, by `relevance_table`, to 0: equivalent actions have equal indices."""
     is_relevant = relevant[action.op].long()  # [..., heads]
     return Action(*(head * is_relevant[..., i] for i, head in enumerate(action)))
 
@@ -91,9 +89,6 @@ class ActionConfig:
     tempos: dict[str, int] = field(default_factory=lambda: {"FAST": 3, "STANDARD": 5, "SLOW": 8})
     """Duration of blending in host epochs, by name of the tempo."""
 
-    max_seeds: int | None = None
-    """Maximum number of slots that hold a seed at the same time. None: all of them."""
-
     def __post_init__(self) -> None:
         if self.blueprints is not None:
             object.__setattr__(self, "blueprints", [find_blueprint(name) for name in self.blueprints])
@@ -110,8 +105,6 @@ class ActionConfig:
                 raise ValueError(f"actions.{name}: {choice!r} is named twice; name each once")
         if not self.tempos or min(self.tempos.values()) < 1:
             raise ValueError(f"actions.tempos needs at least one tempo of at least 1 host epoch, got {self.tempos}")
-        if self.max_seeds is not None and self.max_seeds < 1:
-            raise ValueError(f"actions.max_seeds must be at least 1, got {self.max_seeds}")
 
     def make_space(self, slots: list[str], blueprints: list[str]) -> "ActionSpace":
         """Return the action space of a host with these slots and blueprints."""
@@ -167,10 +160,7 @@ class ActionSpace(NamedTuple):
 
 
 def pad_action(row: Sequence[int]) -> Sequence[int]:
-    """Return an index for each head; those missing at the end of `row` are 0.
-
-    Raises ActionError if a row is no list, or has more indices than there are heads.
-    """
+    """Return an index for each head; those missing at the end of `row` are 0."""
     if not hasattr(row, "__len__"):
         raise ActionError(f"the action of one host is a list, as [op, slot, blueprint, …]; got {row!r:.50}")
     if len(row) > len(HEADS):
@@ -187,10 +177,7 @@ def to_action(rows: Sequence[Sequence[int]], device: torch.device) -> Action:
 
 
 def check_is_action(action: Any, n_envs: int) -> None:
-    """Raise ActionError unless an object has one tensor of whole numbers per head, with one index per environment.
-
-    Controllers may be a user's own.
-    """
+    """Raise ActionError unless an object, of a user's own controller, has one tensor of N whole numbers per head."""
     parts = action if isinstance(action, tuple) else ()
     fits = [isinstance(part, Tensor) and part.shape == (n_envs,) and not part.is_floating_point() for part in parts]
     if len(parts) != len(HEADS) or not all(fits):
@@ -200,3 +187,45 @@ def check_is_action(action: Any, n_envs: int) -> None:
             f"an action is made by to_action([[op, slot, blueprint, …], …], pool.device) from a row of whole numbers "
             f"for each of the {n_envs} hosts; got {got:.200}"
         )
+
+
+class Masks(NamedTuple):
+    """Masks of N environments with K slots: True where a choice is possible. Styles and tempos are never masked."""
+
+    slot: Tensor  # [..., N, ops, K] bool: this op is possible on this slot; WAIT: always True
+    blueprint: Tensor  # [..., N, K, blueprints] bool: this blueprint can grow in this slot
+    ended: Tensor  # [..., N] bool: the episode ended before the horizon, so actions have no effect
+
+    def allows(self, env: int, action: Sequence[int]) -> bool:
+        """Return True if environment `env` may take an action, an index per head; irrelevant heads are not checked.
+
+        Heads missing at the end of the action are 0.
+        """
+        op, slot, blueprint, *_ = pad_action(action)
+        may_grow = op != Op.GERMINATE or bool(self.blueprint[env, slot, blueprint])
+        return may_grow and bool(self.slot[env, op, slot])
+
+    @property
+    def op(self) -> Tensor:  # [..., N, ops] bool
+        return self.slot.any(-1)
+
+    @property
+    def forced(self) -> Tensor:  # [..., N] bool
+        """True where the step teaches nothing: only one op is possible, or the episode has ended (masks or none)."""
+        return (self.op.sum(-1) == 1) | self.ended
+
+
+def possible_ops(growing: GrowingNetwork, refusals: Sequence[RefusalReasons], ended: bool) -> list[list[bool]]:
+    """Return which op is possible on which slot of one environment, [ops][K], whatever can grow there.
+
+    `refusals` are the reasons of the lifecycle gates against stage changes of the seed in each slot, [K]. `ended`: the
+    episode ended before the horizon, so that only WAIT is possible.
+    """
+    slots = list(growing.slots.values())
+    possible = {
+        Op.WAIT: [True for _ in slots],
+        Op.GERMINATE: [slot.stage is Stage.DORMANT and slot.layout != ABSENT for slot in slots],
+        Op.CULL: [not reasons.culling for reasons in refusals],
+        Op.FOSSILIZE: [not reasons.fossilizing for reasons in refusals],
+    }
+    return [[may and not (ended and op is not Op.WAIT) for may in possible[op]] for op in Op]

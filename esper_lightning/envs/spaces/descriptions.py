@@ -49,7 +49,6 @@ class HostDescription(NamedTuple):
     slots: Tensor  # [K, len(SLOT_DESCRIPTION)]
     blueprints: Tensor  # [K, B, len(BLUEPRINT_DESCRIPTION)]; 0 where the blueprint has no module for the layout
     parameters: Tensor  # [K, B] parameters of a seed
-    flops: Tensor  # [K, B] FLOPs of a seed's forward pass for one sample
 
 
 def describe(env: Subject) -> HostDescription:
@@ -57,9 +56,8 @@ def describe(env: Subject) -> HostDescription:
     described = [[_describe_blueprint(env, slot, blueprint) for blueprint in env.space.blueprint] for slot in env.slots]
     return HostDescription(
         slots=torch.tensor([_describe_slot(env, slot) for slot in env.slots]),
-        blueprints=torch.tensor([[numbers for numbers, _, _ in row] for row in described]),
-        parameters=torch.tensor([[float(parameters) for _, parameters, _ in row] for row in described]),
-        flops=torch.tensor([[float(flops) for _, _, flops in row] for row in described]),
+        blueprints=torch.tensor([[numbers for numbers, _ in row] for row in described]),
+        parameters=torch.tensor([[float(parameters) for _, parameters in row] for row in described]),
     )
 
 
@@ -74,10 +72,10 @@ def _positions(env: Subject, slot: SeedSlot) -> int:
     return max(env.flops.positions.get(slot.name) or [1])
 
 
-def _describe_blueprint(env: Subject, slot: SeedSlot, name: str) -> tuple[list[float], int, int]:
-    """Return the description of a blueprint in a slot, and the parameters and FLOPs of such a seed."""
+def _describe_blueprint(env: Subject, slot: SeedSlot, name: str) -> tuple[list[float], int]:
+    """Return the description of a blueprint in a slot, and the parameters of such a seed."""
     if slot.layout == ABSENT or name not in blueprint_names(slot.layout):
-        return [0.0] * len(BLUEPRINT_DESCRIPTION), 0, 0
+        return [0.0] * len(BLUEPRINT_DESCRIPTION), 0
     blueprint, width, n = get_blueprint(name, slot.layout), slot.width, _positions(env, slot)
     parameters = blueprint.parameters(width)
     flops = sum(blueprint.flops(width, positions) for positions in env.flops.positions.get(slot.name, ()))
@@ -93,7 +91,7 @@ def _describe_blueprint(env: Subject, slot: SeedSlot, name: str) -> tuple[list[f
         math.log(max(widths, default=width) / width) / INNER_WIDTH_SCALE,
         math.log(min(widths, default=width) / width) / INNER_WIDTH_SCALE,
     ]
-    return [clip(number, 2.0) for number in numbers], parameters, flops
+    return [clip(number, 2.0) for number in numbers], parameters
 
 
 @cache

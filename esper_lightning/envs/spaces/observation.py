@@ -93,17 +93,15 @@ def plateau_length(accuracy: list[float]) -> int:
 
 def host_features(env: Subject) -> dict[str, float]:
     """Return the features of the host as a whole by name. None depends on the number of its slots."""
-    history, prices = env.history, env.prices
+    history = env.history
+    # Compute once had a price: the policies of the package have weights for these two.
     values = {"price.compute": 0.0, "compute.committed": 0.0, "progress": min(1.0, env.tick / env.horizon)}
     for name, losses in (("train_loss", history.train_loss), ("loss", history.loss)):
         values |= last_values([symlog(loss, LOG_LOSS_SCALE) for loss in losses[-HISTORY_WINDOW:]], name)
     values |= last_values(history.accuracy, "accuracy")
     values["gap"] = history.train_accuracy[-1] - history.accuracy[-1] if history.train_accuracy else 0.0
     values["plateau"] = plateau_length(history.accuracy) / env.horizon
-    values["price"] = min(1.0, prices.parameters)
-    if env.objective_config.charges_compute:
-        values["price.compute"] = min(1.0, prices.compute)
-        values["compute.committed"] = clip(math.log(env.fossilized_flops / env.flops.host) / LOG_SIZE_SCALE)
+    values["price"] = min(1.0, env.price)
     values["parameters.committed"] = log_size(env.fossilized_parameters - env.host_parameters, env)
     values["parameters.live"] = log_size(env.seed_parameters(LIVE), env)
     values["host.gradient_norm"] = log_norm(env.host_gradient)

@@ -473,5 +473,5 @@ trainer:
     assert [slot.blueprint for slot in callback.growing.slots.values()] == ["norm", None]
     assert callback.growing.lifecycle.training_ticks == 1
     assert callback.growing.module is cli.model.net
-    assert callback.pool is not None and callback.pool.envs[0].prices.parameters == 0.1
+    assert callback.pool is not None and callback.pool.envs[0].price == 0.1
     assert cli.trainer.optimizers[0].param_groups[1]["lr"] == 0.001

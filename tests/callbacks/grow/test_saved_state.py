@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from esper_lightning.callbacks import Grow
-from esper_lightning.envs import ActionConfig
 from esper_lightning.growth import attach_from_state_dict
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
@@ -112,7 +111,6 @@ def test_a_grown_network_that_was_saved_without_grow_is_refused(tmp_path: Path) 
             {"lifecycle": replace(QUICK, isolation="straight_through")},
             "of lifecycle.isolation proximal, the run of straight_through; give the same",
         ),
-        ({"actions": ActionConfig(max_seeds=1)}, "of actions.max_seeds None, the run of 1; give the same"),
         (
             {"blueprints": ["norm"]},
             r"of blueprints \['conv_light', 'bottleneck'\], the run of \['norm'\]; give the same",

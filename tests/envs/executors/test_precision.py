@@ -11,8 +11,7 @@ from torch.nn import functional as F
 from esper_lightning.blueprints import blueprint_names
 from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool, host_training
-from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.envs.loss_scale import INITIAL_LOSS_SCALE
+from esper_lightning.envs.host_training import INITIAL_LOSS_SCALE, HostTraining
 from esper_lightning.growth.blend import BlendStyle
 from esper_lightning.growth.slot import Layout
 from esper_lightning.growth.stages import ISOLATED, Stage

@@ -3,9 +3,13 @@ from typing import Any
 import pytest
 import torch
 
+from esper_lightning.blueprints import build_on
 from esper_lightning.envs import HEADS, Action, ActionConfig, ActionSpace, Op
+from esper_lightning.envs.spaces.action_discovery import probe_action_space
 from esper_lightning.envs.spaces.actions import STYLES, relevance_table, to_action, zero_irrelevant_heads
-from tests.decisions import CPU, WAIT, Row, cull, fossilize, germinate
+from esper_lightning.hosts import GPT
+from tests.decisions import WAIT, Row, cull, fossilize, germinate
+from tests.imitated_gpu import CPU, GPU, ImitatedGpu
 
 SPACE = ActionSpace(
     op=[op.name for op in Op],
@@ -24,7 +28,6 @@ SPACE = ActionSpace(
         ({"blueprints": ["norm", "conv_light", "norm"]}, "'norm' is named twice"),
         ({"tempos": {}}, "at least one tempo"),
         ({"tempos": {"FAST": 3, "NOW": 0}}, "at least 1 host epoch"),
-        ({"max_seeds": 0}, "max_seeds must be at least 1, got 0"),
         ({"styles": []}, r"actions\.styles is empty; name at least one, or leave it out for the default"),
         ({"styles": ["linear_ad"]}, r"actions\.styles: unknown style 'linear_ad'; did you mean 'linear_add'\?"),
         ({"styles": ["linear_add", "linear_gate", "linear_add"]}, r"actions\.styles: 'linear_add' is named twice"),
@@ -76,3 +79,21 @@ def test_heads_that_an_action_leaves_out_are_0() -> None:
     action = to_action([(Op.GERMINATE, 2), (Op.WAIT,), germinate(1, 2, 1)], CPU)
 
     assert [tuple(row) for row in torch.stack(action, 1).tolist()] == [germinate(2), WAIT, germinate(1, 2, 1)]
+
+
+def blueprints_on(device: torch.device) -> list[str]:
+    """Return the blueprints on offer for a text host on a device, if none are named."""
+    generator = torch.Generator(device).manual_seed(0)
+    host = build_on(device, lambda: GPT((8,), 5, width=16, blocks=1, heads=1, context=8), generator)
+    tokens = torch.zeros(2, 8, dtype=torch.long, device=device)
+    space, _ = probe_action_space(
+        host, lambda network: network(tokens).square().mean(), actions=ActionConfig(), birth="identity"
+    )
+    return space.blueprint
+
+
+def test_the_action_space_does_not_depend_on_the_device() -> None:
+    with ImitatedGpu():
+        on_gpu = blueprints_on(GPU)
+    assert on_gpu == blueprints_on(CPU)
+    assert "attention" in on_gpu

@@ -12,7 +12,7 @@ from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import ActionConfig, HostPool, Op
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.stages import Stage
-from tests.decisions import WAIT, act, cull, decide, fossilize, germinate
+from tests.decisions import WAIT, act, decide, fossilize, germinate
 
 OUTCOME = {Op.GERMINATE: Stage.GERMINATED, Op.CULL: Stage.CULLED, Op.FOSSILIZE: Stage.FOSSILIZED}
 
@@ -69,16 +69,6 @@ def test_what_can_be_done_follows_the_life_of_a_seed(make_pool: Callable[..., Ho
     assert possible_slots(pool) == {"WAIT": every, "GERMINATE": [0, 2], "CULL": [], "FOSSILIZE": []}
 
 
-def test_a_slot_is_closed_for_the_embargo_after_a_cull(make_pool: Callable[..., HostPool]) -> None:
-    pool = make_pool(1, horizon=20)
-    pool.step(act(germinate(0)))
-
-    pool.step(act(cull(0)))
-    assert possible_slots(pool)["GERMINATE"] == [1, 2]
-    pool.step(act(WAIT))
-    assert possible_slots(pool)["GERMINATE"] == [0, 1, 2]
-
-
 def test_a_seed_below_the_gates_threshold_cannot_be_fossilized(make_pool: Callable[..., HostPool]) -> None:
     strict = LifecycleConfig(training_ticks=0, min_contribution=101.0, auto_cull=False)
     pool = make_pool(1, lifecycle=strict)
@@ -90,28 +80,13 @@ def test_a_seed_below_the_gates_threshold_cannot_be_fossilized(make_pool: Callab
     assert possible_slots(pool)["FOSSILIZE"] == []
 
 
-def test_no_more_than_max_seeds_grow_at_once_fossils_included(make_pool: Callable[..., HostPool]) -> None:
-    pool = make_pool(1, horizon=20, actions=ActionConfig(blueprints=["norm"], tempos={"FAST": 1}, max_seeds=2))
-    pool.step(act(germinate(0)))
-    assert possible_slots(pool)["GERMINATE"] == [1, 2]
-    pool.step(act(germinate(2)))
-    assert possible_slots(pool)["GERMINATE"] == []
-    pool.step(act(WAIT))
-    pool.step(act(fossilize(0)))
-    assert possible_slots(pool)["GERMINATE"] == []
-
-    pool.step(act(cull(2)))
-    assert possible_slots(pool)["GERMINATE"] == [1]
-
-
 def test_a_step_is_forced_where_waiting_is_all_there_is(make_pool: Callable[..., HostPool]) -> None:
-    young = LifecycleConfig(training_ticks=1, min_contribution=None, auto_cull=False, min_cull_age=2)
-    only_one = ActionConfig(blueprints=["norm"], tempos={"FAST": 1}, max_seeds=1)
-    pool = make_pool(2, lifecycle=young, actions=only_one)
-    assert pool.masks.forced.tolist() == [False, False]
-
-    pool.step(act(germinate(0), WAIT))
-    assert pool.masks.forced.tolist() == [True, False]  # too young to be culled, and no room for another seed
+    young = LifecycleConfig(training_ticks=9, min_contribution=None, auto_cull=False, min_cull_age=4)
+    pool = make_pool(2, lifecycle=young, horizon=9)
+    for slot in range(3):
+        assert pool.masks.forced.tolist() == [False, False]
+        pool.step(act(germinate(slot), WAIT))
+    assert pool.masks.forced.tolist() == [True, False]  # no slot is free, and all seeds are too young to be culled
     pool.step(act(WAIT, WAIT))
     assert pool.masks.forced.tolist() == [False, False]
 

@@ -9,7 +9,7 @@ from esper_lightning.envs.device_transfer import pack_training, upload
 from esper_lightning.envs.executors.fused.host import HostStack
 from esper_lightning.envs.executors.fused.optimizer import STATE_NAMES, StackedOptimizer
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.loss_scale import next_scale
+from esper_lightning.envs.host_training import next_scale
 from esper_lightning.growth.gradient_stats import NO_GRADIENT, stats_of_norms
 from esper_lightning.growth.param_groups import HOST_GROUP, find_group, seed_group_name
 from esper_lightning.tasks import Batches, Split, Task, fetch

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from esper_lightning.controllers.random import RandomValid, WaitOnly
+from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.context.distribution import Context, ContextDistribution, FamilyConfig
+from esper_lightning.envs.family import Context, ContextDistribution, FamilyConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.seeding import TRAINING, episode_rng_seeds
 from esper_lightning.growth.stages import Stage
@@ -22,9 +22,10 @@ from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.rewards import ObjectiveConfig
 from esper_lightning.tamiyo.policy import Policy
-from esper_lightning.tasks import Digits, Task, TaskData, Variant
+from esper_lightning.tasks import Digits, Task, TaskData
+from esper_lightning.tasks.variants import transform_data
 from tests.conftest import SMALL
-from tests.decisions import WAIT, act, fossilize, germinate
+from tests.decisions import WAIT, act, germinate
 from tests.tiers import rest_is_slow
 
 MakePool = Callable[..., HostPool]
@@ -44,13 +45,13 @@ FACTS: dict[str, list[Any]] = {
 
 
 class Varied(Task):
-    """Digits in one data variant, as a task of its own."""
+    """Digits in one transform, as a task of its own."""
 
-    def __init__(self, variant: Variant) -> None:
-        self.variant = variant
+    def __init__(self, transform: str) -> None:
+        self.transform = transform
 
     def load(self) -> TaskData:
-        return self.variant.apply(Digits(validation=100, test=100).load())
+        return transform_data(Digits(validation=100, test=100).load(), self.transform)
 
 
 def family(**facts: list[Any]) -> FamilyConfig:
@@ -106,14 +107,14 @@ def test_a_host_of_a_family_is_that_of_a_pool_that_is_configured_like_it(executo
             objective=ObjectiveConfig(price=facts["objective.price"]),
         )
         host = partial(cnn, kernel=facts["host.kernel"], widths=facts["host.widths"])
-        alone = Varied(Variant(transform=facts["data.transform"]))
+        alone = Varied(facts["data.transform"])
         theirs = host_of(HostPool(alone, alone.load(), host, config=plain, n_envs=2, device=torch.device("cpu")), seed)
         assert equal(ours, theirs), f"a host with {pool.envs[0].context.context} is not itself in a family"
     assert len(kinds) == 4
 
 
 def test_stacks_of_several_kinds_of_hosts_learn_what_the_hosts_learn_alone(make_pool: MakePool) -> None:
-    facts = FACTS | {"data.samples": [40, 300], "fail.conv_light": [0.0, 1.0]}
+    facts = FACTS | {"fail.conv_light": [0.0, 1.0]}
     pools = [
         make_pool(6, host=cnn, executor=executor, family=family(**facts), training=HostTraining(batches=2, lr=1e-3))
         for executor in ("loop", "fused")
@@ -130,19 +131,6 @@ def test_stacks_of_several_kinds_of_hosts_learn_what_the_hosts_learn_alone(make_
         torch.testing.assert_close(fused.metrics.loss, loss := loop.metrics.loss, rtol=1e-2, atol=1e-2)
         assert loss.isfinite().all()
     torch.testing.assert_close(pools[1].test_accuracy(), pools[0].test_accuracy(), rtol=0.0, atol=0.03)
-
-
-def test_a_host_of_few_samples_meets_the_same_few_in_every_tick(make_pool: MakePool) -> None:
-    pool = make_pool(1, host=cnn, family=family(**{"data.samples": [40]}), training=HostTraining(lr=0.02, batches=4))
-    samples = pool.data.train.samples
-
-    def met(seed: int) -> list[set[int]]:
-        pool.reset([seed])
-        return [set(pool.envs[0].draw_batches(samples).indices.flatten().tolist()) for _ in range(3)]
-
-    first, second, third = met(2)
-    assert len(first) == 40 and first == second == third
-    assert first != met(4)[0] and max(first) < samples
 
 
 @pytest.mark.parametrize("executor", ["loop", "fused"])
@@ -197,7 +185,7 @@ def test_the_critic_may_be_told_what_is_hidden_and_held_out_values_are_unknown_t
 
 
 def test_an_episode_of_a_family_goes_on_where_it_was_saved(make_pool: MakePool) -> None:
-    config = family(**FACTS, **{"data.samples": [64], "fail": [0.5]})
+    config = family(**FACTS, fail=[0.5])
     pools = [make_pool(4, host=cnn, family=config) for _ in range(2)]
     first, second = pools
     controller = RandomValid(5)
@@ -281,38 +269,14 @@ def test_a_horizon_beyond_that_of_the_pool_is_refused() -> None:
         replace(SMALL, horizon=12, family=family(horizon=[8, 13]))
 
 
-def test_rent_is_relative_to_each_host(make_pool: MakePool) -> None:
-    pool = make_pool(6, host=cnn, family=family(**{"host.widths": [[4, 8, 16], [8, 8, 8]], "objective.price": [0.1]}))
-    pool.reset(range(6))
-    pool.step(act(*[germinate(0, 2)] * 6))
-    for _ in range(4):  # some seeds wait for their gradient
-        pool.step(act(*[WAIT] * 6))
-    metrics = pool.step(act(*[fossilize(0)] * 6)).metrics
-    hosts = torch.tensor([env.host_parameters for env in pool.envs], dtype=torch.float64)
-    assert len(set(hosts.tolist())) == 2
-    growth = torch.log1p((pool.parameter_counts - hosts) / hosts.clamp(min=200))
-    torch.testing.assert_close(metrics.objective.double(), metrics.accuracy.double() - 0.1 * growth, rtol=0, atol=1e-6)
-
-
-def test_the_governor_knows_how_many_classes_each_host_tells_apart(make_pool: MakePool) -> None:
-    pool = make_pool(8, host=cnn, family=family(**{"data.classes": [2, 5, 10]}))
-    pool.reset(range(100, 108))  # other contexts than those that the pool began with
-    controller = WaitOnly()
-    controller.reset(pool)
-    pool.step(controller.act(pool))
-    chances = {env.context.context.variant.classes: env.monitor.chance_loss for env in pool.envs}
-    assert chances == pytest.approx({2: 0.6931, 5: 1.6094, 10: 2.3026}, abs=1e-4)
-
-
 @pytest.mark.parametrize(
     ("name", "values", "said"),
     [
         ("host.kernel", [], "needs a list of values, got []"),
         ("host.kernel", 3, "needs a list of values, got 3"),
         ("host", [1], "unknown variable; there are host.<argument>"),
-        ("data.nois", [0.1], "unknown variable; did you mean 'data.noise'"),
-        ("data.noise", [-1.0], "data.noise must not be negative"),
-        ("data.samples", [40.5], "data.samples must be a whole number of at least 1, got 40.5"),
+        ("data.noise", [0.1], "unknown variable; there are host.<argument>, data.transform"),
+        ("data.transform", ["mirrored"], "unknown transform 'mirrored'; there are: none, inverted"),
         ("training.momentum", [0.5], "unknown variable"),
         ("training.lr", [0.0], "training.lr must be positive, got 0.0"),
         ("training.lr", [0.1, True], "it must be a number, got True"),
@@ -333,8 +297,6 @@ def test_contexts_must_fit_host_task_and_one_another(make_pool: MakePool) -> Non
     for facts, said in (
         ({"host.kernal": [3]}, "the host cannot be made with {'kernal': 3}"),
         ({"host.kernel": [2]}, "an odd kernel"),
-        ({"data.classes": [11]}, "data.classes is 11, the task has 10"),
-        ({"data.samples": [10_000]}, "data.samples is 10000, the task has 1597"),
     ):
         with pytest.raises(ValueError, match=r".") as error:
             make_pool(1, host=cnn, family=family(**facts))
@@ -348,8 +310,3 @@ def test_a_held_out_context_may_not_be_one_of_training() -> None:
         FamilyConfig(held_out=[{"host.kernel": [3]}])
     with pytest.raises(ValueError, match="no held-out contexts"):
         ContextDistribution(FamilyConfig(train=[{"host.kernel": [3]}]), held_out=True)
-
-
-def test_a_variable_that_only_some_contexts_have_counts() -> None:
-    whole = ContextDistribution(FamilyConfig(train=[{"host.kernel": [1]}, {"host.base": [8]}, {}]))
-    assert [whole.encode(member) for member in whole.contexts] == [[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]

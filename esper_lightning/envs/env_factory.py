@@ -1,24 +1,17 @@
 """Factory of environments, which creates one per host index and architecture when first needed and reuses it."""
 
-import inspect
-import re
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import build_on, suggest_name
+from esper_lightning.blueprints import build_on
 from esper_lightning.envs.config import EnvConfig, HostFactory
-from esper_lightning.envs.context.distribution import (
-    Context,
-    ContextDistribution,
-    HostContext,
-    select_offer,
-    training_of,
-)
-from esper_lightning.envs.flops import HostFlops, measure_flops
+from esper_lightning.envs.family import TRAINING, Context, ContextDistribution, HostContext, select_offer
+from esper_lightning.envs.flops import measure_flops
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.memory import check_host_memory
 from esper_lightning.envs.spaces.action_discovery import (
     SharedSpace,
     describe_host,
@@ -27,18 +20,67 @@ from esper_lightning.envs.spaces.action_discovery import (
     union_of_slots,
 )
 from esper_lightning.envs.spaces.actions import ActionSpace
-from esper_lightning.governor.judge import GovernorConfig
-from esper_lightning.governor.monitor import HostMonitor
+from esper_lightning.governor.judge import GovernorConfig, HostMonitor
 from esper_lightning.profiling import HostTimer
-from esper_lightning.tasks import Split, Task, TaskData, make_variants
+from esper_lightning.tasks import Split, Task, TaskData, check_transform, make_variants
+
+
+def build_host(
+    host: HostFactory, data: TaskData, context: Context, device: torch.device, shared_space: SharedSpace | None
+) -> nn.Module:
+    """Return a host with empty slots. Raises ValueError if it cannot be made with the arguments of the context."""
+    try:
+        generator = torch.Generator(device).manual_seed(0)
+        built = build_on(device, lambda: host(data.input_shape, data.classes, **context.architecture), generator)
+    except TypeError as error:
+        if context.architecture:
+            raise ValueError(f"family: the host cannot be made with {context.architecture}: {error}") from error
+        raise ValueError(
+            f"data.host cannot be made with its arguments behind the shape of an input, {list(data.input_shape)}, "
+            f"and the number of classes, {data.classes}: {error}; for a network with other arguments use "
+            f"esper_lightning.hosts.Attached"
+        ) from error
+    return built if shared_space is None else pad_slots(built, shared_space.slots, device)
+
+
+def discover_spaces(
+    task: Task,
+    data: TaskData,
+    host: HostFactory,
+    config: EnvConfig,
+    device: torch.device,
+    shared_space: SharedSpace | None = None,
+) -> tuple[SharedSpace | None, ActionSpace, dict[str, Tensor]]:
+    """Return the action space that hosts of every architecture of a family have in common.
+
+    Returns the slots and blueprints that are shared with other hosts (None: the architectures are alike), the action
+    space, and where a blueprint can grow in a slot of each architecture, [K, blueprints] bool.
+    """
+    contexts = [*config.family.contexts(), *config.family.contexts(held_out=True)]
+    found = {
+        architecture: discover_action_space(
+            build_host(host, data, context, device, shared_space),
+            task,
+            Split(*(part[: config.training.batch_size] for part in data.train.to(device))),
+            classes=data.classes,
+            actions=config.actions,
+            birth=config.lifecycle.birth,
+            shared_space=shared_space,
+        )
+        for architecture, context in {context.architecture_name: context for context in contexts}.items()
+    }
+    space, growable = next(iter(found.values()))
+    differ = any(other != space or not torch.equal(where, growable) for other, where in found.values())
+    if differ and shared_space is None:
+        return discover_spaces(task, data, host, config, device, union_of_slots(list(found.values())))
+    return shared_space, space, {architecture: where for architecture, (_, where) in found.items()}
 
 
 class EnvFactory:
     """Creates and keeps environments; `make` returns the one for a host index and the RNG seed of an episode.
 
     Args:
-        task: Computes loss and accuracy of outputs on `data`.
-        data: Data of the task, on the hosts' devices.
+        task, data: Task, and its data on the hosts' devices.
         host: Factory of host networks.
         config: Settings of the environments, with the distribution over contexts.
         devices: Devices of hosts, which are assigned to them in turn.
@@ -46,7 +88,7 @@ class EnvFactory:
         shared_space: Slots and blueprints shared with the hosts of other tasks.
 
     Attributes:
-        data: All data variants that the contexts need, on the devices.
+        data: The data in all transforms that the contexts need, on the devices.
         space: Action space, the same for hosts of every architecture.
         growable: True where a blueprint can grow in a slot, by architecture, [K, blueprints] bool each.
         host_kind: Description of the hosts of training, for which policies are built.
@@ -65,64 +107,34 @@ class EnvFactory:
         held_out: bool = False,
         shared_space: SharedSpace | None = None,
     ) -> None:
-        self.shared_space = shared_space
-        self.config = config
-        self.host = host
-        self.devices = devices
-        self.num_classes, self.input_shape = data.classes, data.input_shape
+        self.config, self.host, self.devices = config, host, devices
         family = config.family
         self.context_distribution = ContextDistribution(family, held_out)
         contexts = self.context_distribution.contexts
-        self.variants = list(dict.fromkeys(context.variant.without_subset for context in contexts))
-        unmodified = self.variants == [Context().variant]
-        self.data = data if unmodified else make_variants(data, self.variants).copy_to(devices)
         # Held-out contexts are checked even if they are not drawn here, because evaluation will use them.
-        all_contexts = [*family.contexts(), *(family.contexts(held_out=True) if family.held_out else ())]
+        all_contexts = [*family.contexts(), *family.contexts(held_out=True)]
         for context in all_contexts:
-            context.variant.check(data)
+            check_transform(context.transform, data)
+        transforms = list(dict.fromkeys(context.transform for context in contexts))
+        self.data = data if transforms == ["none"] else make_variants(data, transforms).copy_to(devices)
         self.steps_per_epoch = config.training.steps_per_epoch(data.train.samples)
-        batch = Split(*(part[: config.training.batch_size] for part in self.data.train))
+        self.shared_space, self.space, self.growable = discover_spaces(
+            task, data, host, config, devices[0], shared_space
+        )
         architectures = {context.architecture_name: context for context in all_contexts}
-
-        def discover() -> dict[str, tuple[ActionSpace, Tensor]]:
-            return {
-                architecture: discover_action_space(
-                    self._build_host(context, devices[0]),
-                    task,
-                    batch,
-                    classes=data.classes,
-                    actions=config.actions,
-                    birth=config.lifecycle.birth,
-                    shared_space=self.shared_space,
-                )
-                for architecture, context in architectures.items()
-            }
-
-        action_spaces = discover()
-        first_space, first_growable = next(iter(action_spaces.values()))
-        if self.shared_space is None and any(
-            space != first_space or not torch.equal(growable, first_growable)
-            for space, growable in action_spaces.values()
-        ):
-            self.shared_space = union_of_slots(list(action_spaces.values()))
-            action_spaces = discover()
-        self.space = next(iter(action_spaces.values()))[0]
-        self.growable = {architecture: growable for architecture, (_, growable) in action_spaces.items()}
-        self.host_flops: dict[str, HostFlops] = {}
-        kinds: dict[str, str] = {}
-        for architecture, context in architectures.items():
-            built = self._build_host(context, devices[0])
-            self.host_flops[architecture] = measure_flops(built, batch.inputs[:1])
-            kinds[architecture] = describe_host(built)
+        built = {name: self._build_host(context, devices[0]) for name, context in architectures.items()}
+        kinds = {name: describe_host(network) for name, network in built.items()}
+        sample = self.data.train.inputs[:1]
+        self.host_flops = {name: measure_flops(network, sample) for name, network in built.items()}
         of_training = [kinds[name] for name in dict.fromkeys(one.architecture_name for one in family.contexts())]
         self.host_kind = "; ".join([*of_training, f"family {family.checksum}"] if family.train else of_training)
         self.host_contexts = {
             repr(context): HostContext(
                 context,
-                training=training_of(context, config.training),
-                variant_index=self.variants.index(context.variant.without_subset),
-                num_classes=context.variant.classes or self.num_classes,
+                training=replace(config.training, **context.variables_in(TRAINING)),
+                variant_index=transforms.index(context.transform),
                 horizon=context.horizon or config.horizon,
+                price=config.objective.price if context.price is None else context.price,
             )
             for context in contexts
         }
@@ -130,29 +142,7 @@ class EnvFactory:
         self.envs: dict[tuple[int, str], HostEnv] = {}  # by host index and architecture
 
     def _build_host(self, context: Context, device: torch.device) -> nn.Module:
-        def build() -> nn.Module:
-            host = self.host(self.input_shape, self.num_classes, **context.architecture)
-            if not isinstance(host, nn.Module):
-                raise ValueError(f"data.host made a {type(host).__name__}, not a network")
-            check_host_memory(host, 1, device)
-            return host
-
-        try:
-            built = build_on(device, build, torch.Generator(device).manual_seed(0))
-            return built if self.shared_space is None else pad_slots(built, self.shared_space.slots, device)
-        except TypeError as error:
-            if context.architecture:
-                unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-                known = inspect.signature(type(self.host(self.input_shape, self.num_classes))).parameters
-                hint = f"; {suggest_name(unknown[1], list(known))}" if unknown else ""
-                raise ValueError(
-                    f"family: the host cannot be made with {context.architecture}: {error}{hint}"
-                ) from error
-            raise ValueError(
-                f"data.host cannot be made with its arguments behind the shape of an input, {list(self.input_shape)}, "
-                f"and the number of classes, {self.num_classes}: {error}; for a network with other arguments use "
-                f"esper_lightning.hosts.Attached"
-            ) from error
+        return build_host(self.host, self.data, context, device, self.shared_space)
 
     def oversee(self, governor: GovernorConfig | None) -> None:
         """Let the Governor watch every environment, those created later too. None: stop watching."""
@@ -165,7 +155,7 @@ class EnvFactory:
         if self.governor is not None:
             env.monitor = HostMonitor(
                 self.governor,
-                chance_loss=env.context.chance_loss,
+                chance_loss=math.log(self.data.classes),
                 steps_per_epoch=self.steps_per_epoch,
                 device=env.device,
             )
@@ -183,7 +173,7 @@ class EnvFactory:
         architecture = host_context.context.architecture_name
         if (env := self.envs.get((index, architecture))) is None:
             device = self.devices[index % len(self.devices)]
-            env = HostEnv(
+            env = self.envs[index, architecture] = HostEnv(
                 self._build_host(host_context.context, device),
                 self.space,
                 host_context,
@@ -193,7 +183,6 @@ class EnvFactory:
                 flops=self.host_flops[architecture],
                 architecture=architecture,
             )
-            self.envs[index, architecture] = env
             self._attach_monitor(env)
         env.set_context(host_context)
         return env

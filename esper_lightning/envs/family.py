@@ -8,7 +8,7 @@ import math
 import random
 import zlib
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -17,16 +17,15 @@ import torch
 from esper_lightning.blueprints import check_blueprint_name, suggest_name
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.slot import SeedSlot
-from esper_lightning.rewards import ObjectiveConfig, Prices
-from esper_lightning.tasks import Batches, Variant, draw_augment_params
+from esper_lightning.tasks import TRANSFORMS, Batches, draw_augment_params
 
 VariableGrid = dict[str, list[Any]]
 """Name of a variable -> its values. Every combination of values is a context."""
 
-HOST, DATA, FAIL, TRAINING, PRICE_VARIABLE = "host", "data", "fail", "training", "objective.price"
+HOST, FAIL, TRAINING = "host", "fail", "training"
+"""Groups of variables, such as `host.kernel`."""
 
-HORIZON_VARIABLE = "horizon"
-"""Variable that shortens an episode: its length in environment steps."""
+TRANSFORM, PRICE, HORIZON = "data.transform", "objective.price", "horizon"
 
 OFFERED_SLOTS, OFFERED_BLUEPRINTS = "offer.slots", "offer.blueprints"
 """Variables that limit what an episode offers."""
@@ -43,8 +42,7 @@ class Context(NamedTuple):
 
     variables: tuple[tuple[str, Any], ...] = ()
 
-    def value(self, variable: str) -> Any:
-        """Return the value of a variable; None: as configured."""
+    def value(self, variable: str) -> Any:  # None: as configured
         return dict(self.variables).get(variable)
 
     def variables_in(self, group: str) -> dict[str, Any]:
@@ -52,8 +50,7 @@ class Context(NamedTuple):
         return {name.removeprefix(f"{group}."): value for name, value in self.variables if name.startswith(f"{group}.")}
 
     @property
-    def architecture(self) -> dict[str, Any]:
-        """Keyword arguments of the host factory."""
+    def architecture(self) -> dict[str, Any]:  # keyword arguments of the host factory
         return self.variables_in(HOST)
 
     @property
@@ -61,17 +58,16 @@ class Context(NamedTuple):
         return ", ".join(f"{name} {value}" for name, value in self.architecture.items())
 
     @property
-    def variant(self) -> Variant:
-        return Variant(**self.variables_in(DATA))
+    def transform(self) -> str:
+        return self.value(TRANSFORM) or "none"
 
     @property
     def price(self) -> float | None:
-        return self.value(PRICE_VARIABLE)
+        return self.value(PRICE)
 
     @property
-    def horizon(self) -> int | None:
-        """Length of an episode in environment steps. None: as configured."""
-        return self.value(HORIZON_VARIABLE)
+    def horizon(self) -> int | None:  # in environment steps
+        return self.value(HORIZON)
 
     @property
     def limits_offer(self) -> bool:
@@ -99,23 +95,9 @@ class HostContext:
     context: Context
     _: KW_ONLY
     training: HostTraining
-    """Training settings of the hosts."""
-    variant_index: int
-    """Index of the hosts' data among the data variants of the pool."""
-    num_classes: int
-    """Number of classes."""
-    horizon: int
-    """Length of an episode in environment steps."""
-
-    @property
-    def chance_loss(self) -> float:
-        """Loss of uniform guessing, ln(classes)."""
-        return math.log(self.num_classes)
-
-    def prices(self, objective: ObjectiveConfig, rng_seed: int) -> Prices:
-        """Return the prices of growth in the episode with this RNG seed."""
-        prices, own_price = objective.prices(rng_seed), self.context.price
-        return prices if own_price is None else prices._replace(parameters=own_price)
+    variant_index: int  # of the hosts' data among the data variants of the pool
+    horizon: int  # length of an episode in environment steps
+    price: float  # of growth
 
     def failing_slots(self, slots: Sequence[SeedSlot], rng_seed: int) -> list[SeedSlot]:
         """Return the slots whose seed fails, that is, receives no gradient, in the episode with this RNG seed."""
@@ -124,29 +106,12 @@ class HostContext:
         grown = [slot for slot in slots if slot.occupied and slot.blueprint is not None]
         return [slot for slot in grown if self.context.seed_fails(rng_seed, slot.name, slot.blueprint or "")]
 
-    def draw_batches(
-        self, samples: int, rng_seed: int, *, generator: torch.Generator
-    ) -> Batches:  # [batches, B], on the generator's device
-        """Draw the minibatches of one epoch: shuffled passes over the host's training data, as many as needed.
-
-        Args:
-            samples: Number of samples of each data variant. A context with fewer samples uses a fixed subset of them.
-            rng_seed: RNG seed of the episode, which determines the subset.
-            generator: Generator of the order.
-        """
+    def draw_batches(self, samples: int, generator: torch.Generator) -> Batches:  # [batches, B], on its device
+        """Draw the minibatches of one epoch: shuffled passes over the `samples` of the data, as many as needed."""
         size, device = self.training.batch_size, generator.device
         needed = size * self.training.steps_per_epoch(samples)
-        num_own = min(samples, self.context.variant.samples or samples)
-        orders = [
-            torch.randperm(num_own, generator=generator, device=device) for _ in range(math.ceil(needed / num_own))
-        ]
-        indices = torch.cat(orders)[:needed].view(-1, size)
-        if num_own < samples:
-            # A separate generator, so that every epoch uses the same subset.
-            subset_generator = torch.Generator(device).manual_seed(rng_seed)
-            indices = torch.randperm(samples, generator=subset_generator, device=device)[indices]
-        if self.variant_index:
-            indices = indices + self.variant_index * samples
+        orders = [torch.randperm(samples, generator=generator, device=device) for _ in range(-(-needed // samples))]
+        indices = torch.cat(orders)[:needed].view(-1, size) + self.variant_index * samples
         return Batches(indices, draw_augment_params(self.training.augment, indices.shape, generator))
 
 
@@ -154,11 +119,11 @@ class HostContext:
 class FamilyConfig:
     """Contexts of episodes: the variables that differ between episodes, and their values.
 
-    Names of variables are `host.<argument of the host>`, `data.<field of a data variant>` (transform, noise,
-    label_noise, classes, samples), `training.lr` (or lr_schedule, seed_lr_factor, weight_decay), `objective.price`,
-    `horizon`: the length of the episode, at most env.horizon, `offer.slots` and `offer.blueprints`: numbers of slots
-    and of blueprints on offer, which the RNG seed of the episode selects, and `fail` or `fail.<blueprint>`: the
-    probability that a slot gives a blueprint's seeds no gradient for the whole episode.
+    Names of variables are `host.<argument of the host>`, `data.transform`, `training.lr` (or lr_schedule,
+    seed_lr_factor, weight_decay), `objective.price`, `horizon`: the length of the episode, at most env.horizon,
+    `offer.slots` and `offer.blueprints`: numbers of slots and of blueprints on offer, which the RNG seed of the episode
+    selects, and `fail` or `fail.<blueprint>`: the probability that a slot gives a blueprint's seeds no gradient for the
+    whole episode.
     """
 
     train: list[VariableGrid] = field(default_factory=list)
@@ -183,19 +148,19 @@ class FamilyConfig:
         if self.held_out and not self.train:
             raise ValueError("family.held_out has contexts and family.train has none; name those of training")
         train_contexts = self.contexts()
-        for context in self.contexts(held_out=True) if self.held_out else ():
+        for context in self.contexts(held_out=True):
             if context in train_contexts:
                 raise ValueError(f"family.held_out: {context} is a context of family.train; it would not be held out")
 
     def contexts(self, held_out: bool = False) -> list[Context]:
-        """Return the distinct contexts of training or the held-out ones; a single empty context if there are none."""
+        """Return the distinct contexts of training, an empty one if there are none, or the held-out ones."""
         groups = self.held_out if held_out else self.train
         contexts = [
             Context(tuple(sorted(zip(values_by_name, values, strict=True))))
             for values_by_name in groups
             for values in product(*values_by_name.values())
         ]
-        return list({repr(context): context for context in contexts}.values()) or [Context()]
+        return list({repr(context): context for context in contexts}.values()) or ([] if held_out else [Context()])
 
     @property
     def checksum(self) -> str:
@@ -207,45 +172,37 @@ def _check_variable(name: str, value: Any) -> None:
     """Raise ValueError or TypeError unless there is a variable of this name that can have this value."""
     group, _, rest = name.partition(".")
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    setting: dict[str, Any] = {rest: value}
-    choices = {DATA: [option.name for option in fields(Variant)], TRAINING: TRAINING_VARIABLES}
-    if group in choices and rest not in choices[group]:
-        raise ValueError(f"unknown variable; {suggest_name(name, [f'{group}.{option}' for option in choices[group]])}")
-    if group == DATA:
-        Variant(**setting)
-    elif group == TRAINING:
+    if group == TRAINING:
+        if rest not in TRAINING_VARIABLES:
+            known = [f"{TRAINING}.{option}" for option in TRAINING_VARIABLES]
+            raise ValueError(f"unknown variable; {suggest_name(name, known)}")
         if rest != "lr_schedule" and not is_number:
             raise ValueError(f"it must be a number, got {value!r}")
+        setting: dict[str, Any] = {rest: value}
         HostTraining(**setting)
     elif group == FAIL:
         if rest:
             check_blueprint_name(rest)
         if not is_number or not 0.0 <= value <= 1.0:
             raise ValueError(f"it is a chance, from 0 to 1, got {value!r}")
-    elif name == PRICE_VARIABLE:
+    elif name == TRANSFORM:
+        if value not in TRANSFORMS:
+            raise ValueError(f"unknown transform {value!r}; there are: {', '.join(TRANSFORMS)}")
+    elif name == PRICE:
         if not is_number or value < 0.0:
             raise ValueError(f"it must be a number and not negative, got {value!r}")
-    elif name in (HORIZON_VARIABLE, OFFERED_SLOTS, OFFERED_BLUEPRINTS):
+    elif name in (HORIZON, OFFERED_SLOTS, OFFERED_BLUEPRINTS):
         if type(value) is not int or value < 1:
             raise ValueError(f"it must be a whole number from 1 on, got {value!r}")
     elif group != HOST or not rest:
         raise ValueError(
-            f"unknown variable; there are host.<argument>, data.<field>, training.lr, {PRICE_VARIABLE}, "
-            f"{HORIZON_VARIABLE}, {OFFERED_SLOTS}, {OFFERED_BLUEPRINTS}, fail and fail.<blueprint>"
+            f"unknown variable; there are host.<argument>, {TRANSFORM}, training.lr, {PRICE}, {HORIZON}, "
+            f"{OFFERED_SLOTS}, {OFFERED_BLUEPRINTS}, fail and fail.<blueprint>"
         )
 
 
 class ContextDistribution:
-    """Uniform distribution over contexts.
-
-    Args:
-        config: Variables and values.
-        held_out: True to draw held-out contexts instead of those of training.
-
-    Attributes:
-        encoded_variables: Values of each variable that differs between training contexts, in order; None where a
-            context leaves it as configured.
-    """
+    """Uniform distribution over the contexts of training, or over the held-out ones."""
 
     def __init__(self, config: FamilyConfig, held_out: bool = False) -> None:
         if held_out and not config.held_out:
@@ -253,15 +210,12 @@ class ContextDistribution:
         self.contexts = config.contexts(held_out)
         # The encoding depends on training contexts even if held-out ones are drawn: the critic was built for it.
         of_training = config.contexts()
-        names = sorted({name for context in of_training for name, _ in context.variables})
+        # Values of each variable that differs between contexts; None where a context leaves it as configured.
         self.encoded_variables: dict[str, list[Any]] = {}
-        for name in names:
-            values: list[Any] = []
-            for context in of_training:  # values may be lists, which no set can hold
-                if context.value(name) not in values:
-                    values.append(context.value(name))
-            if len(values) > 1:
-                self.encoded_variables[name] = values
+        for name in sorted({name for context in of_training for name, _ in context.variables}):
+            values = [context.value(name) for context in of_training]  # may be lists, which no set can hold
+            if len(different := [value for i, value in enumerate(values) if value not in values[:i]]) > 1:
+                self.encoded_variables[name] = different
         self.seeds_may_fail = any(context.seeds_may_fail for context in of_training)
 
     def draw(self, rng_seed: int) -> Context:
@@ -282,12 +236,9 @@ class ContextDistribution:
 
 
 def select_offer(growable: Sequence[Sequence[bool]], context: Context, rng_seed: int) -> list[list[bool]]:
-    """Return which blueprint may grow in which slot [K][B] in the episode with this RNG seed.
+    """Return which blueprint may grow in which slot [K][B] in the episode with this RNG seed, which selects them.
 
-    Args:
-        growable: True where a blueprint can grow in a slot of the host, [K][B].
-        context: Context with the numbers of slots and blueprints on offer; where there are fewer, all are.
-        rng_seed: RNG seed of the episode, which selects them.
+    `growable` [K][B] is where a blueprint can grow at all. Where there are fewer than on offer, all are.
     """
     rng = random.Random(f"offer {rng_seed}")
 
@@ -298,9 +249,3 @@ def select_offer(growable: Sequence[Sequence[bool]], context: Context, rng_seed:
     grow_there = [b for b in range(len(growable[0])) if any(growable[k][b] for k in slots)]
     blueprints = select(grow_there, context.value(OFFERED_BLUEPRINTS))
     return [[grows and k in slots and b in blueprints for b, grows in enumerate(row)] for k, row in enumerate(growable)]
-
-
-def training_of(context: Context, base: HostTraining) -> HostTraining:
-    """Return the training settings of a context's hosts; `base` holds the configured ones."""
-    overrides = context.variables_in(TRAINING)
-    return replace(base, **overrides) if overrides else base

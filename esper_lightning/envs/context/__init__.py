@@ -1,1 +1,0 @@
-"""Contexts of hosts, their distribution, and the factory of their environments."""
