@@ -37,8 +37,7 @@ from benchmarks.rows import appended_rows, read_rows
 from benchmarks.tables import number, shown
 from benchmarks.tune import read_data
 from esper_lightning import load_controller
-from esper_lightning.checkpointing.policy_file import NAMED_POLICIES, POLICIES, read_policy, write_policy
-from esper_lightning.checkpointing.validate import MODULE_KEY
+from esper_lightning.checkpoint import MODULE_KEY, NAMED_POLICIES, POLICIES, read_policy, write_policy
 from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.random import WaitOnly
 from esper_lightning.controllers.rules import ClimbingConfig, Heuristic, HillClimbing, Periodic, PeriodicConfig

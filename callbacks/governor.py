@@ -11,6 +11,9 @@ from esper_lightning.envs import HostVerdict
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.module import TamiyoModule
 
+MAX_LINES = 5
+"""Most lines in one rollout; further rollbacks are only counted. The run's events.jsonl has all of them."""
+
 
 class Governor(Callback):
     """Watches the hosts of a run, rolls back those that diverge, and prints which and why.
@@ -21,27 +24,18 @@ class Governor(Callback):
 
     Args:
         rules: When a host counts as diverged, and how the Governor reacts.
-        lines: Most lines to print in one rollout; further rollbacks are only counted. The run's events.jsonl has all
-            of them, and TensorBoard their numbers under `governor/`.
     """
 
-    def __init__(self, rules: GovernorConfig = GovernorConfig(), *, lines: int = 5) -> None:
-        if lines < 0:
-            raise ValueError(f"Governor.lines must not be negative, got {lines}")
+    def __init__(self, rules: GovernorConfig = GovernorConfig()) -> None:
         self.rules = rules
-        self.lines = lines
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin to watch the hosts of the trainer's data module.
-
-        Raises ValueError if it has no hosts, or if another Governor watches them.
-        """
         if any(isinstance(other, Governor) and other is not self for other in trainer.callbacks):
             raise ValueError("two Governors in trainer.callbacks; keep one esper_lightning.callbacks.Governor")
         watched_hosts(trainer).oversee(self.rules)
 
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
-        self._lines_left = self.lines
+        self._lines_left = MAX_LINES
         self._diverged: list[HostVerdict] = []  # rollbacks to report
         self._unprinted: Counter[str] = Counter()  # rollbacks of this rollout that were not printed, by kind
 
@@ -65,11 +59,10 @@ class Governor(Callback):
             if self._unprinted:
                 more = " and ".join(f"{count} more hosts {decision}" for decision, count in self._unprinted.items())
                 print_status(f"{more} in this rollout: if there are many, lower data.env.training.lr")
-            self._lines_left, self._unprinted = self.lines, Counter()
+            self._lines_left, self._unprinted = MAX_LINES, Counter()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop watching: the data module may serve another trainer."""
-        watched_hosts(trainer).oversee(None)
+        watched_hosts(trainer).oversee(None)  # the data module may serve another trainer
 
 
 def watched_hosts(trainer: Trainer) -> HostPoolData:

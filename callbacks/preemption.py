@@ -22,13 +22,11 @@ class Preemption(Checkpoint):
     A second signal ends the process at once. Lightning alone would exit with 0 and save nothing in the middle of a
     rollout. With several processes a signal to any of them stops all: they agree at the end of every tick. The class
     derives from `Checkpoint` so that Lightning calls it last, after the other callbacks have processed this tick.
-
-    Args:
-        filename: Name of the checkpoint, without `.ckpt`; it is written to the folder of the first ModelCheckpoint.
+    `last.ckpt` in the folder of the first ModelCheckpoint is written.
     """
 
-    def __init__(self, filename: str = "last") -> None:
-        self.filename, self._received = filename, 0
+    def __init__(self) -> None:
+        self._received = 0
         self._previous: dict[int, Any] = {}  # handlers that were replaced
 
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
@@ -49,14 +47,13 @@ class Preemption(Checkpoint):
             self.on_train_epoch_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
-        """Save and exit if this process is asked to stop, or another one of the run."""
         number = self._received
         if pl_module.ranks.world > 1:
             number = int(pl_module.ranks.maximum(torch.tensor(number)))
         if not number:
             return
         folders = [one.dirpath for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-        path = Path(next(filter(None, folders), trainer.log_dir or trainer.default_root_dir)) / f"{self.filename}.ckpt"
+        path = Path(next(filter(None, folders), trainer.log_dir or trainer.default_root_dir)) / "last.ckpt"
         trainer.save_checkpoint(path, weights_only=False)
         if trainer.is_global_zero:
             print_status(f"stopped by {signal.Signals(number).name}; go on from ckpt_path {path}")

@@ -10,23 +10,14 @@ from esper_lightning.module import TamiyoModule
 
 
 class ProgressLines(Callback):
-    """Prints one line for each rollout: means over hosts, speed, and the time that is left.
-
-    Args:
-        every: Rollouts between lines; the last rollout always has one.
-    """
-
-    def __init__(self, every: int = 1) -> None:
-        if every < 1:
-            raise ValueError(f"ProgressLines.every must be at least 1 rollout, got {every}")
-        self.every = every
+    """Prints one line for each rollout: means over hosts, speed, and the time that is left."""
 
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         self._start, self._first_tick = time.perf_counter(), pl_module.collector.ticks
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         rollout, last, collector = trainer.current_epoch + 1, trainer.max_epochs, pl_module.collector
-        if trainer.global_rank or (rollout % self.every and rollout != last):
+        if not trainer.is_global_zero:
             return
         means = ", ".join(
             f"{name} {pl_module.metrics[tag]:.3f}"

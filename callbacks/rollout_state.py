@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,7 @@ import torch
 from lightning import Callback, Trainer
 from torch import Tensor
 
-from esper_lightning.checkpointing.resize import map_rows
-from esper_lightning.checkpointing.validate import OTHER_RANKS_KEY
+from esper_lightning.checkpoint import OTHER_RANKS_KEY
 from esper_lightning.module import TamiyoModule
 
 
@@ -50,11 +50,28 @@ class RolloutState(Callback):
         # Not earlier: devices must be set up, and the start of training draws random numbers.
         if self._pending is not None:
             loop, ranks = self._pending["loop"], pl_module.collector.ranks
-            pl_module.collector.load_state_dict(loop if ranks.world == 1 else loop | map_rows(loop, ranks.rows))
+            has_rows = ranks.world > 1 and "buffer" in loop  # a rollout that begins anew has none
+            pl_module.collector.load_state_dict(loop | map_rows(loop, ranks.rows) if has_rows else loop)
             of_ranks = [self._pending["random"], *self._pending.get(OTHER_RANKS_KEY, [])]
             if ranks.rank == 0 or len(of_ranks) == ranks.world:
                 set_random_states(of_ranks[ranks.rank])
             self._pending = None
+
+
+def map_rows(loop: dict[str, Any], change: Callable[[Tensor, int], Tensor]) -> dict[str, Any]:
+    """Return the parts of a collector's state that have a row per environment, each changed by a function.
+
+    The function is given a tensor and the axis of its environments: 0, or 1 behind the ticks.
+    """
+    buffer = loop["buffer"]
+    changed = {
+        "state": [change(part, 0) for part in loop["state"]],
+        "starts": change(loop["starts"], 0),
+        **{name: change(loop[name], 1) for name in ("raw_features", "raw_privileged", "final_values") if name in loop},
+    }
+    axes = {"ticks": 1, "state": 0, "sequence_states": 1}
+    rows = {name: [change(part, axis) for part in buffer[name]] for name, axis in axes.items() if name in buffer}
+    return changed | {"buffer": rows}
 
 
 def random_states() -> dict[str, Any]:

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import (
     Timer,
     WeightAveraging,
 )
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.call import _call_configure_model
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
+from esper_lightning.callbacks.checks import check_trainer
 from esper_lightning.callbacks.grow import Grow
 from esper_lightning.console import print_status
 from esper_lightning.growth import stack
@@ -136,24 +137,9 @@ class Stack(Callback):
                 f"Stack: the module builds {count} blocks in {self.name!r}, and that is what start = {self.start} must "
                 f"be below and the last number of blocks must be, got {last}; build the final network"
             )
-        if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
-            raise ValueError(
-                f"Stack: {type(trainer.strategy).__name__} keeps parameters in a form that cannot grow; use one "
-                f"device, or strategy='ddp'"
-            )
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, CONFLICTING_CALLBACKS) or (
-                isinstance(callback, Grow) and isinstance(trainer.strategy, DDPStrategy)
-            ):
-                raise ValueError(
-                    f"Stack: {type(callback).__name__} does not follow a network whose depth grows here; "
-                    f"leave one of the two callbacks out"
-                )
-        if any(isinstance(part, AveragedModel) for part in module.modules()):
-            raise ValueError(
-                "Stack: the module holds an AveragedModel, which does not grow along; use Lightning's callback "
-                "EMAWeightAveraging"
-            )
+        grows_alone = (Grow,) if isinstance(trainer.strategy, DDPStrategy) else ()
+        reason = "does not follow a network whose depth grows here"
+        check_trainer("Stack", trainer, module, dict.fromkeys((*CONFLICTING_CALLBACKS, *grows_alone), reason))
         if trainer.max_steps == -1 and trainer.max_epochs == -1 and not any(timers_of(trainer)):
             raise ValueError(
                 "Stack: the training has no end to take a share of; give max_steps, max_epochs or max_time"

@@ -134,7 +134,8 @@ class Telemetry(Callback):
         collector, report = self.collector, self.module.report
         pool, buffer, ranks, tick = collector.pool, collector.buffer, collector.ranks, collector.ticks
         assert report is not None, "the rollout has ended with an update"
-        actions = numbers.choice_metrics(buffer.action, buffer.masks, pool.space, relevant=relevance_table(pool.device))
+        steps, relevant = buffer.steps, relevance_table(pool.device)
+        actions = numbers.choice_metrics(steps.action, steps.masks, pool.space, relevant=relevant)
         own = {
             "means": actions | numbers.lstm_metrics(collector.state),
             "ratio": torch.cat([ratio.flatten() for ratio in report.ratios]),

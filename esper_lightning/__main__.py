@@ -4,9 +4,10 @@ import sys
 import traceback
 from pathlib import Path
 
-from esper_lightning.console import printable, quiet_lightning
+from esper_lightning.console import quieter_lightning
 
 
+@quieter_lightning()
 def main(args: list[str] | None = None) -> None:
     """Run the command line.
 
@@ -19,10 +20,9 @@ def main(args: list[str] | None = None) -> None:
     if str(Path.cwd()) not in sys.path:
         # So that a config can name the user's own modules; last, so that it hides no package.
         sys.path.append(str(Path.cwd()))
-    quiet_lightning()
 
+    from esper_lightning.checkpoint import DivergedError
     from esper_lightning.cli import run  # imported late: importing torch and Lightning takes seconds
-    from esper_lightning.errors import DivergedError
 
     try:
         run(sys.argv[1:] if args is None else args)
@@ -34,7 +34,7 @@ def main(args: list[str] | None = None) -> None:
         is_about_weights = str(error).startswith("Error(s) in loading state_dict")
         if not is_about_weights and (isinstance(error, RuntimeError) or not is_ours):
             raise
-        print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(3 if isinstance(error, DivergedError) else 2) from None
 
 

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from esper_lightning.callbacks import Governor, Grow, Telemetry, default_callbacks
-from esper_lightning.callbacks.grow.scoring import Decider
-from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
-from esper_lightning.cli import CHECKPOINTS_FOLDER, run_folder
+from esper_lightning.callbacks.measuring import Decider
+from esper_lightning.checkpoint import AtomicCheckpointIO
+from esper_lightning.cli import CHECKPOINTS_FOLDER, run_logger
 from esper_lightning.console import quieter_lightning
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.evaluation.checkpoints import TrainedPolicy
@@ -90,14 +90,13 @@ def train(
         if ours != theirs:
             raise ValueError(f"RewardConfig.{name} is {ours} and PPOConfig.{name} {theirs}; give both the same")
     seed_everything(data.seed, verbose=False)
-    module, run = TamiyoModule(policy, ppo), run_folder(resume)
+    module = TamiyoModule(policy, ppo)
     watched = [] if governor is None else [Governor(governor)]
     usual = [*watched, *(one for one in default_callbacks() if not isinstance(one, Governor))]
-    root, version = (folder, None) if run is None else (run.parent, run.name)
     trainer = Trainer(
         accelerator=accelerator,
         max_epochs=rollouts,
-        logger=TensorBoardLogger(Path(root).absolute(), name="", version=version),
+        logger=run_logger(folder, resume),
         callbacks=[*callbacks, *usual],
         plugins=[AtomicCheckpointIO()],
         num_sanity_val_steps=0,
@@ -194,29 +193,12 @@ class _Classifier(LightningModule):
         return torch.optim.Adam(self.network.parameters(), lr=self.lr)
 
 
-class _Batches:
-    """Minibatches as one loader: Lightning would take a list of them for one loader per element.
-
-    Raises ValueError unless they can be read again and again and begin with inputs and their classes.
-    """
-
-    def __init__(self, name: str, batches: Any) -> None:
-        if isinstance(batches, Iterator):
-            raise ValueError(f"{name} is an iterator, which ends after one epoch; give a list or a DataLoader")
-        first: Any = next(iter(batches), ())
-        sizes = [len(part) for part in first if isinstance(part, Tensor) and part.ndim]
-        if not isinstance(first, list | tuple) or len(sizes) != 2 or sizes[0] != sizes[1]:
-            raise ValueError(
-                f"{name} must have minibatches of inputs and classes, as a DataLoader; other data are for the callback "
-                f"Grow"
-            )
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
+def loader_of(batches: Iterable[Any]) -> Iterable[Any]:
+    """Return minibatches as one loader: Lightning would take a list of them for one loader per element."""
+    if isinstance(batches, list | tuple | Iterator):
+        # Its own generator, because a DataLoader draws a random number in each epoch.
+        return DataLoader(list(batches), batch_size=None, generator=torch.Generator())  # pyright: ignore[reportArgumentType]  # a list is a dataset
+    return batches
 
 
 @quieter_lightning()
@@ -240,7 +222,7 @@ def grow(
 
     Args:
         network: Network that classifies; it is changed in place, and trained in training mode.
-        training: Minibatches of one epoch, as a list or a DataLoader: they are read once in every epoch.
+        training: Minibatches of inputs and classes of one epoch, as a list or a DataLoader.
         validation: Minibatches on which seeds are judged, of the same form.
         slots: Names of its modules, as in `named_modules`, behind which seeds may grow.
         epochs: Epochs of training; after each, the controller chooses one action.
@@ -254,12 +236,11 @@ def grow(
 
     Returns the network after the last epoch, which need not be the best one.
 
-    Raises ValueError if a slot or a blueprint does not exist, if nothing can grow there, if the data are no
-    minibatches that can be read in every epoch, or if the trained network's weights or loss are not finite.
+    Raises ValueError if a slot or a blueprint does not exist, if nothing can grow there, or if the trained network's
+    weights or loss are not finite.
     """
     if epochs < 1:
         raise ValueError(f"epochs must be at least 1, got {epochs}")
-    loaders = _Batches("training", training), _Batches("validation", validation)
     seed_everything(rng_seed, verbose=False)
     network.train()  # Lightning keeps the mode that it finds, and in evaluation mode no seed would learn
     module = _Classifier(network, loss, lr)
@@ -270,7 +251,7 @@ def grow(
     trainer = Trainer(accelerator=accelerator, max_epochs=epochs, callbacks=[growing], **files, **ALONE)
     handler = signal.getsignal(signal.SIGINT)
     try:
-        trainer.fit(module, *loaders)
+        trainer.fit(module, loader_of(training), loader_of(validation))
     except SystemExit as end:  # at Ctrl-C Lightning exits and ignores further ones; a program may want to go on
         if not isinstance(end.__context__, KeyboardInterrupt):
             raise

@@ -1,6 +1,7 @@
 """Command line: LightningCLI with `fit`, `validate` and `test`, and the small commands, which are functions."""
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch.distributed import is_torchelastic_launched
 
 from esper_lightning.callbacks import DEFAULT_CALLBACKS, Governor
-from esper_lightning.config_files import configs, find_config, init
 from esper_lightning.console import print_status
 from esper_lightning.datamodules import HostPoolData
 from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
@@ -26,7 +26,7 @@ from esper_lightning.evaluation.networks import export_grown, grow_host
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ranks import local_world
-from esper_lightning.registry import is_of_this_package
+from esper_lightning.registry import config_paths, find_config, is_of_this_package
 from esper_lightning.sweep import sweep
 
 PROGRAM = "esper-lightning"
@@ -99,10 +99,7 @@ class EsperCLI(LightningCLI):
             config.devices = local_world()
             config.num_nodes = int(os.environ["WORLD_SIZE"]) // config.devices
         if config.logger in (None, True):
-            run = run_folder(self._get(self.config_init, "ckpt_path"))
-            root, version = (config.default_root_dir or "runs", None) if run is None else (run.parent, run.name)
-            # Absolute, because a resumed ModelCheckpoint forgets its best score if its folder is named in another way.
-            config.logger = TensorBoardLogger(Path(root).absolute(), name="", version=version)
+            config.logger = run_logger(config.default_root_dir or "runs", self._get(self.config_init, "ckpt_path"))
         if not sys.stdout.isatty() and not any(isinstance(one, ProgressBar) for one in config.callbacks):
             config.enable_progress_bar = False  # bars fill a file with lines
         return super().instantiate_trainer(**kwargs)
@@ -132,11 +129,14 @@ def governor_of(trainer: Any) -> GovernorConfig | None:
     return next((one.rules for one in trainer.callbacks if isinstance(one, Governor)), None)
 
 
-def run_folder(checkpoint: str | Path | None) -> Path | None:
-    """Return the run folder in which a checkpoint lies, or None if it lies elsewhere."""
-    if checkpoint is None or Path(checkpoint).parent.name != CHECKPOINTS_FOLDER:
-        return None
-    return Path(checkpoint).absolute().parents[1]
+def run_logger(root: str | Path, checkpoint: str | Path | None = None) -> TensorBoardLogger:
+    """Return the logger of a new run below a folder, or of the run in whose folder a checkpoint lies."""
+    # Absolute, because a resumed ModelCheckpoint forgets its best score if its folder is named in another way.
+    root, version = Path(root).absolute(), None
+    if checkpoint is not None and Path(checkpoint).parent.name == CHECKPOINTS_FOLDER:
+        run = Path(checkpoint).absolute().parents[1]
+        root, version = run.parent, run.name
+    return TensorBoardLogger(root, name="", version=version)
 
 
 def find_checkpoint(name: str, root: Path) -> str:
@@ -164,7 +164,7 @@ def make_cli(args: list[str], **settings: Any) -> EsperCLI:
             "enable_model_summary": False,
             "log_every_n_steps": 1,
             "num_sanity_val_steps": 0,
-            "plugins": [{"class_path": "esper_lightning.checkpointing.atomic_io.AtomicCheckpointIO"}],
+            "plugins": [{"class_path": "esper_lightning.checkpoint.AtomicCheckpointIO"}],
         },
         save_config_callback=SaveFitConfig,
         save_config_kwargs={"overwrite": True},
@@ -215,6 +215,25 @@ def grow(config: str, controller: str, *, out: str = "runs/grown") -> None:
     (rng_seed,) = episode_rng_seeds(data.seed, EVALUATION, 0, n_envs=1)
     grow_host(pool, controller, chosen, rng_seed=rng_seed, folder=Path(out))
     print_status(f"written to {out}")
+
+
+def configs() -> None:
+    """List the configs that come with the package, with their purpose."""
+    for path in config_paths():
+        print(f"{path.stem:18} {path.read_text(encoding='utf-8').partition('# Purpose: ')[2].partition(chr(10))[0]}")
+
+
+def init(config: str) -> None:
+    """Copy a config of the package, with its comments, into the current folder.
+
+    Args:
+        config: Name of the config, as `digits`.
+    """
+    source = find_config(config)
+    if Path(source.name).exists():
+        raise ValueError(f"{source.name!r} exists already; rename or remove it first")
+    shutil.copyfile(source, source.name)
+    print(f"written to {source.name}")
 
 
 COMMANDS: dict[str, Callable[..., object]] = {

@@ -1,17 +1,11 @@
-"""Output on the terminal: status lines, a console that is wide enough for tables, fewer messages of Lightning.
-
-Texts may come from files of others. They are printed as they are: no markup of rich, no emoji codes, and characters
-that control a terminal are shown as escapes.
-"""
+"""Output on the terminal: status lines, a console that is wide enough for tables, fewer messages of Lightning."""
 
 import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from rich.console import Console, RenderableType
-from rich.text import Text
 
 MIN_WIDTH = 110
 """Minimum width of tables in columns. A narrower terminal wraps their lines; a file has room."""
@@ -32,24 +26,18 @@ NOISY_LOGGERS = (
 
 
 def keep_record(record: logging.LogRecord) -> bool:
-    """Return False for log records whose message contains one of `IGNORED_MESSAGES`."""
     return not any(words in record.getMessage() for words in IGNORED_MESSAGES)
-
-
-def quiet_lightning() -> None:
-    """Drop the messages and warnings of Lightning in this process that say nothing about the run."""
-    for name in NOISY_LOGGERS:
-        logging.getLogger(name).addFilter(keep_record)
-    warnings.filterwarnings("ignore", message=".*`isinstance\\(treespec, LeafSpec\\)`.*")  # Lightning causes it
-    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")  # on resume
 
 
 @contextmanager
 def quieter_lightning() -> Iterator[None]:
-    """Drop these messages within a block, and let the process be as it was."""
+    """Drop the messages and warnings of Lightning that say nothing about the run, within a block."""
     loggers = [logger for name in NOISY_LOGGERS if keep_record not in (logger := logging.getLogger(name)).filters]
     with warnings.catch_warnings():
-        quiet_lightning()
+        warnings.filterwarnings("ignore", message=".*`isinstance\\(treespec, LeafSpec\\)`.*")  # Lightning causes it
+        warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")  # on resume
+        for logger in loggers:
+            logger.addFilter(keep_record)
         try:
             yield
         finally:
@@ -57,32 +45,19 @@ def quieter_lightning() -> Iterator[None]:
                 logger.removeFilter(keep_record)
 
 
-class PlainConsole(Console):
-    """Console that shows every text as it is, also in the cells of tables."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(markup=False, emoji=False, **settings)
-
-    def render_str(self, text: str, **settings: Any) -> Text:
-        return super().render_str(printable(text), **settings)
+def plain_console() -> Console:
+    """Return a console that shows texts, which may come from files of others, without markup and emoji codes."""
+    return Console(markup=False, emoji=False)
 
 
 def print_status(*parts: RenderableType) -> None:
     """Print status lines to the console."""
     for part in parts:
-        PlainConsole().print(part, soft_wrap=isinstance(part, str))
+        plain_console().print(part, soft_wrap=isinstance(part, str))
 
 
 def wide_console() -> Console:
     """Return a console wide enough to print tables without cutting them."""
-    console = PlainConsole()
+    console = plain_console()
     console.width = max(console.width, MIN_WIDTH)
     return console
-
-
-def printable(text: str) -> str:
-    """Return a text in which control characters, but for line ends and tabs, are escapes such as `\\x1b`."""
-    return "".join(
-        character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
-        for character in text
-    )

@@ -1,14 +1,30 @@
-"""Memory of the machine and of this process."""
+"""This process and its machine: memory, and the record of command, devices and versions that a run leaves."""
 
 import os
+import platform
+import re
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from esper_lightning import __version__
 
 CPU = torch.device("cpu")
 
 PROC_STATUS = Path("/proc/self/status")
 """Linux's status of this process. `ru_maxrss` is no substitute: in a new process it starts at its parent's value."""
+
+OUT_OF_MEMORY_TEXTS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "Storage size calculation overflowed",
+    "numel: integer multiplication overflow",
+    "Overflow when unpacking long",
+)
+"""Texts in the RuntimeErrors that torch raises if the CPU is out of memory, or if a tensor would be larger than any."""
 
 
 def total_memory(device: torch.device = CPU) -> int:
@@ -25,3 +41,63 @@ def resident_memory(peak: bool = False) -> float | None:
     name = "VmHWM:" if peak else "VmRSS:"
     (line,) = (line for line in PROC_STATUS.read_text().splitlines() if line.startswith(name))
     return float(line.split()[1]) / 1024
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return True if a GPU, torch on the CPU or Python itself ran out of memory."""
+    has_text = any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or has_text
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of the message of an out-of-memory error, as `out of memory: …`."""
+    message = str(error).strip() or "Python has no more"  # a MemoryError of Python has no message
+    return f"out of memory: {message.splitlines()[0]}"
+
+
+def provenance(rng_seed: int, device: torch.device, executor: str, *, precision: str) -> dict[str, Any]:
+    """Return the command, device, software versions and git revision of this process; no environment variables."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "command": sys.argv,
+        "seed": rng_seed,
+        "device": str(device),
+        "executor": executor,
+        "precision": precision,
+        "threads": torch.get_num_threads(),
+        "python": sys.version,
+        "platform": platform.platform(),
+        "processor": ", ".join([platform.processor() or platform.machine(), *gpus]),
+        "versions": versions(),
+        "git": git_revision(Path(__file__)),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of this package and of the packages that it requires, as far as they are installed."""
+    found = {"esper-lightning": __version__}
+    try:
+        needed = [re.split(r"[^\w.-]", one)[0] for one in requires("esper-lightning") or () if "extra ==" not in one]
+    except PackageNotFoundError:  # run from a checkout without installation
+        needed = ["torch", "lightning", "jsonargparse"]
+    for name in sorted({"numpy", *needed}):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def git_revision(file: Path) -> dict[str, Any] | None:
+    """Return the git commit of `file` and whether tracked files differ from it, or None outside of a repository."""
+
+    def git(*command: str) -> str:
+        # A killed `git status` would leave a locked index behind, with which the user cannot commit.
+        line = ["git", "--no-optional-locks", *command]
+        return subprocess.run(line, cwd=file.parent, capture_output=True, text=True, timeout=10, check=True).stdout
+
+    try:
+        git("ls-files", "--error-unmatch", file.name)  # the package may be installed within another repository
+        return {"commit": git("rev-parse", "HEAD").strip(), "changed": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -15,22 +15,23 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torchmetrics import ExplainedVariance, MeanSquaredError, MetricCollection
 
-from esper_lightning.checkpointing.validate import (
+from esper_lightning.checkpoint import (
     HYPER_PARAMETERS_KEY,
     IDENTITY_KEY,
     MODULE_KEY,
     RULES_KEY,
+    SCHEMA,
+    SCHEMA_KEY,
+    DivergedError,
+    check_finite,
     check_identity,
     check_policy,
-    check_saved_policy,
-    check_schema,
+    check_resumable,
     differences,
-    write_identity,
 )
 from esper_lightning.console import print_status
 from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.datamodules.hosts import HostPoolData, PolicyData
-from esper_lightning.errors import DivergedError
 from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.comparison import EvaluationConfig
 from esper_lightning.evaluation.report import EVALUATION_FOLDER, compare
@@ -52,7 +53,7 @@ MAX_SKIPS = 3
 """Consecutive skipped minibatches that end the run."""
 
 POLICY_IDENTITY = ("width", "memory", "asymmetric")
-NORMALIZE_IDENTITY = ("observations", "momentum", "rewards")
+NORMALIZE_IDENTITY = ("momentum", "rewards")
 """Names of the settings that determine the weights of a checkpoint and their meaning: a resumed run must share them."""
 
 
@@ -99,9 +100,9 @@ class TamiyoModule(LightningModule):
         self.ppo = load_settings(PPOConfig, ppo)
         self.normalize = load_settings(NormalizeConfig, normalize)
         self.evaluation = load_settings(EvaluationConfig, evaluation)
-        settings = {"policy": self.policy_config, "ppo": self.ppo, "normalize": self.normalize}
-        settings["evaluation"] = self.evaluation
-        self.save_hyperparameters({name: asdict(config) for name, config in settings.items()})
+        settings = (self.policy_config, self.ppo, self.normalize, self.evaluation)
+        names = ("policy", "ppo", "normalize", "evaluation")
+        self.save_hyperparameters({name: asdict(config) for name, config in zip(names, settings, strict=True)})
         self.automatic_optimization = False
         self.policy_shape: PolicyShape | None = None  # None until the policy is built
         self.ranks = ALONE
@@ -125,10 +126,9 @@ class TamiyoModule(LightningModule):
         """Raise ValueError if there are too few environments for the minibatches."""
         available = data.n_envs * (data.horizon // (self.ppo.sequence or data.horizon))
         if self.ppo.minibatches > available:
-            kind = "environments" if available == data.n_envs else "sequences"
             raise ValueError(
-                f"model.ppo.minibatches is {self.ppo.minibatches}, more than the {available} {kind} they are made of; "
-                f"lower it or raise data.n_envs"
+                f"model.ppo.minibatches is {self.ppo.minibatches}, more than the {available} environments (or "
+                f"sequences) they are made of; lower it or raise data.n_envs"
             )
 
     def setup(self, stage: str) -> None:
@@ -145,10 +145,7 @@ class TamiyoModule(LightningModule):
             raise ValueError("the policy was made for other environments; give the data module of its training")
 
     def build(self, shape: PolicyShape) -> None:
-        """Build the policy and its normalisers.
-
-        Raises ValueError if the critic needs privileged features and there are none.
-        """
+        """Build the policy and its normalisers."""
         use_ieee_float32()
         self.policy_shape = shape
         self.policy = Policy(shape, self.policy_config)
@@ -352,10 +349,11 @@ class TamiyoModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         data = attached_data(self.trainer)
         assert self.policy_shape is not None, "it was built"
-        write_identity(checkpoint, self._identity(data), self.policy_shape.state_dict(), seed=data.seed)
+        checkpoint[SCHEMA_KEY], checkpoint[IDENTITY_KEY] = SCHEMA, self._identity(data)
+        checkpoint[MODULE_KEY] = {"shape": self.policy_shape.state_dict(), "seed": data.seed}
         if (rules := data.growth_rules()) is not None:
             checkpoint[RULES_KEY] = rules
-        check_saved_policy(checkpoint)
+        check_finite(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Check that a checkpoint fits this run, and adapt it where it may differ.
@@ -370,7 +368,7 @@ class TamiyoModule(LightningModule):
         check_identity(checkpoint[IDENTITY_KEY], self._identity(data))
         if self.trainer.state.fn != TrainerFn.FITTING:
             return
-        check_schema(checkpoint)
+        check_resumable(checkpoint)
         check_identity({"data.seed": checkpoint[MODULE_KEY].get("seed")}, {"data.seed": data.seed})
         data.adapt_checkpoint(checkpoint)
         # Lightning would restore the optimizer's old settings with its state.

@@ -22,18 +22,16 @@ from esper_lightning.machine import CPU
 Record = TypeVar("Record")
 Rows = TypeVar("Rows", Tensor, list)
 
-LOCAL_WORLD_VARIABLE = "LOCAL_WORLD_SIZE"
-
 
 def local_world() -> int:
     """Return the number of processes of the run on this machine, which torchrun and `share_machine` tell."""
-    return int(os.environ.get(LOCAL_WORLD_VARIABLE, "1"))
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def share_machine(processes: int) -> None:
     """Note, for this process and those that it starts, how many processes of the run share the machine's cores."""
     if processes > 1:
-        os.environ.setdefault(LOCAL_WORLD_VARIABLE, str(processes))
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(processes))
 
 
 class Moments(NamedTuple):
@@ -50,12 +48,8 @@ class Ranks:
     Environments are numbered 0 … N - 1 over all ranks. The environments of each task are divided into W equal parts,
     and rank r owns part r of each, so RNG seeds and exploration of an environment do not depend on W.
 
-    Args:
-        sizes: Number of environments of each task, over all ranks.
-        rank: Number of this process, from 0.
-        world: Number of processes W.
-
-    Raises ValueError if the environments of a task cannot be shared evenly.
+    `sizes` are the numbers of environments of each task, over all ranks. Raises ValueError if they cannot be shared
+    evenly.
     """
 
     def __init__(self, sizes: Sequence[int] = (), rank: int = 0, world: int = 1) -> None:

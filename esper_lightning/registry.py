@@ -1,4 +1,4 @@
-"""Parts by name: those of this package, those of modules that the user imports, and those of installed packages.
+"""Parts and configs by name: those of this package, of modules that the user imports, and of installed packages.
 
 A setting names a part by the name under which it is registered, or by its import path, as in `mine.Patient`. Each kind
 of part has one registry. A part that settings do not name changes nothing, however many are registered.
@@ -9,10 +9,16 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 ENTRY_POINTS = "esper_lightning.plugins"
 """Group of the entry points of installed packages; each names a module that registers parts."""
+
+CONFIGS = next(
+    folder for folder in (Path(__file__).parent / "configs", Path(__file__).parents[1] / "configs") if folder.is_dir()
+)
+"""Folder of the configs. In a clone without symbolic links it lies beside the package."""
 
 Part = TypeVar("Part")
 Definition = TypeVar("Definition", bound=Callable[..., Any])
@@ -21,11 +27,8 @@ Definition = TypeVar("Definition", bound=Callable[..., Any])
 class Registry(dict[str, Part], Generic[Part]):
     """Parts of one kind by name.
 
-    Args:
-        kind: Name of the kind in error messages.
-        parts: Parts of this package; those of others are added by `add`.
-        takes: Function that returns True for an object that is a part as it is, without being registered. None: an
-            object must be registered.
+    `takes` returns True for an object that is a part as it is, without being registered. None: an object must be
+    registered. `kind` is the name of the kind in error messages.
     """
 
     def __init__(
@@ -151,3 +154,21 @@ def suggest_name(name: str, available: Sequence[str]) -> str:
     if matches:
         return f"did you mean {matches[0]!r}?"
     return f"there are: {', '.join(repr(one) if ',' in one else one for one in available)}"
+
+
+def config_paths() -> list[Path]:
+    """Return the paths of all configs of the package."""
+    return sorted(CONFIGS.glob("*.yaml"))
+
+
+def find_config(name: str | Path) -> Path:
+    """Return the path of a config that is named by its path, or by its name in the package; files come first.
+
+    Raises ValueError if there is none.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    packaged = {path.stem: path for path in config_paths()}
+    if str(name) not in packaged:
+        raise ValueError(f"config {str(name)!r} does not exist; {suggest_name(Path(name).stem, list(packaged))}")
+    return packaged[str(name)]

@@ -1,7 +1,7 @@
 """Memory task in plain tensors: a VectorEnv without Gymnasium.
 
-A cue is shown once, then noise, then the agent must repeat the cue: its row by one head, its column by a second head
-that is conditioned on the first. Before that, only waiting is valid; at the end one wrong choice of each head is
+A cue is shown once, then noise, then the agent must repeat the cue: its row by one head, its column by a second
+head. Before that, only waiting is valid; at the end one wrong choice of each head is
 masked, too, so that a policy without memory is right in at most one of six episodes.
 """
 
@@ -35,7 +35,7 @@ class CueMemory:
 
     def __init__(self, n_envs: int, horizon: int, delay: int = 16, time_limit: int | None = None) -> None:
         self.n_envs, self.horizon, self.delay, self.time_limit = n_envs, horizon, delay, time_limit
-        self.space = ChoiceSpace({"row": ROWS + 1, "column": COLUMNS + 1}, {"column": "row"}, masked=True)
+        self.space = ChoiceSpace({"row": ROWS + 1, "column": COLUMNS + 1}, masked=True)
         self.clock = PhaseClock(self.device)
         self.masks = self.space.full_masks(n_envs, self.device)
         self.observation = Observation(torch.zeros(n_envs, CUE + 1))
@@ -97,9 +97,9 @@ class CueMemory:
 
     def _mask(self, answering: Tensor) -> None:  # [N]
         masks = self.space.split_mask(self.masks.possible)
-        row, column = masks["row"][:, 0], masks["column"]
+        row, column = masks["row"], masks["column"]
         row.copy_((torch.arange(ROWS + 1) == WAIT_ROW) ^ answering[:, None])
         row[:, :ROWS] &= torch.arange(ROWS) != torch.from_numpy(self.wrong[:, :1])
-        column.copy_(((torch.arange(COLUMNS + 1) == WAIT_COLUMN) ^ answering[:, None])[:, None])
-        column[..., :COLUMNS] &= (torch.arange(COLUMNS) != torch.from_numpy(self.wrong[:, 1:]))[:, None]
+        column.copy_((torch.arange(COLUMNS + 1) == WAIT_COLUMN) ^ answering[:, None])
+        column[:, :COLUMNS] &= torch.arange(COLUMNS) != torch.from_numpy(self.wrong[:, 1:])
         self.masks.forced.copy_(self.space.forced(self.masks.possible))

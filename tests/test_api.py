@@ -4,7 +4,6 @@ import random
 import re
 import signal
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -20,7 +19,7 @@ import esper_lightning
 from esper_lightning import EnvConfig, HostPoolData, HostTraining, PolicyConfig, PPOConfig, evaluate, grow, train
 from esper_lightning.api import TrainedRun
 from esper_lightning.controllers.learned import Hosts
-from esper_lightning.controllers.random import RandomValid, WaitOnly
+from esper_lightning.controllers.random import RandomValid
 from esper_lightning.datamodules.hosts import TaskConfig
 from esper_lightning.envs import Action, ActionConfig
 from esper_lightning.evaluation.comparison import Comparison, ComparisonResult, EvaluationConfig
@@ -124,19 +123,6 @@ def one_after_the_other() -> ComparisonResult:
     return evaluate("tamiyo", hosts(), EvaluationConfig(hosts=4))
 
 
-class Failing(WaitOnly):
-    """Controller whose third action is an error, after the two that are tried before a comparison."""
-
-    def reset(self, pool: Hosts) -> None:
-        self.ticks = 0
-
-    def act(self, pool: Hosts) -> Action:
-        self.ticks += 1
-        if self.ticks == 3:
-            raise ValueError("the door does not open with a spoon")
-        return super().act(pool)
-
-
 class Gambling(RandomValid):
     """Controller that draws from the global generators of Python, numpy and torch."""
 
@@ -165,17 +151,6 @@ def test_an_executor_changes_no_number_of_a_comparison(
         for column in ("objective", "loss", "parameters", "flops", "ticks"):
             assert np.array_equal(ours.values(column), theirs.values(column)), (ours.name, column)
     assert found.schedules == expected.schedules and found.notes == expected.notes
-
-
-def test_an_executor_of_threads_is_refused(run: TrainedRun) -> None:
-    with pytest.raises(ValueError, match="threads share hosts and random numbers; give an executor of processes"):
-        evaluate(run, config=alone(against=[]), executor=ThreadPoolExecutor(1))
-
-
-@pytest.mark.slow
-def test_an_error_of_a_controller_in_another_process_is_raised_here() -> None:
-    with pytest.raises(ValueError, match="does not open with a spoon"):
-        evaluate(None, hosts(), alone(against=[f"{__name__}.Failing"]), executor=processes(1))
 
 
 @pytest.mark.parametrize("executor", [None, pytest.param(processes(2), marks=pytest.mark.slow)])
@@ -255,20 +230,6 @@ def test_a_network_of_ones_own_grows() -> None:
     assert grown.accuracy[-1] > grown.accuracy[0]
     with pytest.raises(ValueError, match="layer1"):
         grow(network, data[:10], data[20:24], ["layer1"])
-
-
-@pytest.mark.parametrize(
-    ("training", "said"),
-    {
-        "generator": ((batch for batch in batches(64)), "training is an iterator, which ends after one epoch"),
-        "nothing": ([], "training must have minibatches"),
-        "samples": (list(zip(*batches(64)[0], strict=True)), "training must have minibatches"),
-        "inputs alone": ([inputs for inputs, _ in batches(64)], "training must have minibatches"),
-    }.values(),
-)
-def test_data_that_are_no_minibatches_for_every_epoch_are_refused(training: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        grow(nn.Linear(64, 10), training, batches(64), ["0"])
 
 
 def test_a_network_that_was_left_in_evaluation_mode_is_trained() -> None:

@@ -2,7 +2,6 @@
 
 import csv
 import math
-import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -27,11 +26,9 @@ from esper_lightning import (
     train,
 )
 from esper_lightning.callbacks import Governor, RolloutState, Telemetry
-from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
-from esper_lightning.errors import DivergedError
+from esper_lightning.checkpoint import AtomicCheckpointIO, DivergedError
 from esper_lightning.evaluation.comparison import EvaluationConfig
 from esper_lightning.tasks import Digits
-from tests.callbacks.test_governor import SpoilHosts
 from tests.runs import Run, SaveEveryTick, continuation, differences, fit, load, only_run, tiny_host, with_callback
 
 HORIZON = 4
@@ -268,20 +265,6 @@ def test_a_callback_of_ones_own_is_added_to_those_of_the_command_line(tmp_path: 
     assert recorder.counts == (5, 5, 1)
 
 
-def test_a_governor_of_ones_own_replaces_the_usual_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    built = fit(
-        *(tmp_path, "--trainer.max_epochs=1", *with_callback(SpoilHosts, rollouts=1)),
-        *with_callback(Governor, rules={"penalty": 7.0}),
-    )
-
-    (governor,) = (one for one in built.trainer.callbacks if isinstance(one, Governor))
-    assert governor.rules.penalty == 7.0
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("host ")]
-    assert said and len(said) == len(set(said))
-    rollback = [value for _, value in only_run(tmp_path).scalars()["reward/rollback"]]
-    assert min(rollback) <= -3.5, "the penalty of one of two hosts"
-
-
 @pytest.mark.parametrize("name", ["last", "best", "path"])
 def test_the_command_line_resumes_by_last_best_or_path(name: str, tmp_path: Path) -> None:
     fit(tmp_path, "--trainer.max_epochs=1")
@@ -324,19 +307,6 @@ def test_lightning_cli_of_a_users_own_script(tmp_path: Path, monkeypatch: pytest
 
     assert made.model.collector.ticks == HORIZON
     assert list(tmp_path.rglob("*.ckpt"))
-
-
-def test_a_policy_is_trained_in_another_thread(tmp_path: Path) -> None:
-    done: list[Any] = []
-
-    def work() -> None:
-        done.append(train(hosts(), rollouts=1, ppo=PPOConfig(minibatches=2), folder=tmp_path, accelerator="cpu"))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-
-    assert done and done[0].checkpoint.is_file()
 
 
 class Fills(Callback):

@@ -1,10 +1,8 @@
 """The LightningModule trains only the policy, at the configured learning rates."""
 
-import math
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,20 +11,19 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.optim import Adam
 
 from esper_lightning.callbacks import RolloutState
+from esper_lightning.checkpoint import DivergedError
 from esper_lightning.cli import EsperCLI
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import ActionConfig, EnvConfig
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.errors import DivergedError
 from esper_lightning.module import ADAM_EPS, NormalizeConfig, TamiyoModule
 from esper_lightning.ppo.collector import RolloutSummary
-from esper_lightning.ppo.losses import Anneal, PPOConfig, PPOTerms, ppo_terms
+from esper_lightning.ppo.losses import Anneal, PPOConfig, ppo_terms
 from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.tamiyo.policy import PolicyConfig, PolicyShape
 from esper_lightning.tasks import Digits
 from tests.controllers.playing import episode
-from tests.runs import EPOCHS, HORIZON, Run, SaveEveryTick, differences, fit, load, only_run, tiny_host, with_callback
-from tests.tiers import rest_is_slow
+from tests.runs import HORIZON, Run, SaveEveryTick, differences, fit, load, only_run, tiny_host, with_callback
 
 """Metrics of a run on hosts that checkpoints and early stopping can monitor."""
 
@@ -69,13 +66,6 @@ def test_a_module_from_a_checkpoint_alone_acts_like_the_trained_one(built: Esper
     assert torch.equal(episode(pool, loaded.controller()), episode(pool, trained.controller()))
 
 
-def test_a_checkpoint_without_a_policy_of_ours_is_refused_in_one_line(run: Run, tmp_path: Path) -> None:
-    for changes, reason in (({"esper_schema": 1}, "it has schema 1"), ({"esper_module": 3}, "esper_module is a int")):
-        with pytest.raises(ValueError, match=reason) as refused:
-            TamiyoModule.load_from_checkpoint(damaged(run, tmp_path, **changes))
-        assert "\n" not in str(refused.value)
-
-
 def test_hosts_are_not_part_of_the_module(built: EsperCLI) -> None:
     ours = {id(parameter) for parameter in built.model.parameters()}
     hosts = {id(parameter) for env in built.datamodule.pool.envs for parameter in env.network.parameters()}
@@ -84,15 +74,6 @@ def test_hosts_are_not_part_of_the_module(built: EsperCLI) -> None:
 
     assert trained == {id(parameter) for parameter in built.model.policy.parameters()}
     assert not hosts & (ours | trained)
-
-
-def test_learning_rate_and_entropy_bonus_fall_linearly_with_rollouts(run: Run) -> None:
-    used = [load(run.checkpoints / f"tick{HORIZON * n}.ckpt") for n in range(1, EPOCHS + 1)]
-
-    expected = pytest.approx([1e-3, 5.5e-4, 1e-4])
-    assert [checkpoint["optimizer_states"][0]["param_groups"][0]["lr"] for checkpoint in used] == expected
-    assert values(run, "train/lr") == expected
-    assert values(run, "train/entropy_coefficient") == pytest.approx([0.03, 0.0165, 0.003])
 
 
 def test_the_explained_variance_tells_a_perfect_critic_from_a_useless_one() -> None:
@@ -145,13 +126,13 @@ def test_the_best_checkpoint_holds_the_weights_that_were_validated(run: Run) -> 
 
 
 def test_what_is_seen_is_normalised_as_was_asked_for() -> None:
-    module = TamiyoModule(PolicyConfig(asymmetric=True), normalize=NormalizeConfig(momentum=0.9, clip=2.0))
+    module = TamiyoModule(PolicyConfig(asymmetric=True), normalize=NormalizeConfig(momentum=0.9))
     module.build(PolicyShape(3, ActionConfig().make_space(["block1"], ["norm", "conv_light"]), privileged=2))
     features = 5.0 + 3.0 * torch.randn(9, 3, generator=torch.Generator().manual_seed(0))
     module.observation_norm.update(features)
 
     for norm in (module.observation_norm, module.privileged_norm):
-        assert (norm.momentum, norm.clip) == (0.9, 2.0)
+        assert (norm.momentum, norm.clip) == (0.9, 10.0)
     assert (module.value_norm.momentum, module.value_norm.clip) == (None, float("inf")), "targets are as they are"
     shown = module.controller().normalise(features)
     assert torch.equal(shown, module.observation_norm(features)) and shown.mean().abs() < 0.5, "to Tamiyo playing too"
@@ -238,84 +219,7 @@ class Twice(TamiyoModule):
         }
 
 
-class Poisoned(Twice):
-    """Update the module with minibatches whose loss or gradient is not finite, and the copy without them.
-
-    Args:
-        places: What is not finite in a minibatch, by its number from the first update on.
-    """
-
-    def __init__(self, ppo: PPOConfig, places: dict[int, str]) -> None:
-        super().__init__(ppo=ppo)
-        self.places = places
-        self.seen = 0
-
-    def update(self, rollout: Rollout, summary: RolloutSummary) -> None:
-        with patch("esper_lightning.module.ppo_terms", self.poisoned_terms):
-            super().update(rollout, summary)
-
-    def poisoned_terms(self, *args: Any) -> PPOTerms:
-        """Return the terms of the loss with a number that is not finite where it is their turn."""
-        terms, place = ppo_terms(*args), self.places.get(self.seen)
-        self.seen += 1
-        match place:
-            case "gradient":
-                return terms._replace(value=terms.value + (0.0 * terms.value).sqrt())  # 0, and its gradient is NaN
-            case "nan" | "inf" | "-inf":
-                return terms._replace(policy=terms.policy * float(place))
-        return terms
-
-    def learn_by_hand(self, minibatches: list[Rollout], at_the_end: bool) -> None:
-        first = self.seen - len(minibatches)
-        self.left = [minibatch for i, minibatch in enumerate(minibatches) if first + i not in self.places]
-        super().learn_by_hand(self.left, at_the_end)
-
-
 KINDS = ("nan", "inf", "-inf", "gradient")
-
-
-@pytest.mark.parametrize(
-    ("epochs", "places"),
-    rest_is_slow(
-        [
-            (3, {1: "nan", 3: "gradient", 6: "inf", 7: "gradient"}),
-            *((15, {2 * i + shift: kind for i in range(10)}) for kind in KINDS for shift in (0, 1)),
-        ],
-        lambda case: case[0] == 3,
-    ),
-)
-def test_minibatches_that_are_not_finite_are_skipped_as_if_they_had_not_been(
-    epochs: int, places: dict[int, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    module = Poisoned(PPOConfig(epochs=epochs, minibatches=2, target_kl=None), places)
-    practise(module, rollouts=2)
-
-    assert differences(module.policy.state_dict(), module.twins[0].state_dict()) == []
-    moments = [module.trainer.optimizers[0].state_dict()["state"], module.adam.state_dict()["state"]]
-    assert differences(*moments) == []
-    assert module.report is not None
-    skipped = sum(place >= 2 * epochs for place in places)  # in the second update, which is the one reported
-    reported = module.report.metrics
-    assert (reported["skipped"], reported["minibatches"]) == (skipped, 2 * epochs - skipped)
-    assert all(math.isfinite(number) for number in reported.values())
-    in_first = len(places) - skipped
-    assert f"{in_first} of {2 * epochs} minibatches of update 1 were skipped" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("places", "update"),
-    rest_is_slow(
-        [(range(first, first + 3), 1 if first < 4 else 2) for first in range(10)], lambda case: case[0][0] == 4
-    ),
-)
-def test_three_skipped_minibatches_in_a_row_end_the_run(places: range, update: int) -> None:
-    module = Poisoned(PPOConfig(epochs=3, minibatches=2, target_kl=None), dict.fromkeys(places, "nan"))
-
-    with pytest.raises(DivergedError, match=r"3 minibatches in a row is not finite; lower model.ppo.lr"):
-        practise(module, rollouts=2)
-
-    assert module.seen == 6 * update, "at the end of the update, so that the GPU is read once"
-    assert all(part.isfinite().all() for part in module.state_dict().values())
 
 
 def test_an_update_that_makes_the_weights_overflow_ends_the_run() -> None:

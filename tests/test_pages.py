@@ -21,10 +21,10 @@ from torchvision.utils import save_image
 from esper_lightning.__main__ import main
 from esper_lightning.callbacks import Grow, Stack
 from esper_lightning.cli import COMMANDS, Parser, make_cli
-from esper_lightning.config_files import find_config
 from esper_lightning.controllers.schedules import read_schedule
 from esper_lightning.growth import Stage, stack
 from esper_lightning.growth.lifecycle import slots_of
+from esper_lightning.registry import find_config
 from esper_lightning.rewards import RewardConfig, SlotStatus, compute_terms
 from tests.rewards.ticks import EMPTY, host_step, slot_step
 from tests.runs import CONFIGS, ROOT, Run, cli, forgotten_parts, only_run

@@ -1,15 +1,14 @@
 """run.json says how a run was made, without environment variables."""
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from esper_lightning.checkpointing.validate import differences
-from esper_lightning.provenance import git_revision, versions
+from esper_lightning.checkpoint import differences
+from esper_lightning.machine import git_revision
 from tests.runs import fit, only_run
 
 
@@ -65,27 +64,10 @@ def test_the_revision_is_that_of_the_file(tmp_path: Path) -> None:
     assert git_revision(file) == clean | {"changed": True}
 
 
-def test_asking_for_the_revision_writes_nothing_to_the_repository(tmp_path: Path) -> None:
-    file = tmp_path / "a.py"
-    file.write_text("1")
-    git(tmp_path, "init")
-    git(tmp_path, "add", "a.py")
-    git(tmp_path, "commit", "-m", "a")
-    index = (tmp_path / ".git" / "index").read_bytes()
-    os.utime(file, (1, 1))  # `git status` alone would note the new time in the index
-
-    assert git_revision(file) is not None
-    assert (tmp_path / ".git" / "index").read_bytes() == index
-
-
 def test_without_git_there_is_no_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
 
     assert git_revision(Path(__file__)) is None
-
-
-def test_versions_name_what_we_depend_on() -> None:
-    assert {"torch", "lightning", "numpy", "esper-lightning"} <= set(versions())
 
 
 def test_differences_are_a_line_each() -> None:

@@ -20,7 +20,7 @@ from esper_lightning.blueprints import (
     get_blueprint,
     register,
 )
-from esper_lightning.callbacks.grow.scoring import make_decider
+from esper_lightning.callbacks.measuring import make_decider
 from esper_lightning.controllers import make_controller
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, StepResult, executors
 from esper_lightning.envs.executors import EXECUTORS

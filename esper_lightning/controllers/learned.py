@@ -139,8 +139,8 @@ class LearnedController:
     def act(self, pool: Hosts) -> Action:
         # As in training, a rollback begins a new trajectory and resets the recurrent state.
         seen = Observation(self.normalise(pool.observation.features))
-        action, self.state = self.policy.decide(seen, self.state, pool.masks, starts=pool.episode_starts)
-        return action
+        hidden, self.state = self.policy.encode_step(seen, self.state, pool.episode_starts)
+        return self.policy.heads.decide(hidden, pool.masks)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the recurrent state, for an episode that is continued later."""

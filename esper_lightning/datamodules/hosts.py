@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from lightning import LightningDataModule, Trainer
 
-from esper_lightning.checkpointing.resize import move_environments, resize_environments, saved_on_another_device
-from esper_lightning.checkpointing.validate import FEATURES_KEY
+from esper_lightning.checkpoint import FEATURES_KEY, begin_rollout, move_environments, saved_on_another_device
 from esper_lightning.console import print_status
 from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool, check_host_count
 from esper_lightning.envs.env_factory import discover_spaces
@@ -327,10 +326,10 @@ class HostPoolData(LightningDataModule):
             )
         change = None
         if saved_on_another_device(checkpoint, device := self.pool.device):
-            move_environments(checkpoint, own["pool"], self.n_envs, device=device, rng_seed=self.seed)
+            move_environments(checkpoint, own["pool"], device=device, rng_seed=self.seed)
             change = f"this run is on {device.type}, the run so far was on another type of device"
         elif (saved := len(own["pool"]["envs"])) != self.n_envs:
-            resize_environments(checkpoint, self.n_envs)
+            begin_rollout(checkpoint)
             change = f"{self.n_envs} environments, the run so far had {saved}"
         if change:
             print_status(f"{change}: it resumes at the next rollout; results differ from those of an uninterrupted run")

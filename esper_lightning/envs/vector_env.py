@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -82,28 +82,15 @@ class ChoiceMasks(NamedTuple):
 
 @dataclass(frozen=True)
 class ChoiceSpace:
-    """Action space of heads that are sampled in order, each of which may depend on an earlier one."""
+    """Action space of heads that do not depend on each other."""
 
     sizes: Mapping[str, int]  # number of choices of each head
-    parents: Mapping[str, str] = field(default_factory=dict)
-    """Parent of each conditional head: an earlier head. Logits and mask have one row for each choice of the parent."""
     masked: bool = False  # choices can be impossible
-
-    def __post_init__(self) -> None:
-        names = list(self.sizes)
-        for head, other in self.parents.items():
-            if head not in names or other not in names[: names.index(head)]:
-                raise ValueError(f"parents: {head!r} cannot depend on {other!r}; heads are drawn in the order {names}")
-
-    @property
-    def table_shapes(self) -> dict[str, tuple[int, int]]:
-        """Shape (rows, choices) of each head's table: one row per choice of its parent, or a single row."""
-        return {head: (self.sizes.get(self.parents.get(head, ""), 1), size) for head, size in self.sizes.items()}
 
     @property
     def mask_size(self) -> int:
         """Number of flags C in the masks of one environment."""
-        return sum(rows * size for rows, size in self.table_shapes.values()) if self.masked else 0
+        return sum(self.sizes.values()) if self.masked else 0
 
     def zeros(self, n_envs: int, device: torch.device) -> ChoiceAction:
         """Return an action of zeros for `n_envs` environments, as storage."""
@@ -122,12 +109,10 @@ class ChoiceSpace:
             ended=torch.zeros(n_envs, dtype=torch.bool, device=device),
         )
 
-    def split_mask(self, possible: Tensor) -> dict[str, Tensor]:  # [..., C] -> [..., rows, choices] by head
+    def split_mask(self, possible: Tensor) -> dict[str, Tensor]:  # [..., C] -> [..., choices] by head
         """Split flags into the masks of the heads."""
-        parts = possible.split([rows * size for rows, size in self.table_shapes.values()], -1)
-        shapes = self.table_shapes.items()
-        return {head: part.unflatten(-1, shape) for (head, shape), part in zip(shapes, parts, strict=True)}
+        return dict(zip(self.sizes, possible.split(list(self.sizes.values()), -1), strict=True))
 
     def forced(self, possible: Tensor) -> Tensor:  # [..., C] -> [...]
-        """Return True where every row of every head's mask allows at most one choice."""
-        return torch.stack([mask.sum(-1).le(1).all(-1) for mask in self.split_mask(possible).values()]).all(0)
+        """Return True where every head's mask allows at most one choice."""
+        return torch.stack([mask.sum(-1).le(1) for mask in self.split_mask(possible).values()]).all(0)

@@ -8,14 +8,17 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from esper_lightning.checkpointing.policy_file import CHECKPOINT_SUFFIX, POLICY_SUFFIX, names_policy, read_policy
-from esper_lightning.checkpointing.validate import (
+from esper_lightning.checkpoint import (
+    CHECKPOINT_SUFFIX,
     FEATURES_KEY,
     HYPER_PARAMETERS_KEY,
     IDENTITY_KEY,
     MODULE_KEY,
+    POLICY_SUFFIX,
     RULES_KEY,
     checkpoint_errors,
+    names_policy,
+    read_policy,
 )
 from esper_lightning.controllers import CONTROLLERS, make_controller
 from esper_lightning.controllers.learned import LearnedController, TrainingHosts, TrainingRules

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from esper_lightning.checkpointing.policy_file import names_policy
+from esper_lightning.checkpoint import names_policy
 from esper_lightning.controllers import CONTROLLERS, make_controller
 from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.random import RandomValid, WaitOnly

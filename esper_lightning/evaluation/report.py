@@ -22,8 +22,8 @@ from esper_lightning.evaluation import statistics
 from esper_lightning.evaluation.checkpoints import TrainedPolicy, check_training_seeds, load_policies
 from esper_lightning.evaluation.comparison import Comparison, ComparisonResult, Entry, EvaluationConfig
 from esper_lightning.evaluation.statistics import Interval, mean_interval
+from esper_lightning.machine import provenance
 from esper_lightning.parallel import Mapper
-from esper_lightning.provenance import provenance
 from esper_lightning.serialization import replace_file
 from esper_lightning.telemetry.events import replace_non_finite
 from esper_lightning.telemetry.figures import timeline

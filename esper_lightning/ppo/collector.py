@@ -8,14 +8,14 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from esper_lightning.checkpoint import DivergedError
 from esper_lightning.envs.seeding import TRAINING, episode_rng_seeds
 from esper_lightning.envs.vector_env import VectorEnv
-from esper_lightning.errors import DivergedError
 from esper_lightning.ppo.gae import discounted_sums, gae, normalise
 from esper_lightning.ppo.losses import PPOConfig
-from esper_lightning.ppo.rollout_buffer import Experience, Rollout, RolloutBuffer, map_tensors
+from esper_lightning.ppo.rollout_buffer import Rollout, RolloutBuffer, Steps, map_tensors
 from esper_lightning.ppo.running_norm import ObservationNorm, RunningMeanStd
 from esper_lightning.ranks import Ranks
 from esper_lightning.serialization import check_generator_state
@@ -66,7 +66,7 @@ class RolloutCollector:
         value_norm: Normaliser of values, frozen within a rollout and updated at its end.
         config: Settings of PPO.
         run_rng_seed: RNG seed of the run: determines the episodes and the exploration.
-        privileged_norm: Normaliser of the critic's privileged features. None: they are not normalised.
+        privileged_norm: Normaliser of the privileged features of an asymmetric critic.
         reward_norm: Statistics of the discounted sum of rewards, by whose standard deviation rewards are divided.
             None: rewards are not normalised.
         ranks: Processes that collect the rollout together; `pool` has the environments of this one. None: one process.
@@ -77,11 +77,11 @@ class RolloutCollector:
         pool: VectorEnv,
         policy: Policy,
         *,
-        observation_norm: nn.Module,
+        observation_norm: ObservationNorm,
         value_norm: RunningMeanStd,
         config: PPOConfig,
         run_rng_seed: int,
-        privileged_norm: nn.Module | None = None,
+        privileged_norm: ObservationNorm | None = None,
         reward_norm: RunningMeanStd | None = None,
         ranks: Ranks | None = None,
     ) -> None:
@@ -90,7 +90,7 @@ class RolloutCollector:
         self.policy = policy
         self.observation_norm = observation_norm
         self.value_norm = value_norm
-        self.privileged_norm = (privileged_norm or nn.Identity()) if policy.asymmetric else None
+        self.privileged_norm = privileged_norm if policy.asymmetric else None
         self.reward_norm = reward_norm
         self.config = config
         self.run_rng_seed = run_rng_seed
@@ -101,8 +101,8 @@ class RolloutCollector:
         # Of the rollout, beside what the policy learns from [T, N, …]: features as the normalisers will learn them, and
         # V of the last states of truncated episodes, which an autoreset hides from the next observation.
         self.raw_features = torch.zeros(pool.horizon, *pool.observation.features.shape, device=pool.device)
-        self.raw_privileged = None if self.buffer.privileged is None else torch.zeros_like(self.buffer.privileged)
-        self.final_values = torch.zeros_like(self.buffer.values) if pool.autoreset else None
+        self.raw_privileged = map_tensors(torch.zeros_like, self.buffer.steps.privileged)
+        self.final_values = torch.zeros_like(self.buffer.steps.values) if pool.autoreset else None
         # Discounted sums of rewards after the last rollout [N], for episodes that continue in the next one. They are no
         # part of a checkpoint: hosts begin an episode with every rollout, other environments do so after a resume.
         self.discounted_sums = torch.zeros(pool.n_envs, device=pool.device)
@@ -132,10 +132,11 @@ class RolloutCollector:
         with pool.clock.measure("policy"):
             # Copies, because the step overwrites the environments' observation.
             masks, seen = map_tensors(torch.clone, pool.masks), map_tensors(torch.clone, pool.observation)
-            observation, privileged = self._normalised(seen, map_tensors(torch.clone, pool.privileged))
-            distribution, values, self.state = self.policy.step(
-                observation, state, masks, starts=self.starts, privileged=privileged
-            )
+            more = None if self.privileged_norm is None else map_tensors(torch.clone, pool.privileged)
+            observation, privileged = self._normalised(seen, more)
+            hidden, self.state = self.policy.encode_step(observation, state, self.starts)
+            distribution = self.policy.heads.distribution(hidden, masks)
+            values = self.policy.estimate_value(hidden, privileged)
             action = distribution.sample(self.generator, self.ranks)
             self.raw_features[length].copy_(pool.observation.features)
             if self.raw_privileged is not None:
@@ -145,20 +146,20 @@ class RolloutCollector:
             step = pool.step(action)
         with pool.clock.measure("policy"):
             self.buffer.add(
-                Experience(
+                Steps(
                     observation=observation,
                     masks=masks,
+                    values=values,
+                    starts=self.starts,
+                    privileged=privileged,
                     # The action as carried out: the Governor may have vetoed a part of the sampled one.
                     action=step.action,
                     log_prob=distribution.log_prob(step.action),
-                    values=values,
-                    starts=self.starts,
-                    state=state,
                     rewards=step.reward,
                     terminated=step.terminated,
                     truncated=step.truncated,
-                    privileged=privileged,
-                )
+                ),
+                state,
             )
             # Where an episode ended, the recurrent state must not leak into the next one.
             self.starts.copy_(step.terminated)
@@ -182,9 +183,8 @@ class RolloutCollector:
     def _value(self, observation: Any, privileged: Tensor | None, *, starts: Tensor) -> Tensor:  # [N]
         """Return V of the states after the last action, with the recurrent state after it."""
         observation, privileged = self._normalised(observation, privileged)
-        return self.value_norm.inverse(
-            self.policy.estimate_value(observation, self.state, starts, privileged=privileged)
-        )
+        hidden, _ = self.policy.encode_step(observation, self.state, starts)
+        return self.value_norm.inverse(self.policy.estimate_value(hidden, privileged))
 
     @torch.no_grad()
     def finish(self) -> tuple[Rollout, RolloutSummary]:
@@ -192,19 +192,19 @@ class RolloutCollector:
 
         An environment with a number that is not finite or too large is left out. Raises DivergedError if all are.
         """
-        buffer, config, ranks = self.buffer, self.config, self.ranks
+        buffer, steps, config, ranks = self.buffer, self.buffer.steps, self.config, self.ranks
         assert buffer.length == buffer.ticks, "the rollout is not finished"
-        values = self.value_norm.inverse(buffer.values)
+        values = self.value_norm.inverse(steps.values)
         last_value = self._value(self.pool.observation, self.pool.privileged, starts=self.starts)
         next_values = torch.cat([values[1:], last_value[None]])
-        terminated, truncated = buffer.terminated, buffer.truncated
+        terminated, truncated = steps.terminated, steps.truncated
         if self.final_values is not None:
             next_values = torch.where(truncated, self.final_values, next_values)
         elif config.horizon_is_end:
             terminated = terminated | truncated
         reward_unit = self._update_reward_norm()
         advantages, returns = gae(
-            buffer.rewards / reward_unit,
+            steps.rewards / reward_unit,
             values,
             next_values,
             terminated=terminated,
@@ -213,10 +213,10 @@ class RolloutCollector:
             lam=config.gae_lambda,
         )
         records = {
-            REWARD: buffer.rewards,
+            REWARD: steps.rewards,
             "an observed feature": self.raw_features,
             **({} if self.raw_privileged is None else {"a privileged feature": self.raw_privileged}),
-            "the policy's log-probability": buffer.log_prob,
+            "the policy's log-probability": steps.log_prob,
             "the critic's value": values,
         }
         results = {"the return": returns, "the advantage": advantages}  # to blame only if no record is the cause
@@ -234,32 +234,21 @@ class RolloutCollector:
             )
         advantages, returns = torch.where(usable, advantages, 0.0), torch.where(usable, returns, 0.0)
         # Steps of a host whose episode ended before the horizon are padding.
-        active, unforced = ~buffer.masks.ended & usable, ~buffer.masks.forced & usable
+        active, unforced = ~steps.masks.ended & usable, ~steps.masks.forced & usable
         advantages, spread = normalise(advantages, unforced, config.advantage_floor, ranks=ranks)
         self.value_norm.update(returns[active], ranks)
-        rollout = Rollout(
-            observation=buffer.observation,
-            masks=buffer.masks,
-            action=buffer.action,
-            log_prob=buffer.log_prob,
-            values=buffer.values,
-            starts=buffer.starts,
-            state=buffer.state,
-            advantages=advantages,
-            targets=self.value_norm(returns),
-            privileged=buffer.privileged,
-        )
+        rollout = Rollout(steps, advantages, self.value_norm(returns), buffer.state)
         if buffer.sequence_length < buffer.ticks:
             rollout = rollout.split_sequences(buffer.sequence_length, buffer.sequence_states)
         # The rollout holds features normalised by the old statistics; the new ones apply from the next rollout on.
         for norm, raw in ((self.observation_norm, self.raw_features), (self.privileged_norm, self.raw_privileged)):
-            if raw is not None and isinstance(norm, ObservationNorm):
+            if norm is not None and raw is not None:
                 norm.update(raw[active], ranks)
         # A state that is not finite would stay so: at the start of an episode it is multiplied by 0.
         self.state = RecurrentState(*(part.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for part in self.state))
         metrics = {"left_out": float(left_out), "advantage_spread": spread * float(reward_unit)}
         return rollout, RolloutSummary(
-            returns=ranks.gather_rows(buffer.rewards.sum(0))[usable_of_all].cpu(),
+            returns=ranks.gather_rows(steps.rewards.sum(0))[usable_of_all].cpu(),
             values=values[active] * reward_unit,
             value_targets=returns[active] * reward_unit,
             advantages=torch.where(unforced, advantages, torch.nan),
@@ -276,11 +265,11 @@ class RolloutCollector:
         """
         if self.reward_norm is None:
             return 1.0
-        buffer = self.buffer
-        sums = discounted_sums(buffer.rewards, self.discounted_sums, starts=buffer.starts, gamma=self.config.gamma)
-        usable = is_usable(buffer.rewards).all(0)
+        steps = self.buffer.steps
+        sums = discounted_sums(steps.rewards, self.discounted_sums, starts=steps.starts, gamma=self.config.gamma)
+        usable = is_usable(steps.rewards).all(0)
         self.discounted_sums.copy_(torch.where(usable, sums[-1], 0.0))
-        self.reward_norm.update(sums[~buffer.masks.ended & usable], self.ranks)
+        self.reward_norm.update(sums[~steps.masks.ended & usable], self.ranks)
         return self.reward_norm.deviation
 
     def _describe_defect(self, records: Mapping[str, Tensor], results: Mapping[str, Tensor], env: int) -> str:
@@ -311,13 +300,11 @@ class RolloutCollector:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state from `state_dict`; its tensors may be on another device.
-
-        Numbers that are not finite are kept: `finish` leaves their environments out. Raises ValueError if the state of
-        the generator is of another type of device.
-        """
+        """Restore a state from `state_dict`, which may lack the rollout: the next step then begins one."""
         self.episode, self.ticks = state["episode"], state["ticks"]
         self.generator.set_state(check_generator_state("the generator's state", state["generator"], self.generator))
+        if "buffer" not in state:
+            return
         self.state = RecurrentState(*(part.to(self.pool.device) for part in state["state"]))
         self.starts.copy_(state["starts"])
         self.buffer.load_state_dict(state["buffer"])

@@ -153,17 +153,18 @@ def ppo_terms(policy: Policy, minibatch: Rollout, config: PPOConfig, ranks: Rank
     With several ranks the minibatch is this rank's part of it, which may be empty; means are those of all ranks, and
     their gradients those of this rank's part, see `Ranks.sum_with_gradient`.
     """
-    if not minibatch.log_prob.shape[1]:
+    steps = minibatch.steps
+    if not steps.log_prob.shape[1]:
         zeros = empty_sums(policy, minibatch)
         return means(zeros, zeros.kl, zeros.kl, ranks)
     distribution, values, _ = policy(
-        minibatch.observation, minibatch.state, minibatch.masks, minibatch.starts, minibatch.privileged
+        steps.observation, minibatch.state, steps.masks, steps.starts, privileged=steps.privileged
     )
-    unforced, active = ~minibatch.masks.forced, ~minibatch.masks.ended  # a forced action teaches the policy nothing
-    log_ratio = distribution.log_prob(minibatch.action) - minibatch.log_prob
+    unforced, active = ~steps.masks.forced, ~steps.masks.ended  # a forced action teaches the policy nothing
+    log_ratio = distribution.log_prob(steps.action) - steps.log_prob
     ratio = log_ratio.exp()
     surrogate = clipped_surrogate(ratio, minibatch.advantages, config.clip)
-    error = value_loss(values, minibatch.values, minibatch.targets, clip=config.value_clip)
+    error = value_loss(values, steps.values, minibatch.targets, clip=config.value_clip)
     entropy, relevance = distribution.entropy()  # [T, n, heads] both
     moved = log_ratio.detach()
     sums = PPOTerms(
@@ -183,12 +184,9 @@ def ppo_terms(policy: Policy, minibatch: Rollout, config: PPOConfig, ranks: Rank
 
 
 def means(sums: PPOTerms, learned: Tensor, active: Tensor, ranks: Ranks) -> PPOTerms:
-    """Return the terms of a minibatch of all ranks, given the sums over this rank's steps.
+    """Return the terms of a minibatch of all ranks, given this rank's sums in place of means.
 
-    Args:
-        sums: Sums in place of means.
-        learned, active: Numbers of steps whose action was not forced, and of episodes that had not ended.
-        ranks: Processes that share the minibatch.
+    `learned` and `active` are the numbers of steps whose action was not forced, and whose episode had not ended.
     """
     if ranks.world > 1:
         scalars = torch.stack([*sums[:6], learned.to(sums.policy.dtype), active.to(sums.policy.dtype)])
@@ -218,7 +216,7 @@ def empty_sums(policy: Policy, minibatch: Rollout) -> PPOTerms:
     zero = torch.stack([(parameter * 0.0).sum() for parameter in policy.parameters()]).sum()
     none, heads = zero.detach(), zero.detach().expand(len(policy.heads.sizes))
     extremes = none + torch.inf, none - torch.inf
-    return PPOTerms._make([*[zero] * 3, *[none] * 3, *extremes, heads, heads, minibatch.log_prob])
+    return PPOTerms._make([*[zero] * 3, *[none] * 3, *extremes, heads, heads, minibatch.steps.log_prob])
 
 
 def update_metrics(
@@ -228,9 +226,9 @@ def update_metrics(
 
     Args:
         terms: Terms of every minibatch, including the one at which the update ended early.
-        grad_norms: Gradient norm of every minibatch but that one.
+        grad_norms, finite: Gradient norm of every minibatch but that one; False if it was skipped. Skipped ones are
+            left out, unless all were skipped.
         heads: Number of choices of each of the policy's heads. A head with one choice has no entropy.
-        finite: False for each of these minibatches that was skipped. They are left out, unless all were skipped.
     """
     if any(finite):
         terms = [*compress(terms, finite), *terms[len(finite) :]]

@@ -13,14 +13,8 @@ from esper_lightning.ranks import ALONE, Ranks
 class NormalizeConfig:
     """Running normalisation of observations and rewards."""
 
-    observations: bool = True
-    """Normalise features by their running mean and standard deviation."""
-
     momentum: float | None = None
     """Weight of the previous statistics at the update after a rollout. None: all observations so far count equally."""
-
-    clip: float = 10.0
-    """Normalised features are clipped to this absolute value."""
 
     rewards: bool = False
     """Divide rewards by the running standard deviation of the discounted sum of rewards. Advantages and value targets
@@ -29,8 +23,6 @@ class NormalizeConfig:
     def __post_init__(self) -> None:
         if self.momentum is not None and not 0.0 < self.momentum < 1.0:
             raise ValueError(f"normalize.momentum must lie in (0, 1), got {self.momentum}")
-        if not self.clip > 0.0:
-            raise ValueError(f"normalize.clip must be positive, got {self.clip}")
 
 
 class RunningMeanStd(nn.Module):
@@ -102,17 +94,13 @@ class RowNorm(nn.Module):
     """Running mean and variance of observations in rows, shared by all slots and by all blueprints.
 
     Only rows that are present count. The marks of presence stay as they are, and absent rows stay 0.
-
-    Args:
-        sizes: Numbers of features in the parts of a row.
-        momentum, clip: See `RunningMeanStd`.
     """
 
-    def __init__(self, sizes: RowSizes, momentum: float | None = None, clip: float = 10.0) -> None:
+    def __init__(self, sizes: RowSizes, momentum: float | None = None) -> None:
         super().__init__()
         self.sizes = sizes
         self.host, self.slot, self.blueprint = (
-            RunningMeanStd((size,), momentum, clip) for size in (sizes.host, sizes.slot - 1, sizes.blueprint - 1)
+            RunningMeanStd((size,), momentum) for size in (sizes.host, sizes.slot - 1, sizes.blueprint - 1)
         )
 
     @torch.no_grad()
@@ -146,10 +134,8 @@ ObservationNorm = RunningMeanStd | RowNorm
 """Normaliser of observations."""
 
 
-def make_norm(features: int | RowSizes, settings: NormalizeConfig) -> nn.Module:
+def make_norm(features: int | RowSizes, settings: NormalizeConfig) -> ObservationNorm:
     """Return the normaliser of observations with so many features, or of observations in rows."""
-    if not settings.observations:
-        return nn.Identity()
     if isinstance(features, RowSizes):
-        return RowNorm(features, momentum=settings.momentum, clip=settings.clip)
-    return RunningMeanStd((features,), settings.momentum, settings.clip)
+        return RowNorm(features, momentum=settings.momentum)
+    return RunningMeanStd((features,), settings.momentum)

@@ -211,12 +211,7 @@ def host_action(chosen: Mapping[str, Tensor]) -> Action:
 
 
 def uniform_distribution(sizes: Mapping[str, int], masks: Masks) -> HostDistribution:
-    """Return the distribution in which all possible choices of a head are equally likely.
-
-    Args:
-        sizes: Number of choices of each head.
-        masks: Possible choices of N environments.
-    """
+    """Return the distribution in which all possible choices of a head are equally likely."""
     shapes = host_table_shapes(sizes).items()
     return HostDistribution({head: torch.zeros(len(masks.ended), *shape) for head, shape in shapes}, masks)
 
@@ -225,8 +220,12 @@ class ChoiceDistribution(FactoredDistribution):
     """Distribution over the actions of a `ChoiceSpace`, given the logits of the heads and the masks."""
 
     def __init__(self, logits: HeadTables, masks: ChoiceMasks, space: ChoiceSpace) -> None:
-        all_possible = {head: torch.ones_like(table, dtype=torch.bool) for head, table in logits.items()}
-        super().__init__(logits, space.split_mask(masks.possible) if space.masked else all_possible, space.parents)
+        possible = space.split_mask(masks.possible) if space.masked else {}
+        tables = {
+            head: possible[head].unsqueeze(-2) if head in possible else torch.ones_like(table, dtype=torch.bool)
+            for head, table in logits.items()
+        }
+        super().__init__(logits, tables, {})
 
     def _action(self, chosen: dict[str, Tensor]) -> ChoiceAction:
         return ChoiceAction(torch.stack(list(chosen.values()), -1))
@@ -236,12 +235,5 @@ class ChoiceDistribution(FactoredDistribution):
         return torch.stack([self._log_prob(head, chosen) for head in self.heads], -1)
 
     def _mean_over_rows(self, row_values: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
-        marginals: HeadTables = {}  # [..., choices] of each head: marginal probabilities
-        means = []
-        for head in self.heads:
-            values = row_values(head)
-            weights = marginals[self.parents[head]] if head in self.parents else torch.ones_like(values)
-            marginals[head] = (weights.unsqueeze(-1) * self.log_probs[head].exp()).sum(-2)
-            means.append((weights * values).sum(-1))
-        mean = torch.stack(means, -1)
+        mean = torch.stack([row_values(head).squeeze(-1) for head in self.heads], -1)
         return mean, torch.ones_like(mean)

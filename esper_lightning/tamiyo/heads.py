@@ -53,17 +53,14 @@ def linear(inputs: int, outputs: int, gain: float = math.sqrt(2)) -> nn.Linear:
 
 
 class CoreTable(nn.Module):
-    """Logits of `choices` for each of `contexts` from the core alone."""
+    """Logits of choices from the core alone."""
 
-    def __init__(self, width: int, contexts: int, choices: int) -> None:
+    def __init__(self, width: int, choices: int) -> None:
         super().__init__()
-        self.contexts = contexts
-        self.layers = nn.Sequential(
-            linear(width, width // 2), nn.ReLU(), linear(width // 2, contexts * choices, SMALL_GAIN)
-        )
+        self.layers = nn.Sequential(linear(width, width // 2), nn.ReLU(), linear(width // 2, choices, SMALL_GAIN))
 
-    def forward(self, core: Tensor) -> Tensor:  # [..., W] -> [..., contexts, choices]
-        return self.layers(core).unflatten(-1, (self.contexts, -1))
+    def forward(self, core: Tensor) -> Tensor:  # [..., W] -> [..., 1, choices]
+        return self.layers(core).unsqueeze(-2)
 
 
 class SlotTable(nn.Module):
@@ -109,12 +106,7 @@ class RowTable(nn.Module):
 
 
 class HostHeads(nn.Module):
-    """Heads of the actions of hosts.
-
-    Args:
-        width: Width W of the policy.
-        space: Action space of the training hosts; the numbers of its slots and blueprints determine no weights.
-    """
+    """Heads of the actions of hosts. The numbers of slots and blueprints in `space` determine no weights."""
 
     def __init__(self, width: int, space: ActionSpace) -> None:
         super().__init__()
@@ -123,7 +115,7 @@ class HostHeads(nn.Module):
         self.of_slot, self.of_core = linear(width, width // 2), linear(width, width // 2)
         ops = self.sizes["op"]
         self.tables = nn.ModuleDict(
-            {"op": CoreTable(width, 1, ops), "slot": SlotTable(width, ops), "blueprint": BlueprintTable(width)}
+            {"op": CoreTable(width, ops), "slot": SlotTable(width, ops), "blueprint": BlueprintTable(width)}
             | {head: RowTable(width, self.sizes[head]) for head in ("style", "tempo") if head in self.sizes}
         )
 
@@ -172,8 +164,7 @@ class ChoiceHeads(nn.Module):
         super().__init__()
         self.space = space
         self.sizes: Mapping[str, int] = space.sizes
-        shapes = space.table_shapes.items()
-        self.tables = nn.ModuleDict({head: CoreTable(width, *shape) for head, shape in shapes})
+        self.tables = nn.ModuleDict({head: CoreTable(width, choices) for head, choices in space.sizes.items()})
 
     def forward(self, hidden: Hidden) -> HeadTables:
         return {head: table(hidden.core) for head, table in self.tables.items()}

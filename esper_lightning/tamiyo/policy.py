@@ -16,13 +16,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence
 
 from esper_lightning.envs import HostPool, MixedPool
 from esper_lightning.envs.spaces.actions import ActionSpace
 from esper_lightning.envs.spaces.observation_builder import RowSizes
 from esper_lightning.envs.vector_env import ChoiceSpace, Observation, VectorEnv
 from esper_lightning.tamiyo.heads import ChoiceHeads, Hidden, HostHeads, linear
-from esper_lightning.tamiyo.segments import split_segments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +116,6 @@ class Policy(nn.Module):
     Linear -> LayerNorm -> ReLU -> LSTM, added to its input -> LayerNorm -> action heads and critic. Without an LSTM the
     action heads and the critic follow the ReLU. Hosts' slots and blueprints are encoded and pooled before.
 
-    Args:
-        shape: Sizes of inputs and outputs.
-        config: Size and architecture.
-
     Raises ValueError if the critic is asymmetric but there are no privileged features.
     """
 
@@ -146,7 +142,7 @@ class Policy(nn.Module):
             self.lstm = nn.LSTM(width, width)
             self.lstm_norm = nn.LayerNorm(width)
         space = shape.space
-        self.heads = HostHeads(width, space) if isinstance(space, ActionSpace) else ChoiceHeads(width, space)
+        self.heads: Any = HostHeads(width, space) if isinstance(space, ActionSpace) else ChoiceHeads(width, space)
         critic_inputs = width + (shape.privileged if config.asymmetric else 0)
         self.value = nn.Sequential(nn.Linear(critic_inputs, half), nn.ReLU(), nn.Linear(half, 1))
         self._initialise()
@@ -193,40 +189,22 @@ class Policy(nn.Module):
             The distribution over actions [T, N], normalised values [T, N], and the state after the last step.
         """
         hidden, state = self._encode(observation, state, starts)
-        return *self._decode(hidden, masks, privileged), state
+        return self.heads.distribution(hidden, masks), self.estimate_value(hidden, privileged), state
 
-    def step(
-        self,
-        observation: Observation,
-        state: RecurrentState,
-        masks: Any,
-        *,
-        starts: Tensor,
-        privileged: Tensor | None = None,
-    ) -> tuple[Any, Tensor, RecurrentState]:
-        """Process one step: as `forward`, but without the axis T."""
-        hidden, state = self._encode_step(observation, state, starts)
-        return *self._decode(hidden, masks, privileged), state
+    def encode_step(
+        self, observation: Observation, state: RecurrentState, starts: Tensor
+    ) -> tuple[Hidden, RecurrentState]:
+        """Return the hidden features of one step [N, …], for the heads and the critic, and the state after it."""
+        hidden, state = self._encode(Observation(observation.features[None]), state, starts[None])
+        return hidden.first(), state
 
-    def step_actor(
-        self, observation: Observation, state: RecurrentState, masks: Any, *, starts: Tensor
-    ) -> tuple[Any, RecurrentState]:
-        """Process one step without the critic, whose privileged features may be unavailable after training."""
-        hidden, state = self._encode_step(observation, state, starts)
-        return self.heads.distribution(hidden, masks), state
-
-    def decide(
-        self, observation: Observation, state: RecurrentState, masks: Any, *, starts: Tensor
-    ) -> tuple[Any, RecurrentState]:
-        """Process one step and return the most likely action, and the new state."""
-        hidden, state = self._encode_step(observation, state, starts)
-        return self.heads.decide(hidden, masks), state
-
-    def estimate_value(
-        self, observation: Observation, state: RecurrentState, starts: Tensor, *, privileged: Tensor | None = None
-    ) -> Tensor:  # [N]
-        """Return the normalised values of one step, without an action distribution."""
-        return self._critic_value(self._encode_step(observation, state, starts)[0], privileged)
+    def estimate_value(self, hidden: Hidden, privileged: Tensor | None = None) -> Tensor:  # [...]
+        """Return the normalised values of hidden features [..., width]."""
+        core = hidden.core
+        if self.asymmetric:
+            assert privileged is not None, "an asymmetric critic needs the privileged features"
+            core = torch.cat([core, privileged], -1)
+        return self.value(core).squeeze(-1)
 
     def _encode(self, observation: Observation, state: RecurrentState, starts: Tensor) -> tuple[Hidden, RecurrentState]:
         """Return the hidden features [T, N, …] of T steps and the state after the last one: see `forward`."""
@@ -244,23 +222,6 @@ class Policy(nn.Module):
             core = self.lstm_norm(recurrent + core)
         return Hidden(core, slots, blueprints), state
 
-    def _decode(self, hidden: Hidden, masks: Any, privileged: Tensor | None) -> tuple[Any, Tensor]:
-        """Return the distribution over actions and the normalised values [...] for hidden features [..., width]."""
-        return self.heads.distribution(hidden, masks), self._critic_value(hidden, privileged)
-
-    def _critic_value(self, hidden: Hidden, privileged: Tensor | None) -> Tensor:  # [...]
-        core = hidden.core
-        if self.asymmetric:
-            assert privileged is not None, "an asymmetric critic needs the privileged features"
-            core = torch.cat([core, privileged], -1)
-        return self.value(core).squeeze(-1)
-
-    def _encode_step(
-        self, observation: Observation, state: RecurrentState, starts: Tensor
-    ) -> tuple[Hidden, RecurrentState]:
-        hidden, state = self._encode(Observation(observation.features[None]), state, starts[None])
-        return hidden.first(), state
-
     def _run_lstm(self, x: Tensor, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
         assert self.lstm is not None
         before = RecurrentState(*(part * ~starts[0, :, None] for part in state))
@@ -277,3 +238,55 @@ class Policy(nn.Module):
             segments.pack(x), tuple(segments.initial_states(part).unsqueeze(0) for part in before)
         )
         return segments.unpack(output.data), RecurrentState(*(part.squeeze(0)[segments.last] for part in after))
+
+
+class Segments(NamedTuple):
+    """Split of T steps of N environments at the resets of their recurrent state into S segments, longest first.
+
+    Packed, an LSTM processes them in parallel. Positions count env * T + step.
+    """
+
+    positions: Tensor  # [N·T] in the order of a PackedSequence: first steps of all segments, then second steps …
+    inverse: Tensor  # [N·T] inverse permutation
+    sizes: Tensor  # [longest] on the CPU: number of segments that have a first, a second … step
+    first: Tensor  # [N] first segment of each environment
+    last: Tensor  # [N] last segment of each environment
+
+    def pack(self, x: Tensor) -> PackedSequence:  # [T, N, W]
+        """Return the segments of `x` as a PackedSequence."""
+        return PackedSequence(x.transpose(0, 1).flatten(0, 1)[self.positions], self.sizes)
+
+    def unpack(self, data: Tensor) -> Tensor:  # [N·T, W] -> [T, N, W]
+        """Return packed data in the original order; the inverse of `pack`."""
+        envs = len(self.first)
+        return data[self.inverse].unflatten(0, (envs, len(data) // envs)).transpose(0, 1)
+
+    def initial_states(self, state: Tensor) -> Tensor:  # [N, W] -> [S, W]
+        """Return initial states of all segments: `state` for the first of each environment, zero after a reset."""
+        return state.new_zeros(int(self.sizes[0]), state.shape[-1]).index_copy(0, self.first, state)
+
+
+def split_segments(starts: Tensor) -> Segments:
+    """Split N sequences of T steps at the resets `starts` [T, N].
+
+    `starts[t, n]` is True if environment n was reset before step t. A segment begins at step 0 in any case.
+    """
+    steps, envs = starts.shape
+    cut = starts.T.clone()  # [N, T]
+    cut[:, 0] = True
+    segment_starts = cut.flatten().nonzero().squeeze(1)  # [S] positions
+    lengths = torch.diff(segment_starts, append=segment_starts.new_tensor([envs * steps]))
+    lengths, order = lengths.sort(descending=True, stable=True)
+    rank = order.argsort()
+    step = torch.arange(int(lengths[0]), device=starts.device)[:, None]
+    is_inside = step < lengths  # [longest, S]
+    positions = (segment_starts[order] + step)[is_inside]
+    segment_index = cut.flatten().cumsum(0) - 1  # segment of each position, before sorting by length
+    ends = torch.arange(envs, device=starts.device) * steps
+    return Segments(
+        positions,
+        positions.argsort(),
+        is_inside.sum(1).cpu(),
+        rank[segment_index[ends]],
+        rank[segment_index[ends + steps - 1]],
+    )

@@ -82,7 +82,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="state_high", metric="state_rms", side=">", bound=10.0, cause="the LSTM's state grows without bound",
-        settings=("model.ppo.lr", "model.normalize.clip"),
+        settings=("model.ppo.lr",),
     ),
     Rule(
         name="state_low", metric="state_rms", side="<", bound=1e-6, cause="the LSTM's state has vanished",

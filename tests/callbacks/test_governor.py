@@ -70,12 +70,13 @@ def test_every_host_that_diverged_has_a_line_with_its_fate(tmp_path: Path, capsy
 
 @pytest.mark.slow
 def test_beyond_the_most_lines_of_a_rollout_hosts_are_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("esper_lightning.callbacks.governor.MAX_LINES", 3)
     rest = "1 more hosts ended and 1 more hosts rolled back in this rollout"
     advice = "if there are many, lower data.env.training.lr"
 
-    assert governor_lines(tmp_path, capsys, 2, *with_callback(Governor, lines=3)) == (
+    assert governor_lines(tmp_path, capsys, 2) == (
         2 * BROKEN[:3],
         2 * [f"{rest}: {advice}"],
     )

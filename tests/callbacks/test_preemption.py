@@ -85,12 +85,6 @@ def test_a_stopped_run_is_saved_at_the_end_of_the_tick_and_says_how_to_go_on(
     assert f"stopped by {number.name}; go on from ckpt_path {last}" in capsys.readouterr().out
 
 
-def test_the_checkpoint_can_have_a_name_of_its_own(tmp_path: Path) -> None:
-    stop(tmp_path, signal.SIGTERM, *with_callback(Preemption, filename="stopped"))
-
-    assert [path.name for path in only_run(tmp_path).checkpoints.iterdir()] == ["stopped.ckpt"]
-
-
 def test_a_second_signal_ends_at_once() -> None:
     Preemption().on_train_start(Trainer(logger=False), TamiyoModule())
     assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL

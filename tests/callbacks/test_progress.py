@@ -1,11 +1,10 @@
-"""Progress lines: one for each rollout, or for every so many."""
+"""Progress lines: one for each rollout."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from esper_lightning.callbacks import ProgressLines
 from tests.runs import SaveEveryTick, fit, only_run, with_callback
 
 QUICK = ("--data.env.horizon=2",)
@@ -19,13 +18,10 @@ def lines(captured: str) -> list[str]:
     return re.findall(f"^{LINE}$", captured, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("every", "expected"), [(1, ["1", "2", "3"]), (2, ["2", "3"])])
-def test_rollouts_have_lines_and_the_last_always_one(
-    every: int, expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fit(tmp_path, *QUICK, *with_callback(ProgressLines, every=every))
+def test_every_rollout_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, *QUICK)
 
-    assert lines(capsys.readouterr().out) == expected
+    assert lines(capsys.readouterr().out) == ["1", "2", "3"]
 
 
 @pytest.mark.slow
@@ -36,8 +32,3 @@ def test_a_resumed_run_counts_on(tmp_path: Path, capsys: pytest.CaptureFixture[s
     fit(tmp_path, *QUICK, "--ckpt_path", str(only_run(tmp_path).checkpoints / "tick3.ckpt"))
 
     assert lines(capsys.readouterr().out) == ["2", "3"]
-
-
-def test_no_rollouts_between_lines_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"every must be at least 1 rollout, got 0"):
-        ProgressLines(every=0)

@@ -1,6 +1,5 @@
 """Stack: a GPT that knows nothing of growth begins shallow and is grown by its own Trainer."""
 
-import csv
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +16,6 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -153,28 +151,6 @@ def test_until_the_change_the_training_is_that_of_the_small_network(settings: di
         assert equal(ours["state_dict"], theirs["state_dict"])
 
 
-def test_random_numbers_of_the_training_are_those_without_the_callback() -> None:
-    drawn: list[list[Tensor]] = []
-
-    class Draw(Callback):
-        def on_train_batch_start(self, *_: object) -> None:
-            drawn[-1].append(torch.rand(3))
-
-    for callbacks in ([stacked(new="fresh")], []):
-        drawn.append([])
-        L.seed_everything(1, verbose=False)
-        trainer(*callbacks, Draw(), limit_val_batches=0).fit(NoDropout())
-
-    assert all(torch.equal(one, other) for one, other in zip(*drawn, strict=True))
-
-
-class NoDropout(LitGPT):
-    """GPT without random numbers of its own."""
-
-    def on_train_batch_start(self, *_: object) -> None:
-        self.net.eval()
-
-
 def test_copies_are_averaged_and_trained_like_their_sources() -> None:
     module, ema = make(), EMAWeightAveraging(decay=0.9)
     grown: dict[str, Any] = {}
@@ -192,17 +168,6 @@ def test_copies_are_averaged_and_trained_like_their_sources() -> None:
     for blocks in (grown["blocks"], grown["average"]):
         assert [sum(map(torch.equal, blocks[i], blocks[i % 2])) for i in range(4)] == [len(blocks[0])] * 4
     assert grown["group"] == [len(group["params"]) for group in make().configure_optimizers()["optimizer"].param_groups]
-
-
-def test_stochastic_weight_averaging_goes_on_with_the_grown_network() -> None:
-    module = make()
-    averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2)
-
-    train(module, averaging, stacked(0.4), max_epochs=4)
-
-    average: Any = averaging._average_model
-    assert depth(module) == depth(average) == 4
-    assert all(torch.equal(x, y) for x, y in zip(module.parameters(), average.parameters(), strict=True))
 
 
 def test_the_last_checkpoint_is_that_of_the_plain_class_and_the_best_one_is_tested_at_its_own_depth(
@@ -226,17 +191,6 @@ def test_the_last_checkpoint_is_that_of_the_plain_class_and_the_best_one_is_test
     assert scores["val_loss"] == pytest.approx(float(best.best_model_score))
 
 
-def test_the_plain_class_goes_on_from_the_grown_checkpoint_as_with_the_callback(tmp_path: Path) -> None:
-    steps = EachStep(tmp_path)
-    whole = make()
-    train(whole, stacked(), steps)
-
-    alone = make()
-    train(alone, resume_from=steps.path(CHANGE + 2))
-
-    assert equal(weights(alone), weights(whole))
-
-
 def test_a_second_fit_goes_on_and_a_new_trainer_begins_with_the_small_network() -> None:
     module, callback = make(), stacked()
     made = train(module, callback)
@@ -246,16 +200,6 @@ def test_a_second_fit_goes_on_and_a_new_trainer_begins_with_the_small_network() 
 
     train(module, callback, max_steps=1)
     assert callback.depths == [2]
-
-
-def test_a_small_training_goes_on_with_the_callback(tmp_path: Path) -> None:
-    steps = EachStep(tmp_path)
-    train(small(2), steps)
-
-    module = make()
-    train(module, stacked(), resume_from=steps.path(2))
-
-    assert depth(module) == 4
 
 
 class Losses(Callback):
@@ -279,14 +223,6 @@ def test_the_change_is_told_with_the_losses_of_the_batches_around_it(
     before, after = losses.values[batches - 1 : batches + 1]
     told = f"Stack, step {steps}: net.blocks 2 → 4, training loss {before:.3f} → {after:.3f}"
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("Stack")] == [told]
-
-
-def test_the_number_of_blocks_is_logged(tmp_path: Path) -> None:
-    train(make(), stacked(), logger=CSVLogger(tmp_path, name="", version="log"))
-
-    with (tmp_path / "log" / "metrics.csv").open() as file:
-        blocks = [row["stack/net.blocks"] for row in csv.DictReader(file) if row["stack/net.blocks"]]
-    assert blocks == ["2.0"] * CHANGE + ["4.0"] * (BATCHES * EPOCHS - CHANGE)
 
 
 def test_a_rate_that_has_begun_to_fall_is_warned_of() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runs import EPOCHS, HORIZON, Run, SaveEveryTick, fit, fit_saving_ticks, load, only_run, with_callback
+from tests.runs import EPOCHS, HORIZON, Run, fit, fit_saving_ticks, load
 from tests.tiers import rest_is_slow
 
 MORE, FEWER = 3, 1
@@ -74,22 +74,4 @@ def test_the_policy_and_its_normalisers_are_those_of_the_checkpoint(saved: Run, 
 
     ours, theirs = built.model.state_dict(), load(last)["state_dict"]
     assert ours.keys() == theirs.keys()
-    assert all((ours[name] == theirs[name]).all() for name in ours)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")
-def test_what_went_on_can_be_stopped_and_resumed_again(saved: Run, tmp_path: Path) -> None:
-    middle = saved.checkpoints / f"tick{HORIZON + 2}.ckpt"
-    more = (f"--data.n_envs={MORE}",)
-    fit(tmp_path / "whole", *more, "--ckpt_path", str(shutil.copy(middle, tmp_path)), *with_callback(SaveEveryTick))
-    whole = only_run(tmp_path / "whole")
-    again = Run(tmp_path / "again" / "version_0")
-    again.checkpoints.mkdir(parents=True)
-    checkpoint = shutil.copy(whole.checkpoints / f"tick{2 * HORIZON + 2}.ckpt", again.checkpoints)
-
-    fit(tmp_path / "again", *more, "--ckpt_path", str(checkpoint))
-
-    assert load(again.last)["callbacks"]["RolloutState"]["loop"]["ticks"] == EPOCHS * HORIZON
-    ours, theirs = load(again.last)["state_dict"], load(whole.last)["state_dict"]
     assert all((ours[name] == theirs[name]).all() for name in ours)

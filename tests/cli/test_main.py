@@ -15,14 +15,12 @@ import pytest
 import yaml
 
 from esper_lightning.__main__ import main
-from esper_lightning.checkpointing.validate import SCHEMA
-from esper_lightning.envs import HEADS, Op
+from esper_lightning.checkpoint import SCHEMA
 from esper_lightning.growth.stages import Stage
 from esper_lightning.profiling import PHASES
 from tests.runs import (
     CONFIGS,
     EPOCHS,
-    FREE_CHOICE,
     Run,
     cli,
     fit,
@@ -153,22 +151,6 @@ def test_a_config_is_short_and_begins_with_what_it_is_for(config: Path) -> None:
 
     assert len(lines) <= 40 + 20 * len(further_tasks)
     assert [line.partition(":")[0] for line in lines[:3]] == ["# Purpose", "# Run time", "# Result"]
-
-
-@pytest.mark.slow
-def test_a_run_may_choose_in_all_heads(tmp_path: Path) -> None:
-    built = fit(tmp_path, *FREE_CHOICE, "--model.evaluation.hosts=2")
-
-    assert list(built.model.policy.heads.tables) == list(HEADS)
-    assert built.datamodule.pool.space.speed == [0, 2]
-    scalars = only_run(tmp_path).scalars()
-    choosing = [head for head, choices in built.datamodule.pool.space.sizes.items() if choices > 1]
-    assert len(choosing) > 6
-    for tag in (*(f"train/entropy.{head}" for head in choosing), *(f"rollout/op.{op.name}" for op in Op)):
-        assert len(scalars[tag]) == EPOCHS
-        assert all(math.isfinite(value) for _, value in scalars[tag]), tag
-    assert max(value for _, value in scalars["train/first_ratio_error"]) < 1e-5
-    assert load(only_run(tmp_path).last)["esper_schema"] == SCHEMA
 
 
 def leaves(settings: Mapping[str, Any], where: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -9,12 +9,10 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-import torch
 
 from esper_lightning.__main__ import main
-from esper_lightning.checkpointing.policy_file import write_policy
 from esper_lightning.controllers.schedules import Schedule, write_schedule
-from tests.runs import CONFIGS, TINY, Run, fit, load, only_run, process
+from tests.runs import CONFIGS, TINY, Run, fit, only_run, process
 from tests.tasks.stored import write_cifar10
 
 FEW = ("--model.evaluation.hosts=2",)
@@ -139,16 +137,6 @@ def test_the_policy_of_the_package_meets_hosts_that_it_never_saw(
     assert names(rows) == ["tamiyo", "climbing"] and len(rows) == 4
 
 
-@pytest.mark.slow
-def test_a_policy_as_safetensors_is_compared_like_its_checkpoint(trained: list[Run], tmp_path: Path) -> None:
-    write_policy(trained[0].last, tmp_path / "mine.safetensors", {})
-
-    rows = rows_of(compare(tmp_path, *TINY, *LITTLE, f"--model.evaluation.policies=[{tmp_path / 'mine.safetensors'}]"))
-
-    expected = [row for row in rows_of(trained[0].folder / "evaluation") if row["controller"] == "tamiyo"]
-    assert [row["objective"] for row in rows][:2] == [row["objective"] for row in expected]
-
-
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "nothing to compare": (
         (*FEW, "--model.evaluation.against=[]", "--model.evaluation.controls=false", "--model.evaluation.policies=[]"),
@@ -195,18 +183,3 @@ def test_what_cannot_be_compared_ends_in_one_line(
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and said in line
-
-
-def test_a_policy_with_damaged_features_is_refused_with_its_path(
-    trained: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkpoint = load(trained[1].last)
-    checkpoint["esper_identity"]["observed features"] = 3
-    torch.save(checkpoint, tmp_path / "bad.ckpt")
-    capsys.readouterr()
-
-    with pytest.raises(SystemExit) as ended:
-        compare(tmp_path, *TINY, *LITTLE, f"--model.evaluation.policies=[{tmp_path / 'bad.ckpt'}]")
-
-    assert ended.value.code == 2
-    assert "bad.ckpt" in capsys.readouterr().err

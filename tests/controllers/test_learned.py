@@ -75,8 +75,8 @@ def test_of_a_host_that_was_rolled_back_nothing_is_remembered(
 
     seen, never = Observation(norm(watched.observation.features)), torch.zeros(3, dtype=torch.bool)
     with torch.no_grad():
-        _, _, fresh = policy.step(seen, policy.initial_state(3), watched.masks, starts=never)
-        _, _, going_on = policy.step(seen, remembered, watched.masks, starts=never)
+        _, fresh = policy.encode_step(seen, policy.initial_state(3), never)
+        _, going_on = policy.encode_step(seen, remembered, never)
     for now, after_nothing, after_all in zip(controller.state, fresh, going_on, strict=True):
         torch.testing.assert_close(now[1], after_nothing[1])
         torch.testing.assert_close(now[[0, 2]], after_all[[0, 2]])

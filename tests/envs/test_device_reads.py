@@ -80,11 +80,11 @@ def test_a_tick_reads_the_device_twice(
         for _ in range(pool.config.horizon):
             observe(pool, loop.step(), loop.ticks)
 
-    heads, slots = len(loop.buffer.action), len(pool.space.slot)
+    heads, slots = len(loop.buffer.steps.action), len(pool.space.slot)
     measured = 3 + 4 * (1 + slots) + 2 * (2 * slots + 2)
     assert reads.downloads == [(heads, 3), (3, measured)] * pool.config.horizon
     assert reads.reads == []
-    assert loop.buffer.action.op.any(), "something was done"
+    assert loop.buffer.steps.action.op.any(), "something was done"
 
 
 @pytest.mark.cuda
@@ -127,4 +127,4 @@ def test_nothing_in_a_tick_waits_for_the_gpu_but_the_two_reads(
         torch.cuda.set_sync_debug_mode("default")
 
     assert [len(shape) for shape in shapes] == [2, 2] * (pool.config.horizon - 1)
-    assert loop.buffer.action.op.any(), "something was done"
+    assert loop.buffer.steps.action.op.any(), "something was done"

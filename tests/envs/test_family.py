@@ -261,7 +261,7 @@ def test_nothing_is_learned_from_the_ticks_behind_a_shorter_episode(
     assert steps == SHORT + LONG, "the run's RNG seed draws both"
     assert norm.count == steps * len(uneven.space.slot) and values.count == steps
     short = next(i for i, env in enumerate(uneven.envs) if env.horizon == SHORT)
-    assert rollout.masks.forced[SHORT:, short].all() and not rollout.masks.forced[:SHORT, short].all()
+    assert rollout.steps.masks.forced[SHORT:, short].all() and not rollout.steps.masks.forced[:SHORT, short].all()
 
 
 def test_a_horizon_beyond_that_of_the_pool_is_refused() -> None:

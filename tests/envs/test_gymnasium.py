@@ -115,8 +115,8 @@ def test_a_policy_acts_there_and_its_ratio_is_one() -> None:
         rollout, _ = loop.finish()
         assert ppo_terms(policy, rollout, PPOConfig()).ratio_error < 1e-5
 
-    assert len({int(one) for one in rollout.action.indices[..., 0].flatten()}) > 1
-    assert loop.ticks == 21 and rollout.starts.any() and not rollout.starts.all()
+    assert len({int(one) for one in rollout.steps.action.indices[..., 0].flatten()}) > 1
+    assert loop.ticks == 21 and rollout.steps.starts.any() and not rollout.steps.starts.all()
 
 
 def test_what_a_policy_cannot_see_or_do_is_refused() -> None:

@@ -94,7 +94,9 @@ def test_a_rollback_neither_discards_nor_poisons_transitions(make_watched: MakeL
     for loop, broken in ((whole, {}), (cut, {2: [1]})):
         play(loop, broken)
         rollout, summary = loop.finish()
-        assert torch.equal(summary.advantages.isfinite(), ~loop.buffer.masks.forced), "every decision has an advantage"
+        assert torch.equal(summary.advantages.isfinite(), ~loop.buffer.steps.masks.forced), (
+            "every decision has an advantage"
+        )
         returns.append(loop.value_norm.inverse(rollout.targets))
         terms = ppo_terms(loop.policy, rollout, PPOConfig())
         assert all(term.isfinite().all() for term in terms) and terms.ratio_error < 1e-5
@@ -104,7 +106,7 @@ def test_a_rollback_neither_discards_nor_poisons_transitions(make_watched: MakeL
         assert torch.equal(theirs[:2, 1], ours[:2, 1])
     torch.testing.assert_close(returns[0][:, [0, 2]], returns[1][:, [0, 2]], rtol=1e-4, atol=1e-5)
     # The earlier transitions stay, and bear the penalty of the rollback.
-    earned = cut.buffer.rewards[:, 1]
+    earned = cut.buffer.steps.rewards[:, 1]
     for t in range(3):
         torch.testing.assert_close(returns[1][t, 1], earned[t:3].sum(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(returns[1][3, 1], earned[3:].sum(), rtol=1e-4, atol=1e-5)
@@ -118,7 +120,7 @@ def test_the_value_behind_a_rollback_is_not_that_of_what_comes_next(make_watched
         loop.policy.value[-1].bias.fill_(5.0)
     play(loop, {2: [1], 5: [0]})
     buffer = loop.buffer
-    assert buffer.values.min() > 2.0
+    assert buffer.steps.values.min() > 2.0
     rollout, _ = loop.finish()
     returns = loop.value_norm.inverse(rollout.targets)
 
@@ -140,8 +142,8 @@ def test_what_the_governor_refuses_is_stored_as_the_wait_that_was_done(make_watc
     step = loop.step()
 
     assert [veto.host for veto in step.vetoes] == [0, 1]
-    assert loop.buffer.action.op[0].tolist() == step.action.op.tolist() == [Op.WAIT, Op.WAIT, Op.GERMINATE]
-    assert (loop.buffer.log_prob[0, :2] < -8.0).all(), "one in e^9"
+    assert loop.buffer.steps.action.op[0].tolist() == step.action.op.tolist() == [Op.WAIT, Op.WAIT, Op.GERMINATE]
+    assert (loop.buffer.steps.log_prob[0, :2] < -8.0).all(), "one in e^9"
     assert [env.slots[0].occupied or env.slots[1].occupied or env.slots[2].occupied for env in loop.pool.envs] == [
         False,
         False,
@@ -162,5 +164,5 @@ def test_an_episode_ends_early_for_a_host_that_diverges_again_and_again(
     play(loop, {0: [2], 2: [2]})
 
     assert [trained.count(host) for host in range(3)] == [6, 6, 3]
-    assert loop.buffer.masks.ended.sum(0).tolist() == [0, 0, 3]
+    assert loop.buffer.steps.masks.ended.sum(0).tolist() == [0, 0, 3]
     assert loop.last_step.truncated.all() and loop.pool.test_accuracy().isfinite().all()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning import Callback, Trainer
 
-from esper_lightning.checkpointing.validate import open_checkpoint
+from esper_lightning.checkpoint import read_policy
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.losses import ppo_terms
 from esper_lightning.rewards import compute_terms
@@ -41,7 +41,7 @@ def answer(root: Path, capsys: pytest.CaptureFixture[str], *flags: str, code: in
     (line,) = [line for line in said.splitlines() if "Trainer.fit" not in line]
     assert line.startswith("error: ")
     for path in root.rglob("checkpoints/*.ckpt"):
-        open_checkpoint(path)
+        read_policy(path)
     return line
 
 
@@ -81,7 +81,8 @@ DAMAGED: dict[str, tuple[Write, str]] = {
     "another schema": (changed(lambda saved: saved.update(esper_schema=6)), "it has schema 6"),
     "other hosts": (changed(lambda saved: saved["esper_identity"].update(host="7 layers")), "host: the checkpoint has"),
     "another program's": (changed(lambda saved: saved.pop("esper_schema")), "it was not written by esper-lightning"),
-    "no rollout": (changed(lambda saved: saved["callbacks"].pop("RolloutState")), "it lacks the state of"),
+    "no rollout": (changed(lambda saved: saved["callbacks"].pop("RolloutState")), "or the state of"),
+    "no optimizer": (changed(lambda saved: saved.pop("optimizer_states")), "lacks optimizer_states"),
     "other weights": (changed(lambda saved: saved["state_dict"].update(other=torch.zeros(1))), '"other"'),
 }
 
@@ -268,7 +269,7 @@ def test_three_minibatches_in_a_row_that_are_not_finite_end_in_one_line(
         return terms._replace(policy=terms.policy * math.nan) if here else terms
 
     monkeypatch.setattr("esper_lightning.module.ppo_terms", broken)
-    said = "3 minibatches in a row is not finite; lower model.ppo.lr, or set model.ppo.target_kl, and go on"
+    said = "3 minibatches in a row is not finite; lower model.ppo.lr, or set model.ppo.target_kl"
     assert said in answer(tmp_path, capsys, "--model.ppo.target_kl=null", code=3)
 
     run = only_run(tmp_path)
@@ -290,4 +291,4 @@ def test_a_huge_learning_rate_ends_in_one_line_that_says_to_lower_it_and_a_large
         assert "lower model.ppo.lr" in answer(tmp_path, capsys, *flags, code=3)
     else:
         fit(tmp_path, *flags)
-        open_checkpoint(only_run(tmp_path).last)
+        read_policy(only_run(tmp_path).last)

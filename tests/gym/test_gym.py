@@ -16,7 +16,6 @@ import gymnasium
 from gymnasium.vector import AutoresetMode
 
 import esper_lightning.gym
-from esper_lightning.config_files import config_paths
 from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HEADS, HostPool, Op
 from esper_lightning.envs.gymnasium import GymVector
@@ -24,6 +23,7 @@ from esper_lightning.envs.spaces.actions import RELEVANT_OPS
 from esper_lightning.envs.vector_env import ChoiceAction
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.gym import GrowthVectorEnv, make_vector_env
+from esper_lightning.registry import config_paths
 from esper_lightning.rewards import RewardConfig
 from tests.conftest import FREE
 from tests.decisions import WAIT, fossilize, germinate

@@ -13,7 +13,7 @@ State = tuple[Array, Array]
 
 
 class Policy:
-    """Policy of one environment with two heads, the second conditioned on the first; any weights and masks.
+    """Policy of one environment with two heads; any weights and masks.
 
     Args:
         weights: A state dict.
@@ -52,18 +52,16 @@ class Policy:
         seen = np.concatenate([hidden, privileged])
         return self._linear("value.2", np.maximum(0.0, self._linear("value.0", seen)))[0]
 
-    def _table(self, head: str, context: int, hidden: Array, possible: Array) -> Array:
+    def _chances(self, head: str, hidden: Array, possible: Array) -> Array:
         inner = np.maximum(0.0, self._linear(f"heads.tables.{head}.layers.0", hidden))
-        logits = self._linear(f"heads.tables.{head}.layers.2", inner).reshape(-1, len(possible))[context]
-        logits = np.where(possible, logits, -np.inf)
+        logits = np.where(possible, self._linear(f"heads.tables.{head}.layers.2", inner), -np.inf)
         odds = np.exp(logits - logits.max())
         return odds / odds.sum()
 
     def joint(self, hidden: Array, possible: Array) -> Array:  # [rows, columns]
-        """Return the probability of every action; `possible` holds the rows' mask, then each row's mask of columns."""
-        first = self._table("row", 0, hidden, possible[: self.rows])
-        rest = possible[self.rows :].reshape(self.rows, self.columns)
-        return first[:, None] * np.stack([self._table("column", r, hidden, rest[r]) for r in range(self.rows)])
+        """Return the probability of every action; `possible` holds the masks of both heads."""
+        row = self._chances("row", hidden, possible[: self.rows])
+        return row[:, None] * self._chances("column", hidden, possible[self.rows :])
 
 
 def sigmoid(x: Array) -> Array:
@@ -71,24 +69,18 @@ def sigmoid(x: Array) -> Array:
 
 
 def entropies(joint: Array, possible: Array) -> Array:
-    """Return the entropy of each head relative to that of a uniform choice; the second is averaged over the first."""
+    """Return the entropy of each head relative to that of a uniform choice."""
 
     def even(probabilities: Array, there: Array) -> float:
         p = probabilities[probabilities > 0.0]
         return -(p * np.log(p)).sum() / np.log(there.sum()) if there.sum() > 1 else 0.0
 
-    rows, columns = joint.shape
-    first = joint.sum(1)
-    rest = possible[rows:].reshape(rows, columns)
-    second = [first[r] * even(joint[r] / first[r], rest[r]) for r in range(rows) if first[r] > 0.0]
-    return np.array([even(first, possible[:rows]), sum(second)])
+    return np.array([even(joint.sum(1), possible[: len(joint)]), even(joint.sum(0), possible[len(joint) :])])
 
 
 def choices(joint: Array, possible: Array) -> Array:
-    """Return the probability that each head has more than one possible choice."""
-    rows, columns = joint.shape
-    several = possible[rows:].reshape(rows, columns).sum(1) > 1
-    return np.array([possible[:rows].sum() > 1, joint.sum(1)[several].sum()], dtype=float)
+    """Return whether each head has more than one possible choice."""
+    return np.array([possible[: len(joint)].sum() > 1, possible[len(joint) :].sum() > 1], dtype=float)
 
 
 class ReferenceRollout(NamedTuple):

@@ -14,7 +14,7 @@ from esper_lightning.envs.seeding import EVALUATION, TRAINING, episode_rng_seeds
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms
-from esper_lightning.ppo.rollout_buffer import Rollout
+from esper_lightning.ppo.rollout_buffer import Rollout, tensors_of
 from esper_lightning.ppo.running_norm import NormalizeConfig, RunningMeanStd, make_norm
 from esper_lightning.tamiyo.policy import Policy, RecurrentState
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
@@ -55,10 +55,10 @@ def test_normalisers_change_at_the_end_of_a_rollout_and_never_within(make_loop: 
         loop.step()
         assert all(torch.equal(a, b) for a, b in zip(before, statistics(), strict=True))
 
-    stored = loop.buffer.observation.features.clone()
+    stored = loop.buffer.steps.observation.features.clone()
     rollout, _ = loop.finish()
     assert loop.observation_norm.host.count == loop.value_norm.count == 2 * 12
-    assert torch.equal(rollout.observation.features, stored), "what was seen stays as it was seen"
+    assert torch.equal(rollout.steps.observation.features, stored), "what was seen stays as it was seen"
     # The statistics are those of raw features, including the rollout before.
     now = loop.observation_norm.host.mean
     assert not torch.equal(now, of_hosts)
@@ -100,7 +100,7 @@ def test_a_rollback_cuts_the_environment_concerned_alone(make_watched: MakeWatch
     whole, cut = make_watched(), make_watched()
     play_broken(whole, {})
     play_broken(cut, CUTS)
-    b = cut.buffer
+    b = cut.buffer.steps
 
     assert b.terminated.nonzero().tolist() == [[0, 2], [2, 1], [3, 2]]
     assert b.starts.T.tolist() == [
@@ -109,7 +109,7 @@ def test_a_rollback_cuts_the_environment_concerned_alone(make_watched: MakeWatch
         [True, True, False, False, True, False],
     ]
     assert (b.rewards[b.terminated] == -0.75).all() and (b.rewards[~b.terminated] > -0.75).all()
-    for theirs, ours in zip(whole.buffer.state_dict()["ticks"], b.state_dict()["ticks"], strict=True):
+    for theirs, ours in zip(whole.buffer.state_dict()["ticks"], cut.buffer.state_dict()["ticks"], strict=True):
         assert torch.equal(theirs[:, 0], ours[:, 0])
         assert torch.equal(theirs[:2, 1], ours[:2, 1]), "what came before stays as it was"
 
@@ -121,8 +121,8 @@ def test_credit_never_crosses_a_rollback(make_watched: MakeWatched, horizon_is_e
     play_broken(loop, CUTS)
     seen = Observation(loop.observation_norm(loop.pool.observation.features))
     with torch.no_grad():
-        _, last, _ = loop.policy.step(seen, loop.state, loop.pool.masks, starts=loop.starts)
-    rewards, values = loop.buffer.rewards.double(), loop.buffer.values.double()
+        last = loop.policy.estimate_value(loop.policy.encode_step(seen, loop.state, loop.starts)[0])
+    rewards, values = loop.buffer.steps.rewards.double(), loop.buffer.steps.values.double()
     rollout, _ = loop.finish()
 
     advantages = torch.zeros(6, 3, dtype=torch.float64)
@@ -137,7 +137,7 @@ def test_credit_never_crosses_a_rollback(make_watched: MakeWatched, horizon_is_e
             begin = end + 1
     returns = loop.value_norm.inverse(rollout.targets).double()
     torch.testing.assert_close(returns, advantages + values, rtol=1e-4, atol=1e-5)
-    counted = advantages[~rollout.masks.forced]
+    counted = advantages[~rollout.steps.masks.forced]
     normalised = (advantages - counted.mean()) / counted.std(correction=0)
     torch.testing.assert_close(rollout.advantages.double(), normalised, rtol=1e-4, atol=1e-4)
 
@@ -157,13 +157,13 @@ def test_after_a_rollback_the_policy_remembers_nothing_of_that_host(make_watched
 
         with torch.no_grad():
             nothing = torch.zeros(end - begin, 1, dtype=torch.bool)
-            return loop.policy(stretch(one.observation), state, stretch(one.masks), nothing)[1][:, 0]
+            return loop.policy(stretch(one.steps.observation), state, stretch(one.steps.masks), nothing)[1][:, 0]
 
     fresh = loop.policy.initial_state(1)
     for env, cuts in ((0, [0, 6]), (1, [0, 3, 6]), (2, [0, 1, 4, 6])):
         for begin, end in pairwise(cuts):
-            torch.testing.assert_close(rollout.values[begin:end, env], values(env, begin, end, fresh))
-    assert not torch.allclose(rollout.values[1:3, 0], values(0, 1, 3, fresh)), "else nothing was remembered anywhere"
+            torch.testing.assert_close(rollout.steps.values[begin:end, env], values(env, begin, end, fresh))
+    assert not torch.allclose(rollout.steps.values[1:3, 0], values(0, 1, 3, fresh)), "else nothing was remembered"
 
 
 ENDING = replace(ONLY_NAN_DIVERGES, max_rollbacks=0)
@@ -178,8 +178,8 @@ def test_the_summary_judges_the_critic_on_the_scale_of_the_returns(make_watched:
     rollout, summary = loop.finish()
 
     assert abs(scale.deviation - 1.0) > 0.1
-    real, forced = ~rollout.masks.ended, rollout.masks.forced
-    values, returns = scale.inverse(rollout.values), loop.value_norm.inverse(rollout.targets)
+    real, forced = ~rollout.steps.masks.ended, rollout.steps.masks.forced
+    values, returns = scale.inverse(rollout.steps.values), loop.value_norm.inverse(rollout.targets)
     errors = (returns - values)[real]
     torch.testing.assert_close(summary.values, values[real], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(summary.value_targets - summary.values, errors, rtol=1e-4, atol=1e-5)
@@ -190,9 +190,9 @@ def test_the_summary_judges_the_critic_on_the_scale_of_the_returns(make_watched:
 
 def spoil_what_is_over(loop: RolloutCollector) -> None:
     """Overwrite the stored steps of host 1 after its end."""
-    buffer, over = loop.buffer, loop.buffer.masks.ended
+    buffer, over = loop.buffer, loop.buffer.steps.masks.ended
     assert over.nonzero().tolist() == [[3, 1], [4, 1], [5, 1]]
-    for stored in (buffer.observation.features, loop.raw_features, buffer.rewards, buffer.values):
+    for stored in (buffer.steps.observation.features, loop.raw_features, buffer.steps.rewards, buffer.steps.values):
         stored[over] = 3.0 + 2.0 * torch.rand(stored[over].shape, generator=torch.Generator().manual_seed(0))
 
 
@@ -211,13 +211,13 @@ def test_what_comes_after_an_end_counts_for_nothing(make_watched: MakeWatched) -
     for loop in loops:
         loop.reward_norm = RunningMeanStd(())
         play_broken(loop, {2: [1]})
-        assert loop.buffer.masks.forced[3:, 1].all() and not loop.buffer.rewards[3:, 1].any()
+        assert loop.buffer.steps.masks.forced[3:, 1].all() and not loop.buffer.steps.rewards[3:, 1].any()
     spoil_what_is_over(loops[1])
     (norms, terms, gradients, rollout), (norms2, terms2, gradients2, rollout2) = map(learned_from, loops)
 
     assert norms[2] == loops[0].observation_norm.host.count == 3 * 6 - 3
     assert differences(norms, norms2) == []
-    counted = ~rollout.masks.ended
+    counted = ~rollout.steps.masks.ended
     for name in ("advantages", "targets"):
         assert torch.equal(getattr(rollout, name)[counted], getattr(rollout2, name)[counted])
     for name, ours, theirs in zip(terms._fields, terms, terms2, strict=True):
@@ -243,11 +243,11 @@ def test_a_vetoed_action_is_stored_as_the_wait_that_was_done(make_watched: MakeW
 
     assert len(vetoes) > 3 and {host for host, _ in vetoes} == {0}
     assert not any(s.occupied for s in loop.pool.envs[0].slots) and any(s.occupied for s in loop.pool.envs[1].slots)
-    assert (torch.stack(rollout.action)[:, :, 0] == 0).all(), "WAIT, in every head"
+    assert (torch.stack(rollout.steps.action)[:, :, 0] == 0).all(), "WAIT, in every head"
     # The policy prefers GERMINATE: its odds are e^3 against one WAIT, so it waits with probability ≤ 1 / (1 + e^3).
     for _, tick in vetoes:
-        assert rollout.log_prob[tick - 1, 0].item() < -2.0
-    assert (rollout.action.op[:, 1:] == Op.GERMINATE).any()
+        assert rollout.steps.log_prob[tick - 1, 0].item() < -2.0
+    assert (rollout.steps.action.op[:, 1:] == Op.GERMINATE).any()
     assert ppo_terms(loop.policy, rollout, PPOConfig()).ratio_error < 1e-5
 
 
@@ -260,8 +260,8 @@ def test_what_is_stored_is_what_was_seen(make_loop: MakeLoop, play_rollout: Play
     for t in range(loop.buffer.ticks):
         raw = loop.pool.observation.features.clone()
         loop.step()
-        assert torch.equal(loop.buffer.observation.features[t], loop.observation_norm(raw))
-        assert not torch.equal(loop.buffer.observation.features[t], raw)
+        assert torch.equal(loop.buffer.steps.observation.features[t], loop.observation_norm(raw))
+        assert not torch.equal(loop.buffer.steps.observation.features[t], raw)
     rollout, _ = loop.finish()
 
     assert ppo_terms(loop.policy, rollout, PPOConfig()).ratio_error < 1e-5
@@ -276,8 +276,7 @@ def test_what_is_filled_every_tick_is_allocated_once(
     def tensors() -> Iterator[Tensor]:
         yield from (*loop.pool.observation, *loop.pool.masks, loop.raw_features, loop.starts)
         buffer = loop.buffer
-        yield from (*buffer.observation, *buffer.masks, *buffer.action, *buffer.state, buffer.log_prob, buffer.values)
-        yield from (buffer.rewards, buffer.terminated, buffer.truncated, buffer.starts)
+        yield from (*tensors_of(buffer.steps), *buffer.state)
 
     before = list(tensors())
     pointers = [tensor.data_ptr() for tensor in before]
@@ -332,16 +331,16 @@ def test_the_bootstrap_is_the_value_after_the_last_action(make_loop: MakeLoop, p
     after = Observation(loop.observation_norm(loop.pool.observation.features))
     longer = [
         type(past)(*(torch.cat([p, n[None]]) for p, n in zip(past, now, strict=True)))
-        for past, now in ((buffer.observation, after), (buffer.masks, loop.pool.masks))
+        for past, now in ((buffer.steps.observation, after), (buffer.steps.masks, loop.pool.masks))
     ]
-    starts = torch.cat([buffer.starts, torch.zeros(1, 2, dtype=torch.bool)])
+    starts = torch.cat([buffer.steps.starts, torch.zeros(1, 2, dtype=torch.bool)])
     with torch.no_grad():
         _, values, _ = loop.policy(longer[0], buffer.state, longer[1], starts)
     rollout, _ = loop.finish()
 
     assert (values[-1] - values[-2]).abs().min() > 1e-3
     last = loop.value_norm.inverse(rollout.targets)[-1]
-    torch.testing.assert_close(last, buffer.rewards[-1] + values[-1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(last, buffer.steps.rewards[-1] + values[-1], rtol=1e-4, atol=1e-4)
 
 
 def test_the_value_clip_has_its_own_range(make_loop: MakeLoop, play_rollout: Play) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam
 
+from esper_lightning.checkpoint import DivergedError
 from esper_lightning.envs.vector_env import ChoiceAction, VectorStep
-from esper_lightning.errors import DivergedError
 from esper_lightning.module import skip_unless
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
@@ -124,9 +124,10 @@ def test_a_rollout_with_a_number_that_is_none_is_learned_from_without_its_enviro
         expected = RunningMeanStd(features.shape[2:])
         expected.update(features[:, good])
         assert differences(collector.observation_norm.state_dict(), expected.state_dict()) == []
-        assert learned.log_prob.sum() == pytest.approx(collector.buffer.log_prob[:, good].sum().item(), rel=1e-5)
+        expected = collector.buffer.steps.log_prob[:, good].sum()
+        assert learned.steps.log_prob.sum().item() == pytest.approx(expected.item(), rel=1e-5)
         groups = rollout.minibatches(1, 3, collector.generator, usable=summary.usable)
-        assert [len(minibatch.log_prob[0]) for minibatch in groups] == [1, 1]
+        assert [len(minibatch.steps.log_prob[0]) for minibatch in groups] == [1, 1]
     play_broken(collector)  # the next rollout has all environments again
     assert collector.finish()[1].metrics["left_out"] == 0
 
@@ -156,8 +157,8 @@ def test_a_policy_of_nan_draws_possible_actions_until_its_rollout_ends_the_run()
 
     play_broken(collector)
 
-    heads = collector.buffer.action.indices[..., 0]
-    possible = collector.pool.space.split_mask(collector.buffer.masks.possible)["row"].squeeze(-2)
+    heads = collector.buffer.steps.action.indices[..., 0]
+    possible = collector.pool.space.split_mask(collector.buffer.steps.masks.possible)["row"]
     assert possible.gather(-1, heads[..., None]).all()
     with pytest.raises(DivergedError, match=r"the policy's log-probability is nan.*lower model.ppo.lr"):
         collector.finish()

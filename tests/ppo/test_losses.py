@@ -1,5 +1,6 @@
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -85,16 +86,21 @@ def rollout(loop: RolloutCollector) -> Rollout:
     return loop.finish()[0]._replace(advantages=advantages)
 
 
+def with_steps(rollout: Rollout, **changes: Any) -> Rollout:
+    return rollout._replace(steps=rollout.steps._replace(**changes))
+
+
 def forced_everywhere(rollout: Rollout, env: int) -> Rollout:
     """Return the same rollout with all actions of environment `env` forced."""
-    slot = rollout.masks.slot.clone()
+    slot = rollout.steps.masks.slot.clone()
     slot[:, env, 1:] = False
-    action = type(rollout.action)(*(head.clone() for head in rollout.action))
+    action = type(rollout.steps.action)(*(head.clone() for head in rollout.steps.action))
     for head in action:
         head[:, env] = 0
-    log_prob = rollout.log_prob.clone()
+    log_prob = rollout.steps.log_prob.clone()
     log_prob[:, env] = 0.0
-    return rollout._replace(masks=rollout.masks._replace(slot=slot), action=action, log_prob=log_prob)
+    masks = rollout.steps.masks._replace(slot=slot)
+    return with_steps(rollout, masks=masks, action=action, log_prob=log_prob)
 
 
 def policy_gradient(policy: Policy, loss: Tensor) -> list[Tensor]:
@@ -129,11 +135,13 @@ def test_forced_steps_carry_no_policy_gradient_and_no_entropy(loop: RolloutColle
 def test_a_decision_teaches_only_the_heads_that_mattered_for_it(
     loop: RolloutCollector, rollout: Rollout, op: Op, reached: set[str]
 ) -> None:
-    everything = rollout.masks._replace(slot=torch.ones_like(rollout.masks.slot))
-    action = rollout.action._replace(op=torch.full_like(rollout.action.op, op))
+    everything = rollout.steps.masks._replace(slot=torch.ones_like(rollout.steps.masks.slot))
+    action = rollout.steps.action._replace(op=torch.full_like(rollout.steps.action.op, op))
     with torch.no_grad():
-        log_prob = loop.policy(rollout.observation, rollout.state, everything, rollout.starts)[0].log_prob(action)
-    taken = rollout._replace(masks=everything, action=action, log_prob=log_prob)
+        steps = rollout.steps
+        distribution, *_ = loop.policy(steps.observation, rollout.state, everything, steps.starts)
+        log_prob = distribution.log_prob(action)
+    taken = with_steps(rollout, masks=everything, action=action, log_prob=log_prob)
 
     loop.policy.zero_grad()
     ppo_terms(loop.policy, taken, PPOConfig()).policy.backward()
@@ -150,7 +158,8 @@ def test_ppo_terms_measure_how_far_the_policy_has_moved(loop: RolloutCollector, 
     still = ppo_terms(loop.policy, rollout, PPOConfig())
     assert still.ratio_error < 1e-5 and still.kl < 1e-9 and still.clip_fraction == 0
 
-    moved = ppo_terms(loop.policy, rollout._replace(log_prob=rollout.log_prob - math.log(1.5)), PPOConfig(clip=0.2))
+    likelier = with_steps(rollout, log_prob=rollout.steps.log_prob - math.log(1.5))
+    moved = ppo_terms(loop.policy, likelier, PPOConfig(clip=0.2))
     assert moved.ratio_error.item() == pytest.approx(0.5, rel=1e-4)
     assert moved.ratio_low.item() == pytest.approx(1.5, rel=1e-4) == moved.ratio_high.item()
     assert moved.kl.item() == pytest.approx(0.5 - math.log(1.5), rel=1e-4)

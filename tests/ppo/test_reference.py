@@ -110,9 +110,9 @@ def test_log_probabilities_values_and_gae_are_those_of_the_reference(
     buffer, (mean, deviation) = loop.buffer, played[1]
     judgements = judged(loop, played[0], before)
 
-    assert buffer.truncated.any(0).tolist() == [True, False, True] and buffer.terminated.any(0)[1]
-    close(buffer.log_prob, columns([one.log_probs for one in judgements]))
-    close(buffer.values, columns([one.values for one in judgements]))
+    assert buffer.steps.truncated.any(0).tolist() == [True, False, True] and buffer.steps.terminated.any(0)[1]
+    close(buffer.steps.log_prob, columns([one.log_probs for one in judgements]))
+    close(buffer.steps.values, columns([one.values for one in judgements]))
     raw = [
         reference.advantages(
             one,
@@ -123,7 +123,7 @@ def test_log_probabilities_values_and_gae_are_those_of_the_reference(
         )
         for one, its in zip(played[0], judgements, strict=True)
     ]
-    table, free = columns(raw), ~buffer.masks.forced.numpy()
+    table, free = columns(raw), ~buffer.steps.masks.forced.numpy()
     expected = (table - table[free].mean()) / table[free].std()
     returns = table + mean + deviation * columns([one.values for one in judgements])
     if sequence is not None:  # three sequences of four steps for each environment
@@ -158,19 +158,19 @@ def test_the_ratio_is_1_before_any_update(kind: dict[str, Any], sequence: int | 
     loop = make_loop(PPOConfig(sequence=sequence), **kind)
     rollout, _, _ = play_twice(loop)
 
-    assert rollout.log_prob.shape == (sequence or TICKS, ENVS * TICKS // (sequence or TICKS))
+    assert rollout.steps.log_prob.shape == (sequence or TICKS, ENVS * TICKS // (sequence or TICKS))
     for minibatch in rollout.minibatches(1, 2, loop.generator):
         assert ppo_terms(loop.policy, minibatch, CONFIG).ratio_error < 1e-5
-    assert (rollout.log_prob < -0.1).any(), "there was something to choose"
+    assert (rollout.steps.log_prob < -0.1).any(), "there was something to choose"
 
 
 def reference_terms(rollout: Rollout, now: list[ReferenceEvaluation]) -> dict[str, float]:
     """Return the PPO terms by definition, for a policy that has changed since the rollout."""
-    free = ~rollout.masks.forced.numpy()
-    log_ratio = columns([one.log_probs for one in now]) - rollout.log_prob.double().numpy()
+    free = ~rollout.steps.masks.forced.numpy()
+    log_ratio = columns([one.log_probs for one in now]) - rollout.steps.log_prob.double().numpy()
     ratio, gain = np.exp(log_ratio), rollout.advantages.double().numpy()
     surrogate = -np.minimum(ratio * gain, np.clip(ratio, 1 - CONFIG.clip, 1 + CONFIG.clip) * gain)
-    old, target = rollout.values.double().numpy(), rollout.targets.double().numpy()
+    old, target = rollout.steps.values.double().numpy(), rollout.targets.double().numpy()
     value = columns([one.values for one in now])
     limited = old + np.clip(value - old, -CONFIG.value_clip, CONFIG.value_clip)
     error = 0.5 * np.maximum((value - target) ** 2, (limited - target) ** 2)
@@ -239,12 +239,11 @@ def test_what_is_masked_is_never_done_and_costs_nothing() -> None:
         hidden, _ = policy.hidden(one.features[0], state)
         joint = policy.joint(hidden, one.possible[0])
         assert joint.sum() == pytest.approx(1.0)
-    possible = rollout.masks.possible
-    first, second = possible[..., : ROWS + 1], possible[..., ROWS + 1 :].unflatten(-1, (ROWS + 1, COLUMNS + 1))
-    row, column = rollout.action.indices.unbind(-1)
-    assert first.gather(-1, row[..., None]).all()
-    assert second.flatten(-2).gather(-1, (row * (COLUMNS + 1) + column)[..., None]).all()
-    assert torch.equal(rollout.masks.forced, rollout.log_prob == 0.0), "where nothing is left to decide, certainty"
+    possible = rollout.steps.masks.possible
+    for at, head in zip((0, ROWS + 1), rollout.steps.action.indices.unbind(-1), strict=True):
+        assert possible.gather(-1, at + head[..., None]).all()
+    is_certain = rollout.steps.log_prob == 0.0
+    assert torch.equal(rollout.steps.masks.forced, is_certain), "where nothing is left to decide"
 
 
 def test_what_the_critic_alone_sees_is_normalised_by_all_that_it_saw() -> None:
@@ -270,10 +269,11 @@ def test_rewards_are_divided_by_the_deviation_of_their_discounted_sum_so_far() -
         for loop in (ours, by_hand):
             play(loop)
         rewards = 2.0 + 30.0 * torch.rand(TICKS, ENVS, generator=torch.Generator().manual_seed(number))
-        seen.append((rewards.double().numpy(), (ours.buffer.terminated | ours.buffer.truncated).numpy().copy()))
+        ended = ours.buffer.steps.terminated | ours.buffer.steps.truncated
+        seen.append((rewards.double().numpy(), ended.numpy().copy()))
         expected = reference.reward_deviations(seen, CONFIG.gamma)[-1]
-        ours.buffer.rewards.copy_(rewards)
-        by_hand.buffer.rewards.copy_(rewards / expected)
+        ours.buffer.steps.rewards.copy_(rewards)
+        by_hand.buffer.steps.rewards.copy_(rewards / expected)
         (rollout, summary), (theirs, divided) = ours.finish(), by_hand.finish()
 
         assert summary.metrics["reward_deviation"] == pytest.approx(expected, rel=1e-5)

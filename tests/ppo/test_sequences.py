@@ -5,6 +5,7 @@ import torch
 
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
+from esper_lightning.ppo.rollout_buffer import tensors_of
 from tests.cue import CueMemory
 from tests.ppo.loops import cue_loop, play
 from tests.runs import differences
@@ -22,9 +23,8 @@ def test_shorter_sequences_hold_the_same_steps() -> None:
         play(loop)
     (a, _), (b, _) = whole.finish(), cut.finish()
 
-    assert b.log_prob.shape == (4, 3 * ENVS) and b.state.hidden.shape == (3 * ENVS, 8)
-    for name in ("log_prob", "values", "advantages", "targets", "starts"):
-        ours, theirs = getattr(b, name), getattr(a, name)
+    assert b.targets.shape == (4, 3 * ENVS) and b.state.hidden.shape == (3 * ENVS, 8)
+    for ours, theirs in zip(tensors_of(b[:3]), tensors_of(a[:3]), strict=True):
         assert torch.equal(torch.cat([ours[:, i * ENVS : (i + 1) * ENVS] for i in range(3)]), theirs)
     assert torch.equal(b.state.hidden[:ENVS], a.state.hidden)
     assert b.state.hidden[ENVS:].any(), "the later ones begin with what was remembered"
@@ -38,8 +38,8 @@ def test_the_gradient_ends_where_a_sequence_begins() -> None:
         loop = make_loop(sequence)
         play(loop)
         rollout, _ = loop.finish()
-        features = rollout.observation.features.requires_grad_()
-        values = loop.policy(rollout.observation, rollout.state, rollout.masks, rollout.starts)[1]
+        features = rollout.steps.observation.features.requires_grad_()
+        values = loop.policy(rollout.steps.observation, rollout.state, rollout.steps.masks, rollout.steps.starts)[1]
         values[-1, -1].backward()  # the last step of the last environment
         return features.grad[:, -1].abs().sum(-1) > 0
 

@@ -18,7 +18,7 @@ from tests.decisions import CPU
 
 TICKS, ENVS, WIDTH, OPS = 5, 3, 16, len(Op)
 ROWS = RowSizes(host=5, slot=7, blueprint=4)
-CHOICES = ChoiceSpace({"a": 3, "b": 2}, {"b": "a"})
+CHOICES = ChoiceSpace({"a": 3, "b": 2})
 
 
 def space_of(slots: int, blueprints: int) -> ActionSpace:
@@ -120,8 +120,8 @@ def test_the_decision_is_the_most_likely_action_though_most_slots_are_left_out_o
     with torch.no_grad():
         distribution, _, _ = policy(observation, state, masks, starts)
         for t in range(TICKS):
-            now = Observation(observation.features[t]), state, Masks(*(part[t] for part in masks))
-            action, state = policy.decide(*now, starts=starts[t])
+            hidden, state = policy.encode_step(Observation(observation.features[t]), state, starts[t])
+            action = policy.heads.decide(hidden, Masks(*(part[t] for part in masks)))
             assert all(torch.equal(part, best[t]) for part, best in zip(action, distribution.mode(), strict=True))
             ops |= set(action.op.tolist())
 
@@ -160,9 +160,9 @@ def test_a_whole_sequence_is_as_many_single_steps(given_of: Callable[[int], Give
     with torch.no_grad():
         distribution, values, last = policy(observation, state, masks, starts)
         for t in range(TICKS):
-            now = Observation(observation.features[t]), state, type(masks)(*(part[t] for part in masks))
-            of_step, value, state = policy.step(*now, starts=starts[t])
-            torch.testing.assert_close(value, values[t], rtol=0, atol=1e-5)
+            hidden, state = policy.encode_step(Observation(observation.features[t]), state, starts[t])
+            of_step = policy.heads.distribution(hidden, type(masks)(*(part[t] for part in masks)))
+            torch.testing.assert_close(policy.estimate_value(hidden), values[t], rtol=0, atol=1e-5)
             for head, table in of_step.log_probs.items():
                 torch.testing.assert_close(table.exp(), distribution.log_probs[head][t].exp(), rtol=0, atol=2e-5)
 

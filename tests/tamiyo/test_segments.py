@@ -1,10 +1,9 @@
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from esper_lightning.tamiyo.segments import split_segments
+from esper_lightning.tamiyo.policy import split_segments
 
 
 @given(
@@ -33,22 +32,3 @@ def test_an_lstm_over_stretches_is_one_that_is_reset_step_by_step(
     torch.testing.assert_close(cut.unpack(output.data), torch.stack(expected), rtol=0, atol=1e-12)
     torch.testing.assert_close(last_hidden[0, cut.last], hidden, rtol=0, atol=1e-12)
     torch.testing.assert_close(last_cell[0, cut.last], cell, rtol=0, atol=1e-12)
-
-
-def test_stretches_are_ordered_by_length_and_know_whose_they_are() -> None:
-    starts = torch.tensor([[0, 1], [0, 0], [1, 0]], dtype=torch.bool)  # T = 3, N = 2: lengths 2, 1 and 3
-
-    cut = split_segments(starts)
-
-    assert cut.sizes.tolist() == [3, 2, 1]
-    assert cut.positions.tolist() == [3, 0, 2, 4, 1, 5], "first steps of all, then second steps, then third ones"
-    assert (cut.first.tolist(), cut.last.tolist()) == ([1, 0], [2, 0])
-
-
-@pytest.mark.parametrize("resets", [0.0, 1.0])
-def test_packing_and_unpacking_change_nothing(resets: float) -> None:
-    x = torch.randn(6, 3, 2)
-
-    cut = split_segments(torch.full((6, 3), bool(resets)))
-
-    assert torch.equal(cut.unpack(cut.pack(x).data), x)

@@ -10,9 +10,9 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from esper_lightning.envs.device_transfer import pack_training
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.errors import first_line, is_out_of_memory
 from esper_lightning.growth.counterfactual import SeedVariant, forward_variants, fossilized_only
 from esper_lightning.growth.gradient_stats import NO_GRADIENT
+from esper_lightning.machine import first_line, is_out_of_memory
 from esper_lightning.profiling import PhaseClock
 from esper_lightning.tasks import Batches, Split, Task, fetch
 

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from esper_lightning.callbacks import Grow
 from esper_lightning.controllers.schedules import Schedule, ScheduledAction, write_schedule
 from esper_lightning.envs import Op
 from esper_lightning.envs.single_pool import SinglePool
-from esper_lightning.growth import GrowingNetwork, LifecycleConfig, detach_slots, slots_of
+from esper_lightning.growth import LifecycleConfig, detach_slots, slots_of
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.telemetry.events import Contributed, SeedChanged, Started, read_events
@@ -187,29 +187,6 @@ def test_a_checkpoint_of_other_growth_is_refused(run: Run, options: dict[str, An
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_weights_alone_is_validated_and_predicts_what_the_grown_network_says(
-    run: Run, tmp_path: Path
-) -> None:
-    class Predicting(Classifier):
-        def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            return self.net(batch[0])
-
-    run.trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
-    loader = run.trainer.datamodule.val_dataloader()
-    run.module.eval()
-    with torch.no_grad():
-        expected = torch.cat([run.module.net(images) for images, _ in loader])
-    (scores,) = trainer().validate(run.module, loader, verbose=False)
-    fresh, made = Predicting("lambda"), trainer(grow())
-
-    outputs = made.predict(fresh, loader, ckpt_path=tmp_path / "weights.ckpt")
-    assert torch.equal(torch.cat(outputs), expected)
-
-    (again,) = made.validate(Predicting("lambda"), loader, ckpt_path=tmp_path / "weights.ckpt", verbose=False)
-    assert again == scores
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("horizon", "last"), [(None, 7), (4, 3)])
 def test_a_run_resumed_for_longer_decides_until_its_new_end_or_its_own_horizon(
     horizon: int | None, last: int, tmp_path: Path
@@ -220,34 +197,6 @@ def test_a_run_resumed_for_longer_decides_until_its_new_end_or_its_own_horizon(
     train(classifier(), callback, epochs=8, resume_from=tmp_path / "end.ckpt")
 
     assert callback.decider.seen == list(range(4, last + 1))
-
-
-@pytest.mark.slow
-def test_early_stopping_ends_a_training_that_grows() -> None:
-    callback = grow({0: germinate(0)})
-
-    made = train(classifier(), callback, EarlyStopping("growth/seeds", mode="max", patience=2), epochs=EPOCHS)
-
-    assert made.current_epoch == 3, "the number of seeds does not rise after the first epoch"
-    assert callback.growing.slots["3"].occupied
-
-
-@pytest.mark.slow
-def test_the_weights_of_seeds_depend_on_their_rng_seed_alone() -> None:
-    class Birth(Callback):
-        def on_train_start(self, *_: object) -> None:
-            self.weights = [p.detach().clone() for p in callback.growing.slots["3"].seed.parameters()]
-
-    born = []
-    for rng_seed, torch_seed in ((0, 1), (0, 2), (3, 1)):
-        module, callback, birth = classifier(), grow({0: germinate(0, 1)}, rng_seed=rng_seed), Birth()
-        torch.manual_seed(torch_seed)
-        trainer(callback, birth, epochs=1, limit_train_batches=1).fit(module, DigitsData())
-        born.append(birth.weights)
-
-    first, same, other = born
-    assert all(torch.equal(a, b) for a, b in zip(first, same, strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.slow
@@ -346,38 +295,6 @@ def test_a_network_grows_under_manual_optimization_with_two_optimizers() -> None
     assert body.param_groups[1]["lr"] == pytest.approx(0.01 * 0.9**4)
 
 
-class SetsItsOwnRate(Classifier):
-    """Manual optimization whose step sets the learning rate, and returns no loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
-        for group in optimizer.param_groups:
-            group["lr"] = self.hparams["lr"] * (1.0 - self.current_epoch / 4)
-        optimizer.zero_grad()
-        self.manual_backward(nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
-        optimizer.step()
-
-
-def test_deciders_see_a_rate_that_is_set_by_hand_and_for_lack_of_a_loss_that_of_validation() -> None:
-    callback = grow(loss="val_loss")
-    made = train(SetsItsOwnRate(), callback, epochs=4)
-
-    assert callback.pool is not None
-    assert made.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.25 * 3e-3)
-    assert callback.pool.subject.lr_share == pytest.approx(0.25)
-    history = callback.pool.subject.history
-    assert history.train_loss == pytest.approx(history.loss[1:]), "the first entry is before training"
-
-
-def norm(parameters: list[nn.Parameter]) -> float:
-    """Return the norm of the gradients of some parameters."""
-    return torch.cat([parameter.grad.flatten() for parameter in parameters if parameter.grad is not None]).norm().item()
-
-
 def test_a_host_is_clipped_as_if_its_seed_were_not_there() -> None:
     class Watch(Callback):
         def __init__(self) -> None:
@@ -397,22 +314,6 @@ def test_a_host_is_clipped_as_if_its_seed_were_not_there() -> None:
     assert all(len(norms) == 2 and norms[0] == pytest.approx(0.1, abs=1e-4) for norms in watch.norms[:3])
     weights = dict(grown.net.named_parameters())
     assert all(torch.equal(p, weights[name]) for name, p in plain.net.named_parameters()), "the seed only learns"
-
-
-class MakesItsOwnState(nn.Module):
-    """A layer that makes a tensor of the default dtype in each pass."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ torch.eye(x.shape[-1])
-
-
-def test_a_network_that_makes_tensors_in_its_forward_grows_in_bf16() -> None:
-    module, callback = classifier(), grow({0: germinate(0)})
-    module.net.insert(7, MakesItsOwnState())
-
-    train(module, callback, epochs=4, precision="bf16-true")
-
-    assert callback.growing.slots["3"].blended
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
@@ -470,41 +371,6 @@ def test_seeds_are_judged_by_the_gradients_of_the_last_step_before_a_validation(
     assert len(ticks) >= 2 and [watch.judged[at] for at in ticks] == [watch.expected[at] for at in ticks]
 
 
-def test_gradients_are_measured_at_the_last_step_of_a_tick_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    callback, measured = grow({0: germinate(0)}), []
-    measure = GrowingNetwork.gradient_stats_tensor
-    monkeypatch.setattr(
-        GrowingNetwork, "gradient_stats_tensor", lambda growing: measured.append(growing) or measure(growing)
-    )
-
-    train(classifier(), callback, epochs=2)
-
-    assert len(measured) == 2, "of five steps in each of two ticks"
-
-
-def test_a_training_that_a_timer_stops_within_an_epoch_knows_the_gradients_of_its_last_step() -> None:
-    class Stop(Callback):
-        def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
-            trainer.should_stop = trainer.global_step == 7
-
-    callback = grow({0: germinate(0)})
-    watch = LastGradients(callback)
-
-    train(classifier(), callback, watch, Stop(), epochs=3)
-
-    assert watch.steps == 7 and callback.validations == 2, "it was validated in the middle of the second epoch"
-    assert callback.state_dict()["gradients"][1].tolist() == watch.present
-
-
-def test_accumulated_batches_and_several_validations_per_epoch_are_followed() -> None:
-    callback = grow({0: germinate(0)}, every=2)
-    train(classifier(), callback, epochs=4, accumulate_grad_batches=2, val_check_interval=2)
-
-    assert callback.validations == 8
-    assert callback.pool is not None and callback.pool.subject.tick == callback.pool.config.horizon == 4
-    assert callback.growing.slots["3"].blended
-
-
 def test_a_second_training_with_the_same_callback_goes_on_with_what_has_grown() -> None:
     module, callback = classifier(), grow(decider="periodic")
     train(module, callback, epochs=4)
@@ -515,45 +381,6 @@ def test_a_second_training_with_the_same_callback_goes_on_with_what_has_grown() 
     first, second = callback.growing.slots.values()
     assert (first.age, second.age) == (5, 2), "the last validation of each training is followed by no batch"
     assert [group.get("name") for group in made.optimizers[0].param_groups][1:] == ["seed.3", "seed.5"]
-
-
-def test_growth_that_begins_late_knows_how_little_time_is_left(tmp_path: Path) -> None:
-    path = tmp_path / "plain.ckpt"
-    train(classifier(), epochs=6).save_checkpoint(path)
-    late = grow()
-    train(classifier(), late, epochs=8, resume_from=path)
-
-    module, second = classifier(), grow()
-    made = train(module, second, epochs=3)
-    made.fit_loop.max_epochs = 5
-    made.fit(module, DigitsData())
-
-    assert [each.pool.config.horizon for each in (late, second) if each.pool is not None] == [2, 2]
-
-
-def test_a_run_is_resumed_for_fewer_epochs_than_were_left_to_a_seed(tmp_path: Path) -> None:
-    path = tmp_path / "epoch=6.ckpt"
-    life = {0: germinate(0), 6: decide(Op.FOSSILIZE, slot=0)}
-    save = ModelCheckpoint(tmp_path, "{epoch}", every_n_epochs=7, save_top_k=-1, save_on_train_epoch_end=True)
-    train(classifier(), grow(life), save, epochs=16, enable_checkpointing=True, limit_train_batches=1)
-
-    callback = grow(life)
-    train(classifier(), callback, epochs=8, resume_from=path, limit_train_batches=1)
-
-    assert callback.growing.slots["3"].stage is Stage.FOSSILIZED
-    assert callback.pool is not None and callback.pool.config.horizon == 8
-
-
-@pytest.mark.parametrize(("factor", "warns"), [(100.0, True), (-1.0, True), (1.0, False)])
-def test_a_loss_that_deciders_cannot_see_is_told(factor: float, warns: bool, recwarn: pytest.WarningsRecorder) -> None:
-    class Scaled(Autoencoder):
-        def reconstruct(self, batch: list[Tensor]) -> Tensor:
-            return factor * super().reconstruct(batch)
-
-    options = {"network": "decoder", "slots": ["1"], "blueprints": ["mlp_small"]}
-    train(Scaled(), grow(monitor="val_loss", mode="min", **options), epochs=1)
-
-    assert any("deciders see exp(-loss)" in str(warning.message) for warning in recwarn) == warns
 
 
 @pytest.mark.parametrize(("mode", "unit"), [("max", r"\+\d+\.\d points"), ("min", r"[+-]\d+\.\d % of the loss")])

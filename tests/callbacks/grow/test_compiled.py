@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from esper_lightning.envs import Op
 from esper_lightning.growth import slots_of
@@ -35,32 +33,8 @@ class Plain(Classifier):
         self.net = Whole(self.net)  # type: ignore[assignment]
 
 
-class CompiledFunction(Plain):
-    """Both steps call a compiled function, which the check of the validation before the training compiles."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.run = torch.compile(lambda images: self.net(images), backend="eager")
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(self.run(batch[0]), batch[1])
-        self.log("train_loss", loss)
-        return loss
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        outputs = self.run(batch[0])
-        self.accuracy(outputs, batch[1])
-        self.log("val_acc", self.accuracy)
-        self.log("val_loss", F.cross_entropy(outputs, batch[1]), sync_dist=True)
-
-
 class CompiledTraining(Plain):
     training_step = torch.compile(Plain.training_step, backend="aot_eager")
-
-
-class CompiledSteps(Plain):
-    training_step = torch.compile(Plain.training_step, backend="eager")
-    validation_step = torch.compile(Plain.validation_step, backend="eager")
 
 
 def grown(kind: type[Classifier]) -> tuple[dict[str, Tensor], dict[str, float], list[Stage]]:
@@ -72,12 +46,8 @@ def grown(kind: type[Classifier]) -> tuple[dict[str, Tensor], dict[str, float], 
     return module.state_dict(), metrics, [slot.stage for slot in slots_of(module).values()]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [CompiledTraining, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (CompiledFunction, CompiledSteps))],
-)
-def test_a_training_with_compiled_code_is_bit_for_bit_the_uncompiled_one(kind: type[Classifier]) -> None:
-    (weights, metrics, stages), (expected, expected_metrics, _) = grown(kind), grown(Plain)
+def test_a_training_with_compiled_code_is_bit_for_bit_the_uncompiled_one() -> None:
+    (weights, metrics, stages), (expected, expected_metrics, _) = grown(CompiledTraining), grown(Plain)
 
     assert stages == [Stage.FOSSILIZED, Stage.CULLED]
     assert metrics == expected_metrics

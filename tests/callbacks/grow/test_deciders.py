@@ -10,16 +10,15 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from esper_lightning.checkpointing.policy_file import NAMED_POLICIES, POLICIES
+from esper_lightning.checkpoint import NAMED_POLICIES, POLICIES
 from esper_lightning.controllers.schedules import Schedule, ScheduledAction, write_schedule
-from esper_lightning.envs import Action, ActionConfig
+from esper_lightning.envs import Action
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.growth.stages import Stage
 from tests.callbacks.grow.modules import Classifier
 from tests.callbacks.grow.trainings import classifier, grow, train
 from tests.decisions import cull
-from tests.runs import fit, only_run
 
 SLOTS = ("3", "5")
 
@@ -30,14 +29,6 @@ def test_a_rule_grows_the_network() -> None:
     train(classifier(), callback, epochs=7)
 
     assert any(slot.occupied for slot in callback.growing.slots.values())
-
-
-def test_the_heuristic_waits_while_the_network_improves() -> None:
-    callback = grow(decider="heuristic", batches=1)
-
-    train(classifier(), callback, epochs=3)
-
-    assert not any(slot.occupied for slot in callback.growing.slots.values())
 
 
 def test_nothing_grows_by_wait_which_also_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
@@ -112,21 +103,6 @@ def test_a_policy_goes_on_after_a_validation_without_a_number() -> None:
     state = callback.decider.state_dict()["state"]  # pyright: ignore[reportAttributeAccessIssue]
     assert all(part.isfinite().all() for part in state)
     assert callback.pool.observation.features.isfinite().all()
-
-
-@pytest.mark.slow
-def test_a_trained_policy_decides_from_its_checkpoint(tmp_path: Path) -> None:
-    fit(tmp_path, "--trainer.max_epochs=1", "--data.env.actions.blueprints=[conv_light, bottleneck]")
-    callback = grow(decider=str(only_run(tmp_path).last), batches=1, loss="val_loss")
-
-    train(classifier(), callback, epochs=4)
-
-    offered = ["conv_light", "bottleneck"]  # named for Grow; the policy brings no blueprints along
-    assert callback.actions == ActionConfig(blueprints=offered, tempos={"FAST": 2}), "those of the policy's training"
-    assert callback.pool is not None
-    history = callback.pool.subject.history
-    assert len(history.accuracy) == 4 and len(history.train_loss) == 3
-    assert history.loss[-1] > 0.1 and history.train_loss[-1] > 0.1
 
 
 def test_a_decision_that_is_impossible_is_refused() -> None:

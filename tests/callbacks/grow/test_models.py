@@ -5,7 +5,6 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from lightning import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,8 +14,7 @@ from torchvision.models import VisionTransformer, resnet18
 from esper_lightning.callbacks import Grow
 from esper_lightning.growth.gates import LifecycleConfig
 from tests.callbacks.grow.modules import digits
-from tests.callbacks.grow.trainings import grow, trainer
-from tests.decisions import Row, germinate
+from tests.callbacks.grow.trainings import trainer
 
 
 class Lit(L.LightningModule):
@@ -48,58 +46,6 @@ MODELS = {
     "resnet18": (lambda: resnet18(num_classes=10), ["layer1", "layer2"], ["conv_small", "norm"]),
     "vit": (vit, ["encoder.layers.encoder_layer_0", "encoder.layers.encoder_layer_1"], ["lora", "norm"]),
 }
-
-
-class At(Callback):
-    """Saves a checkpoint at the third validation."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.current_epoch == 2:
-            trainer.save_checkpoint(self.path)
-
-
-def weights_after(name: str, *callbacks: Callback, epochs: int, resume_from: Path | None = None) -> dict[str, Tensor]:
-    """Return the state dict of a network of torchvision after a training of a few minibatches."""
-    images, labels = digits()
-    images = F.interpolate(images, size=32).expand(-1, 3, -1, -1)
-    train, held_out = TensorDataset(images[:64], labels[:64]), TensorDataset(images[-32:], labels[-32:])
-    L.seed_everything(0, verbose=False)
-    module, made = Lit(MODELS[name][0]()), trainer(*callbacks, epochs=epochs, num_sanity_val_steps=0)
-    L.seed_everything(1, verbose=False)
-    made.fit(module, DataLoader(train, 32), DataLoader(held_out, 32), ckpt_path=resume_from)
-    return module.state_dict()
-
-
-def plan(name: str, actions: dict[int, Row]) -> Grow:
-    _, slots, blueprints = MODELS[name]
-    return grow(actions, slots=slots, blueprints=blueprints)
-
-
-def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_a_network_of_torchvision_trains_as_without_growth_until_something_grows(name: str) -> None:
-    assert equal(weights_after(name, plan(name, {}), epochs=2), weights_after(name, epochs=2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_a_resumed_training_of_a_network_of_torchvision_equals_one_that_never_stopped(
-    name: str, tmp_path: Path
-) -> None:
-    actions = {0: germinate(0, 0), 1: germinate(1, 1)}
-    whole = weights_after(name, plan(name, actions), At(tmp_path / "at.ckpt"), epochs=5)
-
-    resumed = weights_after(name, plan(name, actions), epochs=5, resume_from=tmp_path / "at.ckpt")
-
-    assert sum(".seed." in weight for weight in whole) > 2
-    assert equal(resumed, whole)
 
 
 @pytest.mark.slow

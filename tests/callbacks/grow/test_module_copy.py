@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from esper_lightning.callbacks.grow.scoring import isolated_copy
+from esper_lightning.callbacks.measuring import isolated_copy
 from tests.callbacks.grow.modules import Classifier
 from tests.callbacks.grow.trainings import classifier, grow, train
 from tests.decisions import germinate
@@ -43,22 +43,6 @@ class ClearedAtTheStart(NestedLists):
         self.log("val_acc", torch.cat(self.outputs["validation"]).mean())
 
 
-class Buffers(Collector):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("right", torch.zeros(()))
-        self.register_buffer("seen", torch.zeros(()))
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.right += self.correct(batch).sum()
-        self.seen += len(batch[1])
-
-    def on_validation_epoch_end(self) -> None:
-        self.log("val_acc", self.right / self.seen)
-        self.right.zero_()
-        self.seen.zero_()
-
-
 class MetricInADict(Collector):
     def __init__(self) -> None:
         super().__init__()
@@ -70,11 +54,6 @@ class MetricInADict(Collector):
     def on_validation_epoch_end(self) -> None:
         self.log("val_acc", self.metrics["validation"].compute())
         self.metrics["validation"].reset()
-
-
-class BatchAlone(Collector):
-    def validation_step(self, batch: list[Tensor]) -> None:  # type: ignore[override]
-        self.log("val_acc", self.correct(batch).mean())
 
 
 def contributions(module: Classifier) -> dict[str, float]:
@@ -89,7 +68,7 @@ def expected() -> dict[str, float]:
     return contributions(classifier())
 
 
-@pytest.mark.parametrize("kind", [NestedLists, ClearedAtTheStart, Buffers, MetricInADict, BatchAlone])
+@pytest.mark.parametrize("kind", [NestedLists, ClearedAtTheStart, MetricInADict])
 def test_contributions_do_not_depend_on_how_a_validation_is_collected(
     kind: type[Classifier], expected: dict[str, float]
 ) -> None:

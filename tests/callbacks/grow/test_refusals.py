@@ -8,7 +8,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
-    EMAWeightAveraging,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -19,7 +18,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from esper_lightning.callbacks import Grow
-from esper_lightning.callbacks.grow.checks import check_trainer, find_network
+from esper_lightning.callbacks.checks import check_trainer
+from esper_lightning.callbacks.grow import CONFLICTING_CALLBACKS, find_network
 from esper_lightning.envs import ActionConfig
 from esper_lightning.growth import attach_slots
 from tests.callbacks.grow.modules import Classifier, DigitsData
@@ -73,7 +73,6 @@ REFUSED: dict[str, tuple[Callable[[Classifier], None], dict[str, Any], dict[str,
     "unknown network": (nothing, {}, {"network": "nett"}, "unknown network 'nett'; did you mean 'net'"),
     "unknown slot": (nothing, {}, {"slots": ["33"]}, "in 'net', the network has no module '33'"),
     "slot with the name of its network": (nothing, {}, {"slots": ["net.3"]}, "no module 'net.3'.*within the network"),
-    "unknown slot in several networks": (two_networks, {}, {"slots": ["33"]}, "in 'net', .*'33'.*; in 'other', .*'33'"),
     "LBFGS": (LBFGS, {}, {}, "LBFGS cannot hold parameter groups that come and go; use SGD"),
     "fused": (FUSED, {"plugins": SCALED}, {}, "fused optimizer under 16-mixed hides .* make it with fused=False"),
     "no optimizer": (ELSEWHERE, {}, {}, "no optimizer trains the parameters of 'net'"),
@@ -82,7 +81,6 @@ REFUSED: dict[str, tuple[Callable[[Classifier], None], dict[str, Any], dict[str,
     "loss in mode max": (nothing, {}, {"monitor": "val_loss"}, "must be a share from 0 to 1; scale it"),
     "no length": (nothing, {"max_steps": 5}, {}, r"give Grow\(horizon=…\), in validations"),
     "weight averaging": (nothing, {"callbacks": [WeightAveraging()]}, {}, "WeightAveraging averages parameters"),
-    "EMA": (nothing, {"callbacks": [EMAWeightAveraging()]}, {}, "EMAWeightAveraging averages parameters"),
     "SWA": (nothing, {"callbacks": [StochasticWeightAveraging(0.1)]}, {}, "StochasticWeightAveraging averages"),
     "finetuning": (nothing, {"callbacks": [BackboneFinetuning()]}, {}, "BackboneFinetuning rearranges"),
 }
@@ -137,7 +135,7 @@ def test_a_strategy_that_shards_parameters_is_refused(strategy: Strategy) -> Non
     made._accelerator_connector.strategy = strategy
 
     with pytest.raises(ValueError, match=f"Grow: {type(strategy).__name__} .* use one device, or strategy='ddp'"):
-        check_trainer(made, Classifier(), nn.Identity(), "net")
+        check_trainer("Grow", made, Classifier(), CONFLICTING_CALLBACKS)
 
 
 def test_several_validation_loaders_are_refused() -> None:

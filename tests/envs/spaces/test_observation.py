@@ -317,8 +317,10 @@ def test_without_masks_everything_is_offered_and_what_is_impossible_is_waiting(
     for _ in range(loop.pool.horizon):
         loop.step()
     rollout, _ = loop.finish()
-    assert (rollout.action.op[0] != Op.GERMINATE).sum() > (rollout.action.op[0] == Op.WAIT).sum(), "culls of nothing"
-    assert rollout.log_prob.isfinite().all()
+    assert (rollout.steps.action.op[0] != Op.GERMINATE).sum() > (rollout.steps.action.op[0] == Op.WAIT).sum(), (
+        "culls of nothing"
+    )
+    assert rollout.steps.log_prob.isfinite().all()
 
 
 def test_a_veto_for_one_host_changes_nothing_of_what_another_chose(make_pool: MakePool) -> None:

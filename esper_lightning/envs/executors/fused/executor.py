@@ -13,8 +13,8 @@ from esper_lightning.envs.executors.fused.proof import check_stack
 from esper_lightning.envs.executors.loop import LoopExecutor
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.errors import first_line, is_out_of_memory
 from esper_lightning.growth.counterfactual import SeedVariant
+from esper_lightning.machine import first_line, is_out_of_memory
 from esper_lightning.tasks import Split, Task
 
 MAX_INPUT_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}

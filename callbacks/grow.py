@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -17,8 +18,9 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from esper_lightning.callbacks.grow.checks import check_trainer, count_ticks, find_network, find_optimizer
-from esper_lightning.callbacks.grow.scoring import (
+from esper_lightning.blueprints import suggest_name
+from esper_lightning.callbacks.checks import check_trainer
+from esper_lightning.callbacks.measuring import (
     Decider,
     Measured,
     Scale,
@@ -37,13 +39,13 @@ from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.action_discovery import probe_action_space
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.growth import GrowingNetwork, SeedEvent, attach_from_state_dict, attach_slots, slots_of
-from esper_lightning.growth.attach import attach_at, attached_places
+from esper_lightning.growth.attach import attach_at, attached_places, parse_slot_names
 from esper_lightning.growth.counterfactual import ScoreFunction
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.lifecycle import count_parameters
-from esper_lightning.growth.nested import batch_size, call_network, iter_tensors
-from esper_lightning.growth.param_groups import follow, host_groups, seed_groups
+from esper_lightning.growth.nested import call_network, iter_tensors
+from esper_lightning.growth.param_groups import check_optimizer, follow, host_groups, seed_groups
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import ObjectiveConfig
 from esper_lightning.telemetry.events import EVENTS_FILE, SCHEMA, Contributed, Event, EventLog, Started
@@ -55,8 +57,15 @@ STATE_FORMAT = 4
 PROBE_ROWS = 4
 """Samples on which each blueprint is tried once, before training; two at least, for BatchNorm."""
 
-WRAPPED = ("on_load_checkpoint", "clip_gradients", "on_validation_model_zero_grad")
+WRAPPED = ("on_load_checkpoint", "clip_gradients")
 """Methods of the LightningModule in whose place others run during a run of the Trainer."""
+
+AVERAGES = "averages parameters by their place, which growth changes"
+CONFLICTING_CALLBACKS = {
+    WeightAveraging: AVERAGES,
+    StochasticWeightAveraging: AVERAGES,
+    BaseFinetuning: "rearranges the optimizer's parameter groups when a run is resumed",
+}
 
 
 class Grow(Callback):
@@ -183,7 +192,7 @@ class Grow(Callback):
             self._forget()
         self.network, self._resumes = network, False
         self._own_slots = frozenset([*slots_of(network), *self.slot_names])
-        load, zero_grad = pl_module.on_load_checkpoint, pl_module.on_validation_model_zero_grad
+        load = pl_module.on_load_checkpoint
 
         def attach_first(checkpoint: dict[str, Any]) -> None:
             # Callbacks are restored after the module, whose weights are loaded strictly.
@@ -193,17 +202,34 @@ class Grow(Callback):
             attach_from_state_dict(network, checkpoint["state_dict"], prefix=f"{self.network_name}.")
             load(checkpoint)
 
-        def measure_first() -> None:
-            # A timer may have stopped the training after a step that no validation was expected to follow.
-            if self._gradients is None and not self._may_skip_steps:
-                self._gradients = self.growing.gradient_stats_tensor()
-            zero_grad()
-
         vars(pl_module)["on_load_checkpoint"] = attach_first
         if stage == "fit":
-            check_trainer(trainer, pl_module, network, self.network_name)
+            self._check(trainer, pl_module)
             vars(pl_module)["clip_gradients"] = separate_clipping(pl_module.clip_gradients, trainer)
-            vars(pl_module)["on_validation_model_zero_grad"] = measure_first
+
+    def _check(self, trainer: Trainer, module: LightningModule) -> None:
+        """Raise ValueError if this network cannot grow in this training."""
+        check_trainer("Grow", trainer, module, CONFLICTING_CALLBACKS)
+        parts = {"": module, **{f"{self.network_name}.{name}": part for name, part in self.network.named_modules()}}
+        for name, part in parts.items():
+            if part._compiled_call_impl is not None or hasattr(part, "_orig_mod") or module._compiler_ctx is not None:
+                raise ValueError(
+                    f"Grow: {name.rstrip('.') or type(module).__name__} is compiled, which hides its parts; compile "
+                    f"training_step, or a function that calls the network"
+                )
+        missing = [name for name in self.slot_names if name not in slots_of(self.network)]
+        try:
+            parse_slot_names(self.network, missing) if missing else None
+        except ValueError as error:
+            raise ValueError(
+                f"Grow: in {self.network_name!r}, {error} (slots are named within the network: 'layer1' for "
+                f"self.net.layer1)"
+            ) from error
+        if not trainer.enable_validation:
+            raise ValueError(
+                "Grow: each validation is followed by a decision, and this run has none; define validation_step and "
+                "val_dataloader, and leave limit_val_batches above 0"
+            )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._unwrap(pl_module)
@@ -265,8 +291,6 @@ class Grow(Callback):
         if state:
             self._check_state(state)
         example = self._meter.example_input(str(self.network_name))
-        if batch_size(example) < 2:
-            raise ValueError("Grow: the first validation batch has one sample; give the loader a batch_size of 2")
         rows, row = first_rows(example, PROBE_ROWS), first_rows(example, 1)
 
         def loss_of(network: nn.Module) -> Tensor:
@@ -292,7 +316,16 @@ class Grow(Callback):
         self._forget()
         subject = Subject(growing, space, actions=self.actions, objective=self.objective, flops=flops)
         self.pool = SinglePool(subject, trainer.strategy.broadcast(growable), config)
-        events = self._continue(trainer, state) if state else self._begin(trainer)
+        events: list[SeedEvent] = []
+        if state:
+            self._continue(trainer, state)
+        else:  # the network is measured before its first epoch, and the first decision carried out
+            variants = [frozenset(self._blended)]
+            (metric,) = self._meter.measure(variants)
+            loss = None if self.loss is None else self._meter.measure(variants, self.loss)[0]
+            self.pool.begin(self.scale.validation(Measured(metric, loss, {}, {}), space.slot))
+            self.decider.reset(self.pool)
+            events = self._decide(trainer)
         folder = getattr(trainer.logger, "log_dir", None)
         if folder is not None and trainer.is_global_zero:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -301,16 +334,6 @@ class Grow(Callback):
                 self._log.discard_after(subject.tick)
             self._log.write([Started(subject.tick, SCHEMA, 1, horizon, space.slot, space.blueprint)])
         self._tell(trainer, events, {})
-
-    def _begin(self, trainer: Trainer) -> list[SeedEvent]:
-        """Measure the network before its first epoch, and carry out the first decision."""
-        pool, variants = self._pool, [frozenset(self._blended)]
-        (metric,) = self._meter.measure(variants)
-        self.scale.warn_if_blind(metric)
-        loss = None if self.loss is None else self._meter.measure(variants, self.loss)[0]
-        pool.begin(self.scale.validation(Measured(metric, loss, {}, {}), pool.space.slot))
-        self.decider.reset(pool)
-        return self._decide(trainer)
 
     def _settings(self) -> dict[str, Any]:
         """Return what a resumed run must share with the run of its checkpoint, by name."""
@@ -346,7 +369,7 @@ class Grow(Callback):
                     f"Grow: the checkpoint is of {name} {saved.get(name)}, the run of {value}; give the same"
                 )
 
-    def _continue(self, trainer: Trainer, state: dict[str, Any]) -> list[SeedEvent]:
+    def _continue(self, trainer: Trainer, state: dict[str, Any]) -> None:
         """Continue a training from the state of a checkpoint."""
         pool = self._pool
         # The training may go on for fewer epochs than it was to have; only rewards, of which there are none here,
@@ -363,7 +386,6 @@ class Grow(Callback):
         for config, value in zip(trainer.lr_scheduler_configs, state["plateaus"], strict=False):
             if value is not None:
                 config.scheduler.step(value)
-        return []
 
     # One tick: a validation is measured, and followed by a decision before the next training batch.
 
@@ -595,3 +617,86 @@ def wrap_without_seeds(trainer: Trainer, seeds: Iterable[nn.Module]) -> None:
         strategy.configure_ddp()
         for parameter in parameters:
             parameter.requires_grad_(True)
+
+
+def find_network(module: LightningModule, name: str | None, slots: list[str]) -> tuple[str, nn.Module]:
+    """Return name and module of the network that grows.
+
+    Args:
+        module: LightningModule that holds it.
+        name: Its name as in `named_modules`. None: the only child of the module that has parameters and all `slots`.
+        slots: Names of slots within the network; if empty, it has slots built in.
+    """
+    modules = dict(module.named_modules(remove_duplicate=False))
+    if name is not None:
+        if name not in modules or not name:
+            raise ValueError(f"Grow: unknown network {name!r}; {suggest_name(name, [n for n in modules if n])}")
+        return name, modules[name]
+
+    def fits(child: nn.Module) -> bool:
+        existing = slots_of(child)
+        if not (missing := [slot for slot in slots if slot not in existing]):
+            return bool(existing)
+        try:
+            parse_slot_names(child, missing)
+        except ValueError:
+            return False
+        return True
+
+    children = {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
+    candidates = {name: child for name, child in children.items() if fits(child)} or children
+    if len(candidates) != 1:
+        names = ", ".join(map(repr, candidates)) or "none"
+        raise ValueError(
+            f"Grow: the module's parts with parameters are {names}; give Grow(network=…) the name of the one that "
+            f"grows (layers of the LightningModule itself cannot grow: put them into a module of their own)"
+        )
+    return next(iter(candidates.items()))
+
+
+def find_optimizer(trainer: Trainer, network: nn.Module, name: str) -> Optimizer:
+    """Return the only optimizer that trains the network. Raises ValueError if there is none that can grow."""
+    parameters = {id(parameter) for parameter in network.parameters()}
+    owners = [
+        optimizer
+        for optimizer in trainer.optimizers
+        if any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
+    ]
+    if len(owners) != 1:
+        many = "several optimizers train" if owners else "no optimizer trains"
+        raise ValueError(f"Grow: {many} the parameters of {name!r}; name a network that exactly one optimizer trains")
+    (optimizer,) = owners
+    check_optimizer(optimizer)
+    precision = trainer.precision_plugin
+    is_scaled = isinstance(precision, MixedPrecision) and precision.scaler is not None
+    if is_scaled and getattr(optimizer, "_step_supports_amp_scaling", False):
+        raise ValueError(
+            "Grow: a fused optimizer under 16-mixed hides the size of gradients, by which seeds are judged; make it "
+            "with fused=False"
+        )
+    return optimizer
+
+
+def count_ticks(trainer: Trainer, every: int, *, epochs_over: int) -> int:
+    """Return the ticks of a training after its first epochs. Raises ValueError if the settings do not tell."""
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return 1
+    epochs, batches, interval = trainer.max_epochs, trainer.num_training_batches, trainer.val_check_batch
+    if epochs is None or epochs < 1 or trainer.max_steps != -1 or interval is None:
+        raise ValueError(
+            "Grow: the length of the training is unknown without max_epochs, and with max_steps or validations by the "
+            "clock; give Grow(horizon=…), in validations"
+        )
+
+    def validations_in(epochs: int) -> float:
+        if trainer.check_val_every_n_epoch is None:
+            return epochs * batches // interval
+        return epochs // trainer.check_val_every_n_epoch * (1 if math.isinf(interval) else batches // interval)
+
+    validations = validations_in(epochs) - validations_in(epochs_over)
+    if not math.isfinite(validations) or validations < every:
+        raise ValueError(
+            f"Grow: {epochs - epochs_over} epochs have {validations:g} validations, and a tick takes {every}; train "
+            f"for longer, or give Grow(horizon=…)"
+        )
+    return int(validations) // every

@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 import torch
 from lightning import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -31,14 +30,11 @@ from esper_lightning.envs.spaces.actions import Action
 from esper_lightning.evaluation.checkpoints import find_controller
 from esper_lightning.growth.counterfactual import ScoreFunction, SeedVariant, measure_variants
 from esper_lightning.growth.lifecycle import slots_of
-from esper_lightning.growth.nested import ExampleInput, evaluation_mode, iter_tensors, map_tensors
+from esper_lightning.growth.nested import ExampleInput, batch_size, evaluation_mode, iter_tensors, map_tensors
 from esper_lightning.growth.slot import SeedSlot
 
 MIN_ACCURACY = 1e-6
 """Least share of which a logarithm is taken, and least loss by which a difference is divided."""
-
-MAX_VISIBLE_LOSS = 7.0
-"""Largest loss whose exp(-loss) is about a thousandth or more, so that deciders see it fall."""
 
 
 class Measured(NamedTuple):
@@ -88,15 +84,6 @@ class Scale(NamedTuple):
             )
         return min(metric, 1.0)
 
-    def warn_if_blind(self, metric: float) -> None:
-        """Warn if deciders see a loss as an accuracy that hardly moves: of 0 for a large loss, or of 1 below 0."""
-        if self.mode == "min" and math.isfinite(metric) and not 0.0 <= metric <= MAX_VISIBLE_LOSS:
-            rank_zero_warn(
-                f"Grow: {self.monitor} is {metric:.4g}, and deciders see exp(-loss) as the accuracy, "
-                f"{self.accuracy(metric):.2g}; log a loss from 0 to {MAX_VISIBLE_LOSS:g} for Grow, such as a share of "
-                f"the first one"
-            )
-
     def validation(self, measured: Measured, slots: Sequence[str]) -> Validation:
         """Return a validation in the form in which deciders see it."""
         accuracy, loss = self.accuracy(measured.metric), measured.loss
@@ -123,10 +110,7 @@ class Decider(Protocol):
 
 
 def make_decider(decider: str | Decider) -> Decider:
-    """Return the decider of a name or a file; an object is returned as it is.
-
-    Raises ValueError if the name is unknown, or the file missing or damaged.
-    """
+    """Return the decider of a name or a file; an object is returned as it is."""
     if isinstance(decider, str):
         return find_controller(decider, "Grow")
     check_methods(decider, "Grow: decider")
@@ -161,18 +145,7 @@ def active_seeds(slots: Mapping[str, SeedSlot], variant: SeedVariant) -> Iterato
 
 
 class VariantMeter:
-    """Measures a network on batches that are kept in memory.
-
-    Args:
-        trainer: Trainer in a fit.
-        module: LightningModule that holds `network`.
-        network: Network whose seeds are switched.
-        monitor: Logged metric that is measured.
-        score: Score of each sample that is measured in its place, if any.
-        count: Number of validation batches, the first ones; all if there are fewer.
-
-    Raises ValueError if there are several validation loaders.
-    """
+    """Measures a network, whose seeds are switched, on the first `count` validation batches, kept in memory."""
 
     def __init__(
         self,
@@ -202,13 +175,12 @@ class VariantMeter:
 
     @torch.no_grad()
     def measure(self, variants: Sequence[SeedVariant], name: str | None = None) -> list[float]:
-        """Return the metric, or the logged one called `name`, with each combination of seeds on the same batches,
-        averaged over processes.
-        """
+        """Return the metric (or the one called `name`) with each combination of seeds, averaged over processes."""
         step_context = self.trainer.precision_plugin.val_step_context
         if self.score is not None and name is None:
             with isolate_rng(), step_context():
-                means = measure_variants(self.network, variants, map(self._pair, self.batches), score=self.score)
+                pairs = (tuple(self._to_device(batch)) for batch in self.batches)
+                means = measure_variants(self.network, variants, pairs, score=self.score)
             return self.trainer.strategy.reduce(means, reduce_op="mean").tolist()
         listeners, slots = [_Listener(self.module) for _ in variants], slots_of(self.network)
         with evaluation_mode(self.module):
@@ -221,15 +193,6 @@ class VariantMeter:
                         listener.run(batch, number)
             return [listener.result(name or self.monitor, self.trainer) for listener in listeners]
 
-    def _pair(self, batch: Any) -> Any:
-        on_device = self._to_device(batch)
-        if not isinstance(on_device, list | tuple) or len(on_device) != 2:
-            raise ValueError(
-                f"Grow: score wants batches (inputs, targets), got {type(on_device).__name__}; leave score out, and "
-                f"monitor a metric"
-            )
-        return tuple(on_device)
-
     def _to_device(self, batch: Any) -> Any:
         """Prepare a batch as the trainer does before a validation step."""
         batch = self.trainer.precision_plugin.convert_input(batch)
@@ -238,10 +201,7 @@ class VariantMeter:
 
     @torch.no_grad()
     def example_input(self, name: str) -> ExampleInput:
-        """Return what the module calls the network with in a validation step, at least float32 or as its parameters.
-
-        Raises ValueError, naming the network `name`, if the step does not call it.
-        """
+        """Return what the module calls the network `name` with in a validation step, in the dtype of its parameters."""
         seen: list[ExampleInput] = []
 
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -263,6 +223,8 @@ class VariantMeter:
             raise ValueError(
                 f"Grow: validation_step does not call {name!r}; name the network that it calls, as self.{name}(x)"
             )
+        if batch_size(seen[0]) < 2:
+            raise ValueError("Grow: the first validation batch has one sample; give the loader a batch_size of 2")
         dtype = next(self.network.parameters()).dtype
         return map_tensors(seen[0], lambda x: x.to(dtype) if x.is_floating_point() else x)
 

@@ -1,0 +1,31 @@
+"""Checks before a network grows in a training of the user: `Grow` and `Stack` refuse what cannot grow in one line."""
+
+from collections.abc import Mapping
+
+from lightning import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch.optim.swa_utils import AveragedModel
+
+
+def check_trainer(name: str, trainer: Trainer, module: LightningModule, conflicting: Mapping[type, str]) -> None:
+    """Raise ValueError if a part of the trainer or of the module does not follow a network that grows.
+
+    Args:
+        name: Name of the callback.
+        trainer, module: Those of the training.
+        conflicting: Classes of callbacks that do not follow, each with the reason.
+    """
+    if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
+        raise ValueError(
+            f"{name}: {type(trainer.strategy).__name__} keeps parameters in a form that cannot grow; use one device, "
+            f"or strategy='ddp'"
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for kind, reason in conflicting.items():
+            if isinstance(callback, kind):
+                raise ValueError(f"{name}: {type(callback).__name__} {reason}; leave one of the two callbacks out")
+    if any(isinstance(part, AveragedModel) for part in module.modules()):
+        raise ValueError(
+            f"{name}: the module holds an AveragedModel, which does not grow along; average the grown network in a "
+            f"second run, or use EMAWeightAveraging where the callback allows it"
+        )

@@ -1,1 +1,0 @@
-"""Validation, atomic writing and resizing of checkpoints."""
