@@ -3,7 +3,7 @@
 import glob
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from itertools import count
 from pathlib import Path
@@ -86,12 +86,6 @@ def check_generator_state(label: str, saved: Tensor, generator: torch.Generator)
         raise ValueError(f"{label} is of a generator on {generator_device(saved)}, not on {generator.device.type}")
     # A clone, because torch reads the storage of a state from its start, which is wrong for a view.
     return saved.cpu().clone()
-
-
-def check_keys(label: str, value: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raise ValueError if a mapping lacks one of these keys."""
-    if missing := [name for name in names if name not in value]:
-        raise ValueError(f"{label} lacks {', '.join(missing)}")
 
 
 def load_settings(kind: type[Settings], saved: Any) -> Settings:

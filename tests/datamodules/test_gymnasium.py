@@ -80,7 +80,7 @@ def test_without_memory_it_cannot_be_done() -> None:
 @pytest.mark.parametrize(
     ("settings", "privileged", "message"),
     [
-        ({"ppo": PPOConfig(minibatches=9, sequence=4)}, True, "minibatches is 9, more than the 8 sequences"),
+        ({"ppo": PPOConfig(minibatches=9, sequence=4)}, True, "minibatches is 9, more than the 8 environments"),
         ({"ppo": PPOConfig(minibatches=5)}, True, "minibatches is 5, more than the 4 environments"),
         ({"ppo": PPOConfig(sequence=3)}, True, r"ppo\.sequence is 3, but a rollout has 8 ticks"),
         ({"policy": PolicyConfig(asymmetric=True)}, False, "these environments keep nothing from the policy"),

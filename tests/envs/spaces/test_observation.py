@@ -312,7 +312,7 @@ def test_without_masks_everything_is_offered_and_what_is_impossible_is_waiting(
     assert [env.last_op for env in free.envs] == [Op.WAIT, Op.WAIT, Op.GERMINATE]
     assert free.masks.slot.all() and not free.masks_on_cpu.slot.all()
 
-    loop = collector_of(free, make_policy(free), nn.Identity())
+    loop = collector_of(free, make_policy(free), make_norm(free.rows, NormalizeConfig()))
     loop.reset()
     for _ in range(loop.pool.horizon):
         loop.step()
