@@ -60,17 +60,16 @@ def test_another_family_cannot_continue_a_run(
     assert "; family " in capsys.readouterr().err
 
 
-def compare(root: Path, run: Path, *args: str) -> Path:
-    """Run `test` on a family with the policy of a run, and return the folder of the results."""
-    call("test", "--ckpt_path", str(run / "checkpoints" / "last.ckpt"), "--trainer.default_root_dir", str(root), *args)
-    (found,) = root.rglob("evaluation.json")
-    return found.parent
+def compare(folder: Path, run: Path, *args: str) -> Path:
+    """Run `test` on a family with the policy of a run, and move its results to `folder`."""
+    call("test", "--ckpt_path", str(run / "checkpoints" / "last.ckpt"), *args)
+    return (run / "evaluation").rename(folder)
 
 
 @pytest.mark.slow
 def test_held_out_contexts_are_evaluated_against_chosen_controllers(trained: Path, tmp_path: Path) -> None:
     asked = ("hosts=4", "against=[climbing]", "held_out=true")
-    folder = compare(tmp_path, trained, *(f"--model.evaluation.{one}" for one in asked))
+    folder = compare(tmp_path / "results", trained, *(f"--model.evaluation.{one}" for one in asked))
     summary = json.loads((folder / "evaluation.json").read_text())
     twins = {f"static {name}{end}" for name in ("tamiyo", "climbing") for end in ("", ", equal FLOPs")}
     assert set(summary["controllers"]) == {"tamiyo", "climbing", *twins}

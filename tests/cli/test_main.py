@@ -32,8 +32,8 @@ from tests.tasks.stored import write_cifar10
 from tests.tiers import rest_is_slow
 
 ONE_ROLLOUT = ("--trainer.max_epochs=1", "--model.evaluation.hosts=0", "--trainer.enable_progress_bar=false")
-RULES = ["random", "small static", "heuristic", "periodic", "climbing", "climbing, zero"]
-CONTROLLERS = ["tamiyo", "sampled", *RULES]
+RULES = ["random", "small static", "heuristic", "periodic", "climbing"]
+CONTROLLERS = ["tamiyo", *RULES]
 SMOKE_TICKS = range(1, 25)  # 2 rollouts of 12
 ROLLOUT_ENDS = [12, 24]
 ROLLOUT_TAGS = {

@@ -29,7 +29,9 @@ from tests.runs import CONFIGS, TINY, Run, cli, fit, load, only_run
 pytestmark = pytest.mark.slow
 
 FAST = ActionConfig(tempos={"FAST": 2})
-RULES = LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0)
+RULES = LifecycleConfig(
+    isolation="straight_through", training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0
+)
 """Lifecycle of `configs/smoke.yaml`."""
 
 
