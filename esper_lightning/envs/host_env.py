@@ -149,9 +149,7 @@ class Subject:
             if slot.blended and slot.blueprint is not None:
                 trials[slot.blueprint] = contributions[slot.name]
         gradients = dict(zip(self.growing.slots, training.seed_gradients, strict=True))
-        is_measured = self.lifecycle.min_potential is not None
-        potentials = dict(zip(self.growing.slots, validation.potentials, strict=True)) if is_measured else None
-        return self.growing.end_epoch(contributions, gradients, potentials=potentials, hold=hold_stages)
+        return self.growing.end_epoch(contributions, gradients, hold=hold_stages)
 
     def seed_parameters(self, stages: frozenset[Stage]) -> int:
         """Return the number of parameters of all seeds in one of `stages`."""
@@ -321,9 +319,7 @@ class HostEnv(Subject):
 
     def variants(self) -> list[SeedVariant]:
         """Return the combinations of seeds to validate with; see `Validation`."""
-        return variants_to_validate(
-            self.slots, host_only=self.reward.needs_host_only, potential=self.lifecycle.min_potential is not None
-        )
+        return variants_to_validate(self.slots, host_only=self.reward.needs_host_only)
 
     def finish_step(self, result: EpochResult | None, judged: bool = True) -> tuple[list[SeedEvent], Judgement | None]:
         """Record the result of a host epoch and advance the seeds, or roll the host back, which must then be validated.

@@ -215,6 +215,18 @@ class Masks(NamedTuple):
         return (self.op.sum(-1) == 1) | self.ended
 
 
+def check_possible(space: ActionSpace, masks: Masks, host: int, action: Sequence[int]) -> None:
+    """Raise ActionError unless the masks allow an action of a host, an index per head."""
+    sizes = tuple(space.sizes.values())
+    if not all(0 <= choice < size for choice, size in zip(action, sizes, strict=True)):
+        raise ActionError(f"host {host}: {tuple(action)} is no action; the heads {HEADS} have {sizes} choices")
+    if not masks.allows(host, action):
+        raise ActionError(
+            f"host {host}: {space.describe(action)} is masked; choose within the masks, as "
+            f"pool.masks_on_cpu.allows(host, action) tells"
+        )
+
+
 def possible_ops(growing: GrowingNetwork, refusals: Sequence[RefusalReasons], ended: bool) -> list[list[bool]]:
     """Return which op is possible on which slot of one environment, [ops][K], whatever can grow there.
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from esper_lightning.envs.device_transfer import upload
 from esper_lightning.envs.executors.fused.flat import StackedModule
-from esper_lightning.envs.executors.fused.layers import stack_layers
-from esper_lightning.envs.executors.fused.layout import (
+from esper_lightning.envs.executors.fused.layers import (
     StackIndex,
     broadcast_per_entry,
     columns_to_rows,
@@ -20,6 +19,7 @@ from esper_lightning.envs.executors.fused.layout import (
     rows_to_columns,
     select_entries,
     split,
+    stack_layers,
     unflatten_entries,
 )
 from esper_lightning.growth.blend import BlendStyle, add, mix, proximal_gradient

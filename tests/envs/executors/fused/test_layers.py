@@ -13,8 +13,8 @@ from esper_lightning.blueprints import build_on
 from esper_lightning.blueprints.seeds import GroupNorm, LearnedNorm
 from esper_lightning.envs.executors.fused import layout
 from esper_lightning.envs.executors.fused.flat import Assignment, FlatWeights, StackedModule
-from esper_lightning.envs.executors.fused.layers import MAX_PRODUCT_HOSTS, stack_layers
-from esper_lightning.envs.executors.fused.layout import (
+from esper_lightning.envs.executors.fused.layers import (
+    MAX_PRODUCT_HOSTS,
     StackIndex,
     broadcast_per_entry,
     columns_to_rows,
@@ -23,6 +23,7 @@ from esper_lightning.envs.executors.fused.layout import (
     select_entries,
     split,
     stack_inputs,
+    stack_layers,
     unstack_outputs,
 )
 from esper_lightning.growth.blend import SampleGate
