@@ -19,7 +19,7 @@ from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.growing_network import GrowingNetwork, SeedMeasurements
-from esper_lightning.growth.lifecycle import SeedEvent, count_parameters
+from esper_lightning.growth.lifecycle import SeedEvent, count_parameters, unchanged_stage
 from esper_lightning.growth.param_groups import host_groups, nominal_lr
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
@@ -194,7 +194,7 @@ class HostEnv(Subject):
         space: Choices that the numbers of an action index.
         context: Context of the first episode; `set_context` replaces it.
         config: Settings of the environments.
-        device, timer: Device of the network, and timer of the work on it.
+        device: Device of the network.
         flops: FLOPs of the host.
         architecture: Name of the architecture; hosts of one architecture can be stacked.
     """
@@ -434,7 +434,8 @@ class HostEnv(Subject):
         events stays complete.
         """
         assert self.monitor is not None, "only watched hosts have snapshots"
-        events = [self.growing.status_event(slot.name) for slot in self.slots]
+        before = zip(self.slots, self.records, strict=True)
+        events = [replace(unchanged_stage(slot, cause), contribution=record.contribution) for slot, record in before]
         tick = self.tick
         # A copy: optimizer state loaded from a view would keep the snapshot's whole memory alive.
         self._load_host(self.monitor.snapshot.copy())
@@ -442,9 +443,7 @@ class HostEnv(Subject):
         self._set_optimizer_options()
         self.growing.cull_live_seeds(cause)
         pairs = zip(events, self.slots, strict=True)
-        return [
-            replace(event, after=slot.stage, cause=cause) for event, slot in pairs if event.before is not slot.stage
-        ]
+        return [replace(event, after=slot.stage) for event, slot in pairs if event.before is not slot.stage]
 
     # Saved state
 

@@ -1,6 +1,6 @@
 """A pool of one: a network in a training of its own, in the form in which controllers see the hosts of a pool."""
 
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,18 +8,12 @@ from torch import Tensor
 from esper_lightning.envs.config import EnvConfig
 from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.measurements import EpochResult, Validation
-from esper_lightning.envs.spaces.actions import Action, ActionError, Op, check_is_action, check_possible
+from esper_lightning.envs.spaces.actions import ActionError, Op, check_is_action, check_possible
 from esper_lightning.envs.spaces.observation_builder import ObservationBuilder
 from esper_lightning.envs.vector_env import Observation
 from esper_lightning.growth.lifecycle import SeedEvent
 
 CPU = torch.device("cpu")
-
-
-class ActsOnSinglePool(Protocol):
-    """Controller of a pool of one."""
-
-    def act(self, pool: "SinglePool") -> Action: ...  # possible according to `pool.masks`
 
 
 class SinglePool:
@@ -66,8 +60,11 @@ class SinglePool:
         self._builder.update_masks()
         self._is_observed = False
 
-    def choose(self, controller: ActsOnSinglePool) -> list[int]:
-        """Return the action of a controller, an index per head. Raises ValueError if it is none, or is forbidden."""
+    def choose(self, controller: Any) -> list[int]:
+        """Return the action that a controller's method `act(pool)` chooses, an index per head.
+
+        Raises ValueError if it is none, or is forbidden.
+        """
         try:
             chosen = controller.act(self)
             check_is_action(chosen, self.n_envs)

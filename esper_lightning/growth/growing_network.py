@@ -269,11 +269,6 @@ class GrowingNetwork:
         asked = (self.reasons_against_blending, self.reasons_against_fossilizing, self.reasons_against_culling)
         return [RefusalReasons(*(ask(name) for ask in asked)) for name in self.slots]
 
-    def status_event(self, slot: str) -> SeedEvent:
-        """Return the present state of the seed as an event that changes nothing."""
-        event = lifecycle_ops.unchanged_stage(self._slot(slot), cause="")
-        return replace(event, contribution=self.measurements[slot].contribution)
-
     # Measurements.
 
     def gradient_stats_tensor(self) -> Tensor:  # [1 + K, 4] on the device: GradientStats of the host, then of each slot

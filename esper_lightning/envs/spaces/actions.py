@@ -1,7 +1,7 @@
 """Actions on a host: operations, heads, the choices of each head, and masks of them. N environments, K slots."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
@@ -138,10 +138,6 @@ class ActionSpace(NamedTuple):
     def zeros(self, n_envs: int, device: torch.device) -> Action:
         """Return an action of zeros for `n_envs` environments, as storage."""
         return Action(*(torch.zeros(n_envs, dtype=torch.int64, device=device) for _ in HEADS))
-
-    def iter_heads(self, action: Action) -> Iterator[tuple[Tensor, int]]:
-        """Iterate over the heads: chosen indices [..., N] and number of choices."""
-        return zip(action, self.sizes.values(), strict=True)
 
     def decode(self, action: Sequence[int]) -> DecodedAction:
         """Return the choices that the indices of one environment's action stand for."""

@@ -98,7 +98,7 @@ class HostStack:
         """
         self._set_training(False)
         off_trunk = {
-            name: [host for seeds in slot.active_seeds for host in seeds.row_of_host]
+            name: [host for seeds in slot.active_seeds for host in seeds.blended_hosts]
             for name, slot in self.slots.items()
             if not self.host_slots[0][name].on_single_path
         }

@@ -174,11 +174,10 @@ class Trial:
     def _evaluation_results(self, stack: HostStack) -> Iterator[tuple[str, Sequence[Tensor], Sequence[Tensor]]]:
         inputs = self.inputs[:N_SAMPLES]
         stack.load(self.hosts).bind(requires_grad=False)
-        blended = [[name for name, slot in slots_of(host).items() if slot.blended] for host in self.hosts]
-        variants = [leave_one_out(names) for names in blended]
-        outputs = stack.evaluate(inputs, variants).unflatten(0, (-1, N_SAMPLES))
-        for host, own, entries in zip(self.hosts, variants, stack.entries.entry_of_variant(), strict=True):
-            separate, indices = forward_variants(host.eval(), own, inputs)
+        variants = leave_one_out(slots_of(self.hosts[0]))
+        outputs = stack.evaluate(inputs, [variants] * N_HOSTS).unflatten(0, (-1, N_SAMPLES))
+        for host, entries in zip(self.hosts, stack.entries.entry_of_variant(), strict=True):
+            separate, indices = forward_variants(host.eval(), variants, inputs)
             yield "outputs in evaluation", [outputs[entries]], [separate.unflatten(0, (-1, N_SAMPLES))[indices]]
             # Validation data may be processed in pieces, so samples must not affect each other.
             yield "outputs for a sample by itself", [host(inputs[:1])], [host(inputs)[:1]]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from esper_lightning.blueprints import build_on
 from esper_lightning.blueprints.seeds import GroupNorm, LearnedNorm
-from esper_lightning.envs.executors.fused import layout
+from esper_lightning.envs.executors.fused import layers
 from esper_lightning.envs.executors.fused.flat import Assignment, FlatWeights, StackedModule
 from esper_lightning.envs.executors.fused.layers import (
     MAX_PRODUCT_HOSTS,
@@ -137,13 +137,13 @@ class StackedAndSeparate:
 
 
 def memory_format() -> torch.memory_format:
-    return torch.channels_last if layout.CHANNELS_LAST["cpu"] else torch.contiguous_format
+    return torch.channels_last if layers.CHANNELS_LAST["cpu"] else torch.contiguous_format
 
 
 @pytest.fixture(params=["cpu", "cuda"])
 def as_on_each_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute on the CPU, with memory format and products of each type of device."""
-    for choices in (layout.CHANNELS_LAST, MAX_PRODUCT_HOSTS):
+    for choices in (layers.CHANNELS_LAST, MAX_PRODUCT_HOSTS):
         monkeypatch.setitem(choices, "cpu", choices[request.param])
 
 
