@@ -39,8 +39,8 @@ from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.action_discovery import probe_action_space
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.growth import GrowingNetwork, SeedEvent, attach_from_state_dict, attach_slots, slots_of
-from esper_lightning.growth.attach import attach_at, attached_places, parse_slot_names
-from esper_lightning.growth.counterfactual import ScoreFunction
+from esper_lightning.growth.attach import attach_at, attached_places, check_new_slots
+from esper_lightning.growth.counterfactual import ScoreFunction, leave_one_out
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.lifecycle import count_parameters
@@ -155,7 +155,6 @@ class Grow(Callback):
         self._restored: dict[str, Any] | None = None
         """State of the checkpoint whose weights the network has, empty if it holds none; None once training begins."""
         self._contributions: dict[str, float] = {}
-        self._potentials: dict[str, float] = {}
         self._pending: Measured | None = None
         self._gradients: Tensor | None = None  # [1 + K, 4]: those of the host, then of the seed in each slot
         self._train_loss: Tensor | float = 0.0  # sum over batches since the last tick
@@ -219,7 +218,7 @@ class Grow(Callback):
                 )
         missing = [name for name in self.slot_names if name not in slots_of(self.network)]
         try:
-            parse_slot_names(self.network, missing) if missing else None
+            check_new_slots(self.network, missing) if missing else None
         except ValueError as error:
             raise ValueError(
                 f"Grow: in {self.network_name!r}, {error} (slots are named within the network: 'layer1' for "
@@ -323,7 +322,7 @@ class Grow(Callback):
             variants = [frozenset(self._blended)]
             (metric,) = self._meter.measure(variants)
             loss = None if self.loss is None else self._meter.measure(variants, self.loss)[0]
-            self.pool.begin(self.scale.validation(Measured(metric, loss, {}, {}), space.slot))
+            self.pool.begin(self.scale.validation(Measured(metric, loss, {}), space.slot))
             self.decider.reset(self.pool)
             events = self._decide(trainer)
         folder = getattr(trainer.logger, "log_dir", None)
@@ -379,7 +378,7 @@ class Grow(Callback):
         pool.update()
         resume_decider(self.decider, self.decider_name, pool, saved=state["decider"])
         self.validations = state["validations"]
-        self._pending = None if state["pending"] is None else Measured(*state["pending"])
+        self._pending = None if state["pending"] is None else Measured(*state["pending"][:3])
         self._gradients = state["gradients"]
         self._train_loss, self._train_batches = state["train_loss"], state["train_batches"]
         # Lightning steps these schedulers after the hooks that save checkpoints, and not again in a resumed run.
@@ -396,21 +395,17 @@ class Grow(Callback):
         if not self._is_validation_of_fit(trainer):
             return
         self.validations += 1
-        self._contributions, self._potentials = {}, {}
+        self._contributions = {}
         if self.validations % self.every != 0:
             return
-        slots, blended, points = self._pool.subject.slots, self._blended, self.scale.points
-        isolated = [slot.name for slot in slots if slot.isolated and self.lifecycle.min_potential is not None]
+        slots, blended = self._pool.subject.slots, self._blended
         if trainer.world_size > 1:  # running statistics and other buffers are those of the first process
             for buffer in (buffer for slot in slots for buffer in slot.seed.buffers()):
                 torch.distributed.broadcast(buffer, src=0)
-        if blended or isolated:
-            seeds = frozenset(blended)
-            variants = [seeds, *(seeds - {name} for name in blended), *(seeds | {name} for name in isolated)]
-            whole, *others = self._meter.measure(variants)
-            changed = dict(zip(blended + isolated, others, strict=True))
-            self._contributions = {name: points(whole, changed[name]) for name in blended}
-            self._potentials = {name: points(changed[name], whole) for name in isolated}
+        if blended:
+            whole, *without = self._meter.measure(leave_one_out(blended))
+            points = {name: self.scale.points(whole, rest) for name, rest in zip(blended, without, strict=True)}
+            self._contributions = points
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_validation_of_fit(trainer):
@@ -421,7 +416,6 @@ class Grow(Callback):
                 "growth/fossilized": float(sum(slot.stage is Stage.FOSSILIZED for slot in slots)),
                 **{f"growth/alpha.{slot.name}": float(slot.alpha_now) for slot in slots if slot.blended},
                 **{f"growth/contribution.{name}": points for name, points in self._contributions.items()},
-                **{f"growth/potential.{name}": points for name, points in self._potentials.items()},
             }
             pl_module.log_dict(metrics, sync_dist=trainer.world_size > 1, batch_size=1)
 
@@ -435,7 +429,7 @@ class Grow(Callback):
             else:
                 (metric,) = self._meter.measure([frozenset(self._blended)])
             loss = None if self.loss is None else self._logged(trainer, self.loss)
-            self._pending = Measured(metric, loss, self._contributions, self._potentials)
+            self._pending = Measured(metric, loss, self._contributions)
 
     def _logged(self, trainer: Trainer, name: str) -> float:
         """Return a metric of the validation that has just ended, averaged over processes."""
@@ -638,7 +632,7 @@ def find_network(module: LightningModule, name: str | None, slots: list[str]) ->
         if not (missing := [slot for slot in slots if slot not in existing]):
             return bool(existing)
         try:
-            parse_slot_names(child, missing)
+            check_new_slots(child, missing)
         except ValueError:
             return False
         return True

@@ -43,7 +43,6 @@ class Measured(NamedTuple):
     metric: float
     loss: float | None
     contributions: dict[str, float]
-    potentials: dict[str, float]
 
 
 class Scale(NamedTuple):
@@ -94,8 +93,7 @@ class Scale(NamedTuple):
             return Score(loss, accuracy + points / POINTS_PER_UNIT)
 
         without = [moved(-measured.contributions.get(name, 0.0)) for name in slots]
-        trials = [moved(measured.potentials.get(name, 0.0)) for name in slots]
-        return Validation(all_seeds=moved(0.0), without=without, fossilized=moved(0.0), trials=trials)
+        return Validation(all_seeds=moved(0.0), without=without, fossilized=moved(0.0))
 
 
 class Decider(Protocol):
@@ -136,7 +134,7 @@ def active_seeds(slots: Mapping[str, SeedSlot], variant: SeedVariant) -> Iterato
     """Within this context the seeds named by `variant` are active, and all others switched off."""
     for name, slot in slots.items():
         if slot.occupied:
-            slot.override = SeedSlot.active_output if name in variant else (lambda slot, x: x)
+            slot.override = SeedSlot.blend_output if name in variant else (lambda slot, x: x)
     try:
         yield
     finally:

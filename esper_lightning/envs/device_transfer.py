@@ -1,6 +1,6 @@
 """Transfers between CPU and device, and the layout of measurements in packed tensors.
 
-N environments, K slots, V validated combinations of seeds: 2K + 2, or 2K + 3 if one without seeds is included.
+N environments, K slots, V validated combinations of seeds: K + 2, or K + 3 if one without seeds is included.
 """
 
 from collections.abc import Sequence
@@ -58,18 +58,16 @@ def pack_training(
     return torch.cat([means, skipped_steps.unsqueeze(-1), gradients.flatten(-2)], -1)
 
 
-def variants_to_validate(slots: Sequence[SeedSlot], *, host_only: bool, potential: bool) -> list[SeedVariant]:
+def variants_to_validate(slots: Sequence[SeedSlot], *, host_only: bool) -> list[SeedVariant]:
     """Return the combinations of seeds [V] to validate a host with, in the order that `unpack_validations` expects.
 
-    Equal combinations are computed once. `host_only`: with every seed switched off, too. `potential`: with each seed at
-    full alpha that is not blended yet.
+    Equal combinations are computed once. `host_only`: with every seed switched off, too.
     """
     blended = frozenset(slot.name for slot in slots if slot.blended)
     without = [blended - {slot.name} for slot in slots]
     without_seeds = [frozenset[str]()] if host_only else []
     fossilized = frozenset(slot.name for slot in slots if slot.stage is Stage.FOSSILIZED)
-    trials = [blended | {slot.name} if potential and slot.isolated else blended for slot in slots]
-    return [blended, *without, *without_seeds, fossilized, *trials]
+    return [blended, *without, *without_seeds, fossilized]
 
 
 def pack_epochs(trained: Tensor, validated: Tensor) -> Tensor:  # [N, 3 + 4·(1 + K)], [N, 2, V] -> [N, …]
@@ -97,6 +95,6 @@ def unpack_validations(validated: Tensor, slots: int) -> list[Validation]:  # [N
     validations = []
     for losses, accuracies in validated.tolist():
         all_seeds, *scores = (Score(*pair) for pair in zip(losses, accuracies, strict=True))
-        without, (*host_only, fossilized), trials = scores[:slots], scores[slots:-slots], scores[-slots:]
-        validations.append(Validation(all_seeds, without, fossilized, trials, *host_only))
+        without, (*host_only, fossilized) = scores[:slots], scores[slots:]
+        validations.append(Validation(all_seeds, without, fossilized, *host_only))
     return validations

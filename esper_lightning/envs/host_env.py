@@ -19,7 +19,7 @@ from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.growing_network import GrowingNetwork, SeedMeasurements
-from esper_lightning.growth.lifecycle import SeedEvent, count_parameters
+from esper_lightning.growth.lifecycle import SeedEvent, count_parameters, unchanged_stage
 from esper_lightning.growth.param_groups import host_groups, nominal_lr
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
@@ -149,9 +149,7 @@ class Subject:
             if slot.blended and slot.blueprint is not None:
                 trials[slot.blueprint] = contributions[slot.name]
         gradients = dict(zip(self.growing.slots, training.seed_gradients, strict=True))
-        is_measured = self.lifecycle.min_potential is not None
-        potentials = dict(zip(self.growing.slots, validation.potentials, strict=True)) if is_measured else None
-        return self.growing.end_epoch(contributions, gradients, potentials=potentials, hold=hold_stages)
+        return self.growing.end_epoch(contributions, gradients, hold=hold_stages)
 
     def seed_parameters(self, stages: frozenset[Stage]) -> int:
         """Return the number of parameters of all seeds in one of `stages`."""
@@ -196,7 +194,7 @@ class HostEnv(Subject):
         space: Choices that the numbers of an action index.
         context: Context of the first episode; `set_context` replaces it.
         config: Settings of the environments.
-        device, timer: Device of the network, and timer of the work on it.
+        device: Device of the network.
         flops: FLOPs of the host.
         architecture: Name of the architecture; hosts of one architecture can be stacked.
     """
@@ -321,9 +319,7 @@ class HostEnv(Subject):
 
     def variants(self) -> list[SeedVariant]:
         """Return the combinations of seeds to validate with; see `Validation`."""
-        return variants_to_validate(
-            self.slots, host_only=self.reward.needs_host_only, potential=self.lifecycle.min_potential is not None
-        )
+        return variants_to_validate(self.slots, host_only=self.reward.needs_host_only)
 
     def finish_step(self, result: EpochResult | None, judged: bool = True) -> tuple[list[SeedEvent], Judgement | None]:
         """Record the result of a host epoch and advance the seeds, or roll the host back, which must then be validated.
@@ -438,7 +434,8 @@ class HostEnv(Subject):
         events stays complete.
         """
         assert self.monitor is not None, "only watched hosts have snapshots"
-        events = [self.growing.status_event(slot.name) for slot in self.slots]
+        before = zip(self.slots, self.records, strict=True)
+        events = [replace(unchanged_stage(slot, cause), contribution=record.contribution) for slot, record in before]
         tick = self.tick
         # A copy: optimizer state loaded from a view would keep the snapshot's whole memory alive.
         self._load_host(self.monitor.snapshot.copy())
@@ -446,9 +443,7 @@ class HostEnv(Subject):
         self._set_optimizer_options()
         self.growing.cull_live_seeds(cause)
         pairs = zip(events, self.slots, strict=True)
-        return [
-            replace(event, after=slot.stage, cause=cause) for event, slot in pairs if event.before is not slot.stage
-        ]
+        return [replace(event, after=slot.stage) for event, slot in pairs if event.before is not slot.stage]
 
     # Saved state
 

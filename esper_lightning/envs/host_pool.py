@@ -23,18 +23,17 @@ from esper_lightning.envs.executors.threads import usable_cores
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.measurements import EpochResult
 from esper_lightning.envs.spaces.action_discovery import SharedSpace
-from esper_lightning.envs.spaces.actions import HEADS, Action, ActionError, Masks, check_is_action, to_action
+from esper_lightning.envs.spaces.actions import HEADS, Action, Masks, check_is_action, check_possible, to_action
 from esper_lightning.envs.spaces.observation_builder import ObservationBuilder
 from esper_lightning.envs.vector_env import Observation
 from esper_lightning.governor.judge import GovernorConfig, Judgement, Verdict
 from esper_lightning.governor.snapshot import unpack
-from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.growing_network import RefusalReasons
 from esper_lightning.growth.lifecycle import SeedEvent
 from esper_lightning.growth.stages import Stage
 from esper_lightning.profiling import PhaseClock
 from esper_lightning.rewards import ROLLBACK_TERM, compute_terms
-from esper_lightning.tasks import Split, Task, TaskData
+from esper_lightning.tasks import Task, TaskData
 
 SMALL_HOST = 5_000_000
 """Largest product of the parameters and the inputs of a host for which `auto` stands for `fused` on the CPU.
@@ -363,17 +362,10 @@ class HostPool:
         executable = chosen
         if not self.config.sight.masks:
             executable = [row if self.masks_on_cpu.allows(i, row) else WAIT_ACTION for i, row in enumerate(chosen)]
-        sizes = tuple(self.space.sizes.values())
         for i, (env, row) in enumerate(zip(self.envs, executable, strict=True)):
             if env.tick >= self.horizon:
                 raise ValueError(f"host {i}: the episode is over after {env.tick} ticks; reset the pool")
-            if not all(0 <= choice < size for choice, size in zip(row, sizes, strict=True)):
-                raise ActionError(f"host {i}: {row} is no action; the heads {HEADS} have {sizes} choices")
-            if not self.masks_on_cpu.allows(i, row):
-                raise ActionError(
-                    f"host {i}: {self.space.describe(row)} is masked; choose within the masks, as "
-                    f"pool.masks_on_cpu.allows(host, action) tells"
-                )
+            check_possible(self.space, self.masks_on_cpu, i, row)
         return chosen, executable
 
     def _train_epoch(self) -> list[EpochResult | None]:  # [N]
@@ -414,19 +406,14 @@ class HostPool:
                 env.finish_step(result, judged=False)
         self.observation_builder.update()
 
-    def test_accuracy(self, fossilized_only: bool = True) -> Tensor:
-        """Return the test accuracy [N] of each host, with its fossilized seeds only or with all its seeds."""
-        return self.test_scores(fossilized_only)[1]
-
-    def test_scores(self, fossilized_only: bool = True) -> tuple[Tensor, Tensor]:
-        """Return test loss and accuracy [N] of each host, with its fossilized seeds only or with all its seeds.
+    def test_scores(self) -> tuple[Tensor, Tensor]:
+        """Return test loss and accuracy [N] of each host with its fossilized seeds only.
 
         Raises MemoryError if a host runs out of memory.
         """
         validated = self.executor.validate(self.envs, self.data.test)
         self._raise_failures()
-        validations = unpack_validations(download(validated), len(self.space.slot))
-        scores = [validation.fossilized if fossilized_only else validation.all_seeds for validation in validations]
+        scores = [one.fossilized for one in unpack_validations(download(validated), len(self.space.slot))]
         loss, accuracy = torch.tensor(scores, dtype=validated.dtype).unbind(1)
         return loss, accuracy
 
@@ -434,16 +421,6 @@ class HostPool:
         """Return the task's further test metrics by name, [N] each, of each host with its fossilized seeds only."""
         rows = [self.task.test_metrics(*self.executor.predict(env, self.data.test)) for env in self.envs]
         return {name: torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in rows[0]}
-
-    def variant_accuracies(self, host: int, variants: Sequence[SeedVariant], data: Split) -> Tensor:
-        """Return the accuracy [V] of one host on `data`, a split of this pool, with each combination of seeds."""
-        _, accuracy = self.executor.measure(self.envs[host], data, variants)
-        self._raise_failures()
-        return accuracy.cpu()
-
-    def locate_host(self, host: int) -> "tuple[HostPool, int]":
-        """Return the single-task pool that holds a host, and the host's index in it."""
-        return self, host
 
     @property
     def parameter_counts(self) -> Tensor:

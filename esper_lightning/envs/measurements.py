@@ -23,9 +23,6 @@ class Validation(NamedTuple):
     all_seeds: Score  # all blended ones
     without: list[Score]  # leave-one-out, [K]: all seeds except the one in this slot
     fossilized: Score  # fossilized seeds only, which are the ones that remain at the horizon
-    trials: list[Score]
-    """Scores with all seeds and the one in this slot at full alpha, [K]. The score with all seeds where the slot has no
-    seed to be blended yet, or where the potential is not measured."""
     host_only: Score | None = None  # every seed switched off. None: not measured
 
     @property
@@ -33,31 +30,23 @@ class Validation(NamedTuple):
         """Accuracy points (of 100) lost without the seed in each slot, [K]; 0 for a seed that is not blended."""
         return [POINTS_PER_UNIT * (self.all_seeds.accuracy - rest.accuracy) for rest in self.without]
 
-    @property
-    def potentials(self) -> list[float]:
-        """Accuracy points (of 100) gained with the seed in each slot at full alpha, [K]; 0 for any other slot."""
-        return [POINTS_PER_UNIT * (trial.accuracy - self.all_seeds.accuracy) for trial in self.trials]
-
     def state(self) -> dict[str, Any]:
         """Return the scores in types that `torch.load(weights_only=True)` accepts."""
-        lists = {name: [list(score) for score in getattr(self, name)] for name in ("without", "trials")}
-        host_only = None if self.host_only is None else list(self.host_only)
-        return lists | {
+        return {
             "all_seeds": list(self.all_seeds),
+            "without": [list(score) for score in self.without],
             "fossilized": list(self.fossilized),
-            "host_only": host_only,
+            "host_only": self.host_only and list(self.host_only),
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Validation":
         """Return the validation of which `state` made plain data."""
-        host_only = state["host_only"]
-        lists = {name: [Score(*score) for score in state[name]] for name in ("without", "trials")}
         return cls(
             all_seeds=Score(*state["all_seeds"]),
+            without=[Score(*score) for score in state["without"]],
             fossilized=Score(*state["fossilized"]),
-            host_only=None if host_only is None else Score(*host_only),
-            **lists,
+            host_only=state["host_only"] and Score(*state["host_only"]),
         )
 
 

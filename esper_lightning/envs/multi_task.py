@@ -87,10 +87,6 @@ class MixedPool:
         """Description of the executor of each task."""
         return ", ".join(f"{name}: {pool.executor_choice}" for name, pool in self.pools.items())
 
-    def locate_host(self, host: int) -> tuple[HostPool, int]:
-        """Return the single-task pool that holds a host, and the host's index in it."""
-        return next((pool, host - span.start) for pool, span in self._pool_slices() if host < span.stop)
-
     def reset(self, rng_seeds: Sequence[int]) -> Observation:
         """Start an episode in every environment; environment i depends on the RNG seed `rng_seeds[i]` alone."""
         for pool, span in self._pool_slices():

@@ -1,26 +1,19 @@
 """A pool of one: a network in a training of its own, in the form in which controllers see the hosts of a pool."""
 
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from esper_lightning.envs.config import EnvConfig
-from esper_lightning.envs.device_transfer import download
 from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.measurements import EpochResult, Validation
-from esper_lightning.envs.spaces.actions import Action, ActionError, Op, check_is_action
+from esper_lightning.envs.spaces.actions import ActionError, Op, check_is_action, check_possible
 from esper_lightning.envs.spaces.observation_builder import ObservationBuilder
 from esper_lightning.envs.vector_env import Observation
 from esper_lightning.growth.lifecycle import SeedEvent
 
 CPU = torch.device("cpu")
-
-
-class ActsOnSinglePool(Protocol):
-    """Controller of a pool of one."""
-
-    def act(self, pool: "SinglePool") -> Action: ...  # possible according to `pool.masks`
 
 
 class SinglePool:
@@ -67,19 +60,18 @@ class SinglePool:
         self._builder.update_masks()
         self._is_observed = False
 
-    def choose(self, controller: ActsOnSinglePool) -> list[int]:
-        """Return the action of a controller, an index per head. Raises ValueError if it is none, or is forbidden."""
-        name = type(controller).__name__
+    def choose(self, controller: Any) -> list[int]:
+        """Return the action that a controller's method `act(pool)` chooses, an index per head.
+
+        Raises ValueError if it is none, or is forbidden.
+        """
         try:
             chosen = controller.act(self)
             check_is_action(chosen, self.n_envs)
+            action = [int(index) for index in torch.stack(chosen).flatten().tolist()]
+            check_possible(self.space, self.masks_on_cpu, 0, action)
         except ActionError as error:
-            raise ValueError(f"{name}: {error}") from error
-        action = [int(index) for index in download(torch.stack(chosen)).flatten().tolist()]
-        in_range = all(0 <= choice < size for choice, size in zip(action, self.space.sizes.values(), strict=True))
-        if not (in_range and self.masks_on_cpu.allows(0, action)):
-            what = self.space.describe(action) if in_range else f"{action}"
-            raise ValueError(f"{name} chose {what}, which is impossible now; choose within pool.masks_on_cpu")
+            raise ValueError(f"{type(controller).__name__}: {error}") from error
         return action
 
     def apply(self, action: list[int]) -> list[SeedEvent]:

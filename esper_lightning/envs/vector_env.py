@@ -3,7 +3,7 @@
 `HostPool` implements it for hosts, `GymVector` for any gymnasium environment. T steps in a rollout.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -53,7 +53,7 @@ class VectorEnv(Protocol):
     clock: PhaseClock
 
     @property
-    def space(self) -> Any: ...  # as `ChoiceSpace`: sizes of the heads, `zeros`, and `iter_heads`
+    def space(self) -> Any: ...  # as `ChoiceSpace`: sizes of the heads, and `zeros`
 
     @property
     def privileged(self) -> Tensor | None: ...  # features for the critic alone, only in training, [N, P]. None: none
@@ -95,10 +95,6 @@ class ChoiceSpace:
     def zeros(self, n_envs: int, device: torch.device) -> ChoiceAction:
         """Return an action of zeros for `n_envs` environments, as storage."""
         return ChoiceAction(torch.zeros(n_envs, len(self.sizes), dtype=torch.int64, device=device))
-
-    def iter_heads(self, action: ChoiceAction) -> Iterator[tuple[Tensor, int]]:
-        """Iterate over the heads: chosen indices [..., N] and number of choices."""
-        return zip(action.indices.unbind(-1), self.sizes.values(), strict=True)
 
     def full_masks(self, n_envs: int, device: torch.device) -> ChoiceMasks:
         """Return masks under which every choice is possible; they also serve as storage."""

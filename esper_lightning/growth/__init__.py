@@ -6,7 +6,6 @@ from esper_lightning.growth.counterfactual import (
     contributions,
     forward_variants,
     measure_variants,
-    potentials,
     shapley_values,
 )
 from esper_lightning.growth.export import load, save
@@ -35,7 +34,6 @@ __all__ = [
     "forward_variants",
     "load",
     "measure_variants",
-    "potentials",
     "save",
     "shapley_values",
     "slots_of",

@@ -1,6 +1,5 @@
 """Slots for any network: forward hooks insert them after modules that were not written for growth."""
 
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,7 +22,6 @@ from esper_lightning.growth.nested import (
     iter_tensors,
     repeat_rows,
     replace_at,
-    resolve_path,
 )
 from esper_lightning.growth.slot import EXTRA_STATE, Layout, SeedSlot, decode, encode
 
@@ -39,9 +37,6 @@ BATCH_LENGTH_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, Asserti
 Place = Mapping[str, Any]
 """Where a slot is attached, in plain JSON types: `slot`, its name; `module`, whose output passes through it; `path` to
 the tensor in that output; `channels_last`, if the tensor is [B, H, W, C]; and the arguments of its `SeedSlot`."""
-
-Requests = Mapping[str, tuple[str, list[str]]]
-"""Name of a module and keys into its output, by the name of the slot that is to be attached there."""
 
 
 class AttachedSlots(nn.ModuleDict):
@@ -108,7 +103,7 @@ def attach_slots(
     Args:
         network: Any module. Its weights are unchanged; it gets one more child that holds the slots.
         names: Dotted names of modules, as in `named_modules`. If a module returns several tensors, the slot takes the
-            first one, or the one selected by indices or keys in brackets: `lstm[0]`, `encoder[features]`.
+            first floating-point one.
         example_input: Batch of at least two samples; a tuple holds positional, a dict keyword arguments. Forward passes
             on it in evaluation mode determine layout and width at each slot, and whether a shortcut bypasses it.
         detach_input: See SeedSlot.
@@ -124,17 +119,17 @@ def attach_slots(
     """
     if hasattr(network, "_orig_mod") or network._compiled_call_impl is not None:
         raise ValueError("the network is compiled, and would not see its slots; attach them first, compile then")
-    requests = parse_slot_names(network, names)
+    check_new_slots(network, names)
     for name in channels_last:
-        if name not in requests:
+        if name not in names:
             raise ValueError(f"channels_last names {name!r}, which gets no slot; {suggest_name(name, list(names))}")
     with evaluation_mode(network), torch.no_grad():
-        features, outputs = _dry_run(network, requests, example_input)
+        features, outputs = _dry_run(network, names, example_input)
         rows = batch_size(example_input)
         if rows < 2:
             raise ValueError("the example has one sample only; give at least two, so that the batch's axis is known")
         try:
-            doubled, _ = _dry_run(network, requests, repeat_rows(example_input, rows, 2))
+            doubled, _ = _dry_run(network, names, repeat_rows(example_input, rows, 2))
         except BATCH_LENGTH_ERRORS as error:
             raise ValueError(
                 f"the network does not run on twice the example's {rows} samples ({error}); if an argument without a "
@@ -153,31 +148,26 @@ def attach_slots(
                     f"slot {name!r}: the first axis of the feature {tuple(feature.shape)} is not the batch's; "
                     f"seeds need [B, …] (of nn.LSTM: the output, not the states, with batch_first=True)"
                 )
-            module, (layout, axis) = requests[name][0], LAYOUTS[feature.ndim]
-            place = {"slot": name, "module": module, "path": list(path), "channels_last": is_last, "layout": layout}
+            layout, axis = LAYOUTS[feature.ndim]
+            place = {"slot": name, "module": name, "path": list(path), "channels_last": is_last, "layout": layout}
             place |= {"width": feature.shape[-1 if is_last else axis], "detach_input": detach_input}
-            is_single = _is_on_single_path(network, module, path, example=example_input, outputs=outputs)
+            is_single = _is_on_single_path(network, name, path, example=example_input, outputs=outputs)
             places.append(place | {"on_single_path": is_single})
     for place, (_, feature) in zip(places, features.values(), strict=True):
         _attach(network, place, feature)
     return slots_of(network)
 
 
-def parse_slot_names(network: nn.Module, names: Sequence[str]) -> Requests:
-    """Return what the names of new slots request. Raises ValueError if a module is unknown or a slot is named twice."""
+def check_new_slots(network: nn.Module, names: Sequence[str]) -> None:
+    """Raise ValueError if one of these modules is unknown, is named twice, or has a slot already."""
     if isinstance(names, str) or not names:
         raise ValueError(f"name at least one module, as a list of names; got {names!r}")
-    existing = slots_of(network)
-    requests: dict[str, tuple[str, list[str]]] = {}
+    taken = list(slots_of(network))
     for name in names:
-        if name in existing or name in requests:
+        if name in taken:
             raise ValueError(f"slot {name!r} is named twice; name each slot once")
-        match = re.fullmatch(r"([^\[\]]+)((?:\[[^\[\]]+\])*)", name)
-        if match is None:
-            raise ValueError(f"slot {name!r}: write a module's name, and keys in brackets as in lstm[0]")
-        _check_module_name(network, match[1])
-        requests[name] = match[1], re.findall(r"\[([^\[\]]+)\]", match[2])
-    return requests
+        _check_module_name(network, name)
+        taken.append(name)
 
 
 def _check_module_name(network: nn.Module, name: str) -> None:
@@ -187,38 +177,34 @@ def _check_module_name(network: nn.Module, name: str) -> None:
 
 
 def _dry_run(
-    network: nn.Module, requests: Requests, example: ExampleInput
+    network: nn.Module, names: Sequence[str], example: ExampleInput
 ) -> tuple[dict[str, tuple[KeyPath, Tensor]], Any]:
     """Return path and feature at each new slot, in the order of execution, and the network's output."""
     found: dict[str, tuple[KeyPath, Tensor]] = {}
 
-    def make_hook(name: str, module_name: str, keys: list[str]) -> Callable[..., None]:
+    def make_hook(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            try:
-                path = resolve_path(output, keys) if keys else first_tensor_path(output) or ()
-                feature = get_at(output, path)
-            except LookupError:
-                raise ValueError(f"slot {name!r}: the module's output has nothing at [{']['.join(keys)}]") from None
+            path = first_tensor_path(output) or ()
+            feature = get_at(output, path)
             if not isinstance(feature, Tensor) or not feature.is_floating_point():
                 raise ValueError(f"slot {name!r}: the module gives {type(feature).__name__}, no floating-point tensor")
             if feature.is_nested:
                 raise ValueError(f"slot {name!r}: a nested feature (nn.TransformerEncoder: enable_nested_tensor=False)")
             if name in found and found[name][1].shape[1:] != feature.shape[1:]:
                 raise ValueError(
-                    f"module {module_name!r} runs again, on a feature of another shape; name a module that runs once"
+                    f"module {name!r} runs again, on a feature of another shape; name a module that runs once"
                 )
             found.setdefault(name, (path, feature))
 
         return hook
 
     with ExitStack() as hooks:
-        for name, (module_name, keys) in requests.items():
-            hook = make_hook(name, module_name, keys)
-            hooks.callback(network.get_submodule(module_name).register_forward_hook(hook).remove)
+        for name in names:
+            hooks.callback(network.get_submodule(name).register_forward_hook(make_hook(name)).remove)
         outputs = call_network(network, example)
-    for name, (module_name, _) in requests.items():
+    for name in names:
         if name not in found:
-            raise ValueError(f"module {module_name!r} does not run when the network does; name one that is called")
+            raise ValueError(f"module {name!r} does not run when the network does; name one that is called")
     return found, outputs
 
 

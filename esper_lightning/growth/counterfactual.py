@@ -5,7 +5,7 @@ differ. There the batch is split in two, and later layers work on a longer batch
 (`SeedSlot.on_single_path` is False), the batch is split for it at the network's input. Every layer must treat the rows
 of a batch independently, so the network must be in evaluation mode.
 
-A seed that learns without an effect on the host's output is active, at full alpha, in the combinations that name it.
+A seed that is not blended yet has no effect in any combination.
 """
 
 import math
@@ -54,7 +54,7 @@ class _BatchSplit:
         self.variants = variants
         self.parts: list[list[int]] = [list(range(len(variants)))]
         for slot in slots:
-            if slot.occupied and not slot.on_single_path:
+            if slot.blended and not slot.on_single_path:
                 active, inactive = self._divide(slot)
                 self.parts = [part for part in active + inactive if part]
 
@@ -64,18 +64,18 @@ class _BatchSplit:
         return active, [[v for v in part if slot.name not in self.variants[v]] for part in self.parts]
 
     def __call__(self, slot: SeedSlot, x: Tensor) -> Tensor:
-        if not slot.occupied:
+        if not slot.blended:
             return x
         active, inactive = self._divide(slot)
         if not any(inactive):
-            return slot.active_output(x)
+            return slot.blend_output(x)
         if not any(active):
             return x
         chunks = x.chunk(len(self.parts))
         if all(not (a and b) for a, b in zip(active, inactive, strict=True)):
             # The batch is split already, at the input or by an earlier pass through this slot.
-            return torch.cat([slot.active_output(c) if part else c for c, part in zip(chunks, active, strict=True)])
-        with_seed = [slot.active_output(c) for c, part in zip(chunks, active, strict=True) if part]
+            return torch.cat([slot.blend_output(c) if part else c for c, part in zip(chunks, active, strict=True)])
+        with_seed = [slot.blend_output(c) for c, part in zip(chunks, active, strict=True) if part]
         without = [c for c, part in zip(chunks, inactive, strict=True) if part]
         self.parts = [part for part in active + inactive if part]
         return torch.cat(with_seed + without)
@@ -88,8 +88,7 @@ def forward_variants(network: nn.Module, variants: Sequence[SeedVariant], *input
 
     Args:
         network: Network with slots, in evaluation mode.
-        variants: Names of the slots with an active seed, for each combination. A seed that is not blended yet is active
-            at full alpha.
+        variants: Names of the slots with an active seed, for each combination.
         inputs: Positional arguments of the network.
 
     Returns:
@@ -156,22 +155,6 @@ def contributions(network: nn.Module, batches: Iterable[Batch], score: ScoreFunc
         return {}
     whole, *without = measure_variants(network, leave_one_out(blended), batches, score=score).tolist()
     return {name: 100.0 * (whole - other) for name, other in zip(blended, without, strict=True)}
-
-
-def potentials(network: nn.Module, batches: Iterable[Batch], score: ScoreFunction) -> dict[str, float]:
-    """Return the potential of each seed that is not blended yet by slot: what its contribution would be at full alpha.
-
-    It is 100·(score with this seed and all blended ones - score with all blended ones). Arguments: see
-    `measure_variants`.
-    """
-    slots = slots_of(network)
-    blended = frozenset(name for name, slot in slots.items() if slot.blended)
-    isolated = [name for name, slot in slots.items() if slot.isolated]
-    if not isolated:
-        return {}
-    variants = [blended, *(blended | {name} for name in isolated)]
-    whole, *with_one = measure_variants(network, variants, batches, score=score).tolist()
-    return {name: 100.0 * (other - whole) for name, other in zip(isolated, with_one, strict=True)}
 
 
 def shapley_values(coalition_values: Mapping[SeedVariant, float], players: Sequence[str]) -> dict[str, float]:

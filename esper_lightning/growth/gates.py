@@ -41,11 +41,6 @@ class LifecycleConfig:
     min_gradient_health: float = 0.7
     """Minimum gradient health (1: every tensor learns) for blending and for fossilization."""
 
-    min_potential: float | None = None
-    """Minimum potential for blending, in accuracy points (of 100), a seed's contribution if it were at full alpha. A
-    pool measures it in validation and observes it; a seed whose potential is not measured is judged by its gradient.
-    None: no minimum, and not measured."""
-
     min_contribution: float | None = 1.0
     """Minimum contribution for fossilization, in accuracy points (of 100). None: no minimum."""
 
@@ -82,8 +77,6 @@ class Evidence(NamedTuple):
     """Alpha in the last host epoch, under which the contribution was measured."""
     gradient: GradientStats | None = None
     """Gradient statistics of the seed's parameters."""
-    potential: float | None = None
-    """Accuracy with the seed at full alpha minus accuracy without it, before it is blended, in points (of 100)."""
     contribution: float | None = None
     """Accuracy with the seed minus accuracy without it, in points (of 100), on the same validation pass."""
 
@@ -107,11 +100,8 @@ def reasons_against_training(evidence: Evidence) -> list[str]:
 
 
 def reasons_against_blending(evidence: Evidence, config: LifecycleConfig) -> list[str]:
-    """Gate G2, TRAINING to BLENDING: trained long enough, with a healthy gradient and a sufficient potential."""
+    """Gate G2, TRAINING to BLENDING: trained long enough, with a healthy gradient."""
     reasons = reasons_against_gradient(evidence, config)
-    minimum, potential = config.min_potential, evidence.potential
-    if minimum is not None and potential is not None and not potential >= minimum:  # also catches NaN
-        reasons.append(f"potential {potential:+.2f} points below {minimum:g}")
     if evidence.ticks_in_stage < config.training_ticks:
         reasons.append(f"{evidence.ticks_in_stage} of {config.training_ticks} ticks in TRAINING")
     return reasons

@@ -47,7 +47,6 @@ class SeedMeasurements:
     contribution: float | None = None  # accuracy points of 100
     previous_contribution: float | None = None
     gradient: GradientStats | None = None
-    potential: float | None = None  # accuracy points of 100, before the seed was blended
 
 
 class RefusalReasons(NamedTuple):
@@ -198,7 +197,6 @@ class GrowingNetwork:
         contributions: Mapping[str, float] | None = None,
         gradients: Mapping[str, GradientStats] | None = None,
         *,
-        potentials: Mapping[str, float] | None = None,
         hold: bool = False,
     ) -> list[SeedEvent]:
         """End a host epoch: store its measurements, move alpha and apply the automatic changes of stage.
@@ -208,13 +206,11 @@ class GrowingNetwork:
                 `contributions`.
             gradients: Gradient statistics of each seed by slot. None: computed now from the gradients of the last
                 backward pass, so call this before `zero_grad`.
-            potentials: Potentials by slot of seeds that are not blended yet, in accuracy points (of 100); see the
-                function `potentials`. None: not measured.
             hold: Advance no seed in this call.
         """
-        contributions, potentials = contributions or {}, potentials or {}
+        contributions = contributions or {}
         gradients = self.measure_gradients() if gradients is None else gradients
-        for named in (contributions, potentials, gradients):
+        for named in (contributions, gradients):
             check_slot_names(list(named), self.slots)
         events = []
         for name, slot in self.slots.items():
@@ -223,8 +219,6 @@ class GrowingNetwork:
                 measured.gradient = gradients.get(name)
             if slot.blended and name in contributions:
                 measured.previous_contribution, measured.contribution = measured.contribution, contributions[name]
-            if slot.isolated and name in potentials:
-                measured.potential = potentials[name]
             slot.end_epoch()
             seed, contribution = slot.seed, measured.contribution
             changes = lifecycle_ops.auto_transition(
@@ -246,7 +240,6 @@ class GrowingNetwork:
             in_optimizer=has_group(self.optimizer, seed_group_name(slot), seed_slot.seed),
             alpha=seed_slot.alpha_before,
             gradient=measured.gradient,
-            potential=measured.potential,
             contribution=measured.contribution,
         )
 
@@ -275,11 +268,6 @@ class GrowingNetwork:
         """Return for each of the K slots why its seed cannot be blended, fossilized or culled."""
         asked = (self.reasons_against_blending, self.reasons_against_fossilizing, self.reasons_against_culling)
         return [RefusalReasons(*(ask(name) for ask in asked)) for name in self.slots]
-
-    def status_event(self, slot: str) -> SeedEvent:
-        """Return the present state of the seed as an event that changes nothing."""
-        event = lifecycle_ops.unchanged_stage(self._slot(slot), cause="")
-        return replace(event, contribution=self.measurements[slot].contribution)
 
     # Measurements.
 
@@ -321,7 +309,7 @@ class GrowingNetwork:
         """Return the measurements of all seeds and the generator's state: what network and optimizer do not hold."""
         return {
             "records": [
-                [r.contribution, r.previous_contribution, list(r.gradient) if r.gradient else None, r.potential]
+                [r.contribution, r.previous_contribution, list(r.gradient) if r.gradient else None]
                 for r in self.measurements.values()
             ],
             "generator": self.generator.get_state(),
@@ -329,9 +317,10 @@ class GrowingNetwork:
 
     def load_measurement_state(self, state: Mapping[str, Any]) -> None:
         """Restore a state of `measurement_state`, when network and optimizer are restored."""
-        for name, (contribution, previous, gradient, potential) in zip(self.slots, state["records"], strict=True):
+        # Earlier versions saved a fourth number.
+        for name, (contribution, previous, gradient, *_) in zip(self.slots, state["records"], strict=True):
             gradient = None if gradient is None else GradientStats(*gradient)
-            self.measurements[name] = SeedMeasurements(contribution, previous, gradient, potential)
+            self.measurements[name] = SeedMeasurements(contribution, previous, gradient)
         self.generator.set_state(check_generator_state("the generator's state", state["generator"], self.generator))
 
     def _slot(self, name: str) -> SeedSlot:

@@ -39,24 +39,6 @@ def first_tensor_path(value: Any) -> KeyPath | None:
     return None
 
 
-def resolve_path(value: Any, keys: list[str]) -> KeyPath:
-    """Return the path for keys given as text: each is a key of a mapping if it has that key, otherwise an index.
-
-    Raises LookupError if a key does not exist; elements of a tensor cannot be selected.
-    """
-    path: list[int | str] = []
-    for text in keys:
-        if not isinstance(value, tuple | list | Mapping):
-            raise LookupError(text)
-        try:
-            key = text if isinstance(value, Mapping) and text in value else int(text)
-        except ValueError:
-            raise LookupError(text) from None
-        value = value[key]  # type: ignore[index]
-        path.append(key)
-    return tuple(path)
-
-
 def get_at(value: Any, path: KeyPath) -> Any:
     """Return the part of `value` at `path`."""
     for key in path:

@@ -168,10 +168,6 @@ class SeedSlot(nn.Module):
         """Return what the slot would return with the seed blended at full alpha; no gradient reaches `x`."""
         return self._mix(seed_input := x.detach(), seed_input, None)
 
-    def active_output(self, x: Tensor) -> Tensor:
-        """Return the output with an active seed: blended as it is, or at full alpha if it is not blended yet."""
-        return self.trial_output(x) if self.isolated else self.blend_output(x)
-
     def _mix(self, x: Tensor, seed_input: Tensor, alpha: Tensor | None) -> Tensor:  # None: full alpha
         if alpha is None and self.style == "add":
             return self.seed(seed_input).to(x.dtype)

@@ -36,9 +36,6 @@ def tick_metrics(tick: Tick, slots: Sequence[str]) -> dict[str, float]:
         if np.isfinite(norms).any():
             found[f"gradients/{name}_norm"] = norms[np.isfinite(norms)].mean()
             found[f"gradients/{name}_health"] = np.nanmean(healths)
-    potentials = seeds["potential"][alive]
-    if np.isfinite(potentials).any():
-        found["growth/potential"] = potentials[np.isfinite(potentials)].mean()
     skipped = {i: steps for i, steps in enumerate(hosts["skipped_steps"].tolist()) if steps == steps}  # not NaN
     if skipped:
         found |= {f"skipped_steps/host{i}": steps for i, steps in skipped.items()}

@@ -31,7 +31,7 @@ SLOT = np.dtype(
     [
         *(("stage", "u1"), ("blueprint", "i2"), ("age", "i4")),  # blueprint -1: the slot is empty
         *(("live", "?"), ("blended", "?"), ("alpha", "f4")),  # alpha in the next tick
-        *((name, "f8") for name in ("norm", "health", "contribution", "potential")),  # NaN: not measured
+        *((name, "f8") for name in ("norm", "health", "contribution")),  # NaN: not measured
         ("gain", "f8"),  # accuracy points that a host with this blended seed has gained since it was germinated
     ]
 )
@@ -126,7 +126,6 @@ def _slot_rows(env: HostEnv, blueprints: dict[str | None, int]) -> list[tuple[An
                 slot.alpha_now if blended else 0.0,
                 *((np.nan, np.nan) if gradient is None else (gradient.norm, gradient.health)),
                 np.nan if record.contribution is None else record.contribution,
-                np.nan if record.potential is None or not slot.isolated else record.potential,
                 100.0 * (env.history.accuracy[-1] - before) if blended else np.nan,
             )
         )

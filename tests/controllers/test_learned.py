@@ -12,7 +12,6 @@ from torch import nn
 from esper_lightning.controllers.learned import LearnedController, TrainingHosts, TrainingRules
 from esper_lightning.envs import ActionConfig, HostPool, Observation, Op
 from esper_lightning.envs.spaces.observation import ObservationConfig
-from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.hosts import CNN
 from esper_lightning.ppo.running_norm import NormalizeConfig, make_norm
 from esper_lightning.tamiyo.policy import Policy
@@ -112,7 +111,6 @@ def test_a_policy_plays_hosts_with_other_slots_and_blueprints(
             r"chooses among \['FAST', 'SLOW'\] with its tempo head, these hosts offer \['FAST'\]; .*\"SLOW\": 2",
         ),
         ({"sight": ObservationConfig(hidden=["gap"])}, "reads other features than these hosts show, as gap; make the"),
-        ({"lifecycle": LifecycleConfig(min_potential=0.0)}, "as slot.potential, slot.potential.known"),
     ],
 )
 def test_hosts_with_other_choices_or_features_are_refused(

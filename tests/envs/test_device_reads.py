@@ -81,7 +81,7 @@ def test_a_tick_reads_the_device_twice(
             observe(pool, loop.step(), loop.ticks)
 
     heads, slots = len(loop.buffer.steps.action), len(pool.space.slot)
-    measured = 3 + 4 * (1 + slots) + 2 * (2 * slots + 2)
+    measured = 3 + 4 * (1 + slots) + 2 * (slots + 2)
     assert reads.downloads == [(heads, 3), (3, measured)] * pool.config.horizon
     assert reads.reads == []
     assert loop.buffer.steps.action.op.any(), "something was done"

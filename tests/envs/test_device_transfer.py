@@ -68,8 +68,8 @@ def test_measurements_are_read_by_name_as_they_were_packed(host_only: bool) -> N
     slots = [SeedSlot(name, "vector", 4) for name in "abc"]
     for slot, stage in zip(slots, (Stage.FOSSILIZED, Stage.BLENDING, Stage.TRAINING), strict=True):
         grow(slot, stage, "mlp_small")
-    variants = variants_to_validate(slots, host_only=host_only, potential=True)
-    names = {frozenset("ab"): 0, frozenset("b"): 1, frozenset("a"): 2, frozenset(): 3, frozenset("abc"): 4}
+    variants = variants_to_validate(slots, host_only=host_only)
+    names = {frozenset("ab"): 0, frozenset("b"): 1, frozenset("a"): 2, frozenset(): 3}
     # Loss and accuracy of two hosts, with a different value for each combination of seeds.
     validated = torch.tensor([[[10.0 * row + names[v] for v in variants] for row in range(2)]] * 2)
     gradients = torch.arange(2 * 4 * 4.0).view(2, 4, 4)
@@ -80,19 +80,7 @@ def test_measurements_are_read_by_name_as_they_were_packed(host_only: bool) -> N
     assert (second.training.loss, second.training.accuracy, second.training.skipped_steps) == (1.5, 0.75, 3)
     assert first.training.host_gradient == GradientStats(0.0, 1.0, 2.0, 3.0)
     assert second.training.seed_gradients == [GradientStats(*range(first, first + 4)) for first in (20, 24, 28)]
-    whole, without_a, without_b, none, trial = (Score(float(i), 10.0 + i) for i in range(5))
-    expected = Validation(
-        whole, [without_a, without_b, whole], without_b, [whole, whole, trial], none if host_only else None
-    )
+    whole, without_a, without_b, none = (Score(float(i), 10.0 + i) for i in range(4))
+    expected = Validation(whole, [without_a, without_b, whole], without_b, none if host_only else None)
     assert first.validation == second.validation == expected
     assert unpack_validations(validated, slots=3) == [expected] * 2
-
-
-def test_without_potentials_no_combination_has_a_seed_that_is_not_blended() -> None:
-    slots = [SeedSlot(name, "vector", 4) for name in "ab"]
-    for slot, stage in zip(slots, (Stage.BLENDING, Stage.TRAINING), strict=True):
-        grow(slot, stage, "mlp_small")
-
-    variants = variants_to_validate(slots, host_only=False, potential=False)
-
-    assert {name for variant in variants for name in variant} == {"a"}

@@ -68,7 +68,7 @@ def host_of(pool: HostPool, seed: int) -> list[Tensor]:
         seen += [step.observation.features[0].clone(), step.metrics.objective[0], step.reward[0]]
     return [
         *seen,
-        pool.test_accuracy()[0],
+        pool.test_scores()[1][0],
         *(weights.clone() for weights in pool.envs[0].network.state_dict().values()),
     ]
 
@@ -130,7 +130,7 @@ def test_stacks_of_several_kinds_of_hosts_learn_what_the_hosts_learn_alone(make_
         # On some processors the rounding of the executors has grown to .011 here.
         torch.testing.assert_close(fused.metrics.loss, loss := loop.metrics.loss, rtol=1e-2, atol=1e-2)
         assert loss.isfinite().all()
-    torch.testing.assert_close(pools[1].test_accuracy(), pools[0].test_accuracy(), rtol=0.0, atol=0.03)
+    torch.testing.assert_close(pools[1].test_scores()[1], pools[0].test_scores()[1], rtol=0.0, atol=0.03)
 
 
 @pytest.mark.parametrize("executor", ["loop", "fused"])
@@ -236,7 +236,7 @@ def test_a_shorter_episode_is_that_of_a_pool_with_its_horizon_and_then_idle(
     assert [env.growing.horizon for env in uneven.envs] == [SHORT, LONG]
     assert [env.tick for env in uneven.envs] == [LONG, LONG] and not uneven.envs[0].stopped
     assert all(map(torch.equal, weights, uneven.envs[0].network.state_dict().values()))
-    assert torch.equal(uneven.test_accuracy()[0], alone.test_accuracy()[0])
+    assert torch.equal(uneven.test_scores()[1][0], alone.test_scores()[1][0])
     uneven.reset([env.rng_seed for env in reversed(uneven.envs)])
     assert [env.growing.horizon for env in uneven.envs] == [LONG, SHORT], "hosts that are used again"
 

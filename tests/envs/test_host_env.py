@@ -21,9 +21,7 @@ CALM = GradientStats(norm=1.0, rms=0.1, vanished=0.0, exploded=0.0)
 def nothing_new(env: HostEnv) -> EpochResult:
     """Return an epoch result in which all seeds are healthy and contribute nothing."""
     slots, score = len(env.slots), Score(1.0, 0.5)
-    return EpochResult(
-        TrainingStats(1.0, 0.5, 0, CALM, [CALM] * slots), Validation(score, [score] * slots, score, [score] * slots)
-    )
+    return EpochResult(TrainingStats(1.0, 0.5, 0, CALM, [CALM] * slots), Validation(score, [score] * slots, score))
 
 
 def trajectory(pool: HostPool, seed: int, wanderer: int) -> list[Tensor]:
@@ -108,7 +106,7 @@ def test_contributions_are_those_of_the_last_two_ticks_in_which_the_seed_was_ble
     known = []
     for without in (0.1, 0.4, 0.55):
         whole, *rest, committed = (Score(1.0, accuracy) for accuracy in (0.5, 0.9, without, 0.9, 0.3))
-        env.record_epoch(nothing_new(env)._replace(validation=Validation(whole, rest, committed, [whole] * 3)))
+        env.record_epoch(nothing_new(env)._replace(validation=Validation(whole, rest, committed)))
         known.append((env.records[1].previous_contribution, env.records[1].contribution))
 
     assert known[0] == (None, None)  # not blended, so nothing was measured

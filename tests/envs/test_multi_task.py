@@ -121,13 +121,10 @@ def test_a_state_goes_on_bit_for_bit(common: SharedSpace) -> None:
         assert torch.equal(results[0].metrics.loss, results[1].metrics.loss)
 
 
-def test_hosts_are_found_in_the_pool_of_their_task(common: SharedSpace) -> None:
+def test_hosts_lie_side_by_side_by_task(common: SharedSpace) -> None:
     mixed = mixed_pool(common)
 
-    homes = [mixed.locate_host(host) for host in range(3)]
-
-    assert homes == [(mixed.pools["images"], 0), (mixed.pools["images"], 1), (mixed.pools["table"], 0)]
-    assert [pool.envs[place] for pool, place in homes] == mixed.envs
+    assert mixed.envs == [*mixed.pools["images"].envs, *mixed.pools["table"].envs]
     assert mixed.task_slices == {"images": slice(0, 2), "table": slice(2, 3)}
     assert mixed.privileged.tolist() == [[1, 0], [1, 0], [0, 1]]
 

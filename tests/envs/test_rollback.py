@@ -144,7 +144,7 @@ def test_a_host_that_diverges_once_too_often_is_restored_and_left_alone(
     assert differences(before | {"tick": HORIZON, "monitor": None}, env.state_dict() | {"monitor": None}) == []
     assert differences(weights, env.monitor.snapshot.copy()) == [], "not kept again"
     torch.testing.assert_close(
-        pool.test_accuracy(),
+        pool.test_scores()[1],
         torch.tensor([accuracy_by_forward_pass(e.network, pool.data.test, live(e)) for e in pool.envs]),
     )
     pool.reset([1, 2, 3])
@@ -167,7 +167,7 @@ def test_an_episode_without_active_hosts_goes_on_to_the_horizon(
         for tick in (4, 5):
             step = pool.step(act(WAIT, WAIT))
             assert step.reward.tolist() == [0.0, 0.0] and step.truncated.tolist() == [tick == 5] * 2
-    assert pool.test_accuracy().isfinite().all()
+    assert pool.test_scores()[1].isfinite().all()
     assert [words for words in episode.verdicts if words] == [[(0, Verdict.END)], [(1, Verdict.END)]]
 
     assert differences(Episode(pool, 1).play(5).rows, first.rows) == [], "the next episode is as any other"

@@ -93,26 +93,28 @@ def test_a_host_that_unlearns_little_by_little_had_learned_all_the_same() -> Non
     assert judge(after, reading(2.2, seed_lost_weight=True), CHANCE, config=CONFIG)[1] == GovernorState((2.2,))
 
 
-def test_a_host_that_has_not_learned_yet_may_guess() -> None:
-    assert of(CHANCE, GovernorState((0.59 * CHANCE,) * 4)).outcome is SUSPICIOUS
-    assert of(CHANCE, GovernorState((0.61 * CHANCE,) * 4)).outcome is HEALTHY
-    assert of(CHANCE, GovernorState()).outcome is HEALTHY  # without any history
-
-
-def test_a_loss_is_out_of_range_beyond_so_many_times_the_normal_mean() -> None:
-    untaught = replace(CONFIG, learned=0.1)  # by this rule alone
-    assert of(2.99, GovernorState(WAVES), untaught).outcome is HEALTHY
-    assert of(12.1, GovernorState((11.9,) * 4), untaught).cause == "loss 12.1 is above 12", "whatever is normal"
-    verdict = of(3.01, GovernorState(WAVES), untaught)
-    assert verdict.outcome is SUSPICIOUS and not verdict.diverged
-    assert verdict.cause == "loss 3.01 is out of range, normal is 1"
-
-
-def test_a_host_of_which_little_is_known_is_held_to_guessing() -> None:
-    for watch in (GovernorState(), GovernorState((1.5,) * 3)):
-        assert of(2.99 * CHANCE, watch).outcome is HEALTHY
-        assert of(3.01 * CHANCE, watch).outcome is SUSPICIOUS
-    assert of(1.0, GovernorState(LEARNED)).outcome is SUSPICIOUS
+@pytest.mark.parametrize(
+    ("losses", "changes", "loss", "cause"),
+    [
+        # A host that has not learned yet may guess.
+        ((0.59 * CHANCE,) * 4, {}, CHANCE, "guessing"),
+        ((0.61 * CHANCE,) * 4, {}, CHANCE, ""),
+        ((), {}, CHANCE, ""),
+        # A loss is out of range beyond so many times the normal mean, or above the limit, whatever is normal.
+        (WAVES, {"learned": 0.1}, 2.99, ""),
+        (WAVES, {"learned": 0.1}, 3.01, "loss 3.01 is out of range, normal is 1"),
+        ((11.9,) * 4, {"learned": 0.1}, 12.1, "loss 12.1 is above 12"),
+        # A host of which little is known is held to guessing.
+        *(((1.5,) * n, {}, 2.99 * CHANCE, "") for n in (0, 3)),
+        *(((1.5,) * n, {}, 3.01 * CHANCE, "out of range") for n in (0, 3)),
+        (LEARNED, {}, 1.0, "out of range"),
+    ],
+)
+def test_a_loss_is_judged_by_what_is_normal(
+    losses: tuple[float, ...], changes: dict[str, float], loss: float, cause: str
+) -> None:
+    verdict = of(loss, GovernorState(losses), replace(CONFIG, **changes))
+    assert verdict.outcome is (SUSPICIOUS if cause else HEALTHY) and cause in verdict.cause and not verdict.diverged
 
 
 def test_patience_is_over_after_so_many_host_epochs_running() -> None:

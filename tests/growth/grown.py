@@ -126,7 +126,6 @@ def evidence_of(
     gradient: GradientStats | None = CALM,
     *,
     in_optimizer: bool = True,
-    potential: float | None = None,
 ) -> Evidence:
     """Return evidence of a seed for the gates, with the given measurements."""
     return Evidence(
@@ -135,7 +134,6 @@ def evidence_of(
         in_optimizer=in_optimizer,
         alpha=slot.alpha_before,
         gradient=gradient,
-        potential=potential,
         contribution=contribution,
     )
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torchvision import models
 
 from esper_lightning.growth.attach import attach_slots
-from esper_lightning.growth.blend import BlendStyle, Ramp
+from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.counterfactual import (
     SeedVariant,
     all_variants,
@@ -19,15 +19,12 @@ from esper_lightning.growth.counterfactual import (
     forward_variants,
     leave_one_out,
     measure_variants,
-    potentials,
     shapley_values,
 )
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from tests.growth.grown import (
-    STYLES,
-    LastState,
     add_noise,
     generator_of,
     grow,
@@ -125,17 +122,6 @@ class TwoInputs(nn.Module):
         return self.head(torch.tanh(self.both(torch.cat([seen, read], 1))))
 
 
-class Remembers(nn.Module):
-    """LSTM of two layers whose last state is used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = LastState(6, 2), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:  # [B, T, 5] -> [B, 3]
-        return self.head(self.lstm(x)[1][0])
-
-
 VECTORS, PICTURES = (torch.Size([4, 5]),), (torch.Size([3, 3, 32, 32]),)
 BOTH = (torch.Size([4, 2, 6, 6]), torch.Size([4, 5]))
 
@@ -147,7 +133,6 @@ BOTH = (torch.Size([4, 2, 6, 6]), torch.Size([4, 5]))
         (swin, PICTURES, ["features.0", "features.3.0.mlp", "norm", "flatten"], [True, False, True, True], 3),
         (Twice, VECTORS, ["shared", "behind"], [False, True], 0),
         (TwoInputs, BOTH, ["see", "read", "both"], [False, False, True], 0),
-        (Remembers, (torch.Size([4, 7, 5]),), ["lstm[1][0]"], [True], 0),
     ],
 )
 def test_branches_shared_layers_and_several_inputs_equal_one_plain_pass_for_each_combination(
@@ -161,18 +146,6 @@ def test_branches_shared_layers_and_several_inputs_equal_one_plain_pass_for_each
     assert [slot.on_single_path for slot in slots_of(network).values()] == single
     variants = all_variants(list(slots_of(network)))
     check_against_plain_passes(network, variants, len(variants), *(x.double() for x in inputs))
-
-
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("stage", [Stage.GERMINATED, Stage.TRAINING], ids=lambda stage: stage.name)
-def test_a_seed_that_is_not_blended_takes_part_at_full_alpha_where_it_is_named(stage: Stage, style: BlendStyle) -> None:
-    network, blended = small_cnn(PLACES), small_cnn(PLACES)
-    grow(slot_named(network, PLACES[1]), stage, style=style)
-    grow(slot_named(blended, PLACES[1]), Stage.FOSSILIZED, style=style)
-    outputs, places = forward_variants(network.double().eval(), [frozenset(), frozenset(PLACES[1:])], images())
-    without, full = (outputs.unflatten(0, (2, -1))[place] for place in places)
-    torch.testing.assert_close(without, small_cnn(PLACES).double().eval()(images()))
-    torch.testing.assert_close(full, blended.double().eval()(images()))
 
 
 @pytest.mark.parametrize(
@@ -244,20 +217,12 @@ def test_scores_are_means_over_batches_of_any_size_and_give_contributions_and_sh
     assert sum(shapley_values(worth, PLACES).values()) == pytest.approx(gain, abs=1e-9)
 
 
-def test_only_blended_seeds_contribute_and_the_others_have_a_potential() -> None:
-    network = grown_cnn(1)
+def test_only_blended_seeds_contribute() -> None:
+    network = grown_cnn(1).float()
     for place in PLACES[1:]:
-        grow(slot_named(network.float(), place), Stage.TRAINING, seed=len(place))
-    full = deepcopy(network.double().eval())
-    for place in PLACES[1:]:
-        for stage in BLENDED:
-            slot_named(full, place).move_to(stage)
-    assert list(contributions(network, unequal_batches(), right)) == PLACES[:1]
-    measured = potentials(network, unequal_batches(), log_likelihood)
-    without = by_hand(full, frozenset(PLACES[:1]))
-    expected = {place: 100.0 * (by_hand(full, frozenset({PLACES[0], place})) - without) for place in PLACES[1:]}
-    assert measured == pytest.approx(expected, rel=1e-5)
-    assert potentials(grown_cnn(), unequal_batches(), right) == contributions(small_cnn(PLACES), [], right) == {}
+        grow(slot_named(network, place), Stage.TRAINING, seed=len(place))
+    assert list(contributions(network.double(), unequal_batches(), right)) == PLACES[:1]
+    assert contributions(small_cnn(PLACES), [], right) == {}
 
 
 def test_measuring_leaves_modes_statistics_and_random_state_alone() -> None:

@@ -80,12 +80,6 @@ def test_a_gradient_must_be_known_calm_and_alive(evidence: Evidence, reasons: li
         ({"ticks_in_stage": 2}, {"training_ticks": 2}, []),
         ({"alpha": 0.0, "contribution": None}, {}, []),
         ({"gradient": CALM._replace(vanished=1.0)}, {"min_gradient_health": 0.4}, []),
-        ({"potential": 0.0}, {"min_potential": 0.0}, []),
-        ({"potential": -0.5}, {"min_potential": 0.0}, ["potential -0.50 points below 0"]),
-        ({"potential": 1.4}, {"min_potential": 1.5}, ["potential +1.40 points below 1.5"]),
-        ({"potential": NAN}, {"min_potential": 0.0}, ["potential +nan points below 0"]),
-        ({"potential": None}, {"min_potential": 0.0}, []),
-        ({"potential": -20.0}, {"min_potential": None}, []),
     ],
 )
 def test_a_seed_is_blended_after_its_time_and_if_it_would_not_harm(

@@ -77,7 +77,7 @@ def test_a_seed_goes_through_its_whole_life_and_makes_the_network_better() -> No
 
 
 def test_a_seed_may_be_blended_from_the_start_without_any_gate() -> None:
-    network = growing(LifecycleConfig(training_ticks=9, min_potential=50.0))
+    network = growing(LifecycleConfig(training_ticks=9))
     event = network.germinate("block1", "conv_light", ticks=2, stage="BLENDING")
     assert (event.before, event.after) == (Stage.DORMANT, Stage.BLENDING)
     assert network.slots["block1"].alpha.item() == 0.5
@@ -135,20 +135,6 @@ def test_gradients_are_measured_at_each_tick_unless_they_are_given() -> None:
     assert network.evidence("block1").gradient is None  # a gradient of the previous epoch is not valid for this one
 
 
-def test_the_potential_is_that_of_the_last_epoch_before_blending_and_survives_a_restart() -> None:
-    network = growing(LifecycleConfig(training_ticks=1, min_potential=0.0, min_gradient_health=0.0))
-    network.germinate("block1", "norm")
-    stages = []
-    for potential in (-1.0, -2.0, 3.0, 7.0):
-        network.end_epoch(gradients={"block1": CALM}, potentials={"block1": potential})
-        stages.append(network.slots["block1"].stage)
-    assert stages == [Stage.TRAINING, Stage.TRAINING, Stage.BLENDING, Stage.BLENDING]
-    assert network.measurements["block1"].potential == 3.0
-    again = growing()
-    again.load_state_dict(network.state_dict())
-    assert again.measurements == network.measurements
-
-
 # Refusals.
 
 
@@ -192,7 +178,6 @@ def test_gates_refuse_with_all_their_reasons() -> None:
         (lambda network: network.remove_seed("blok1"), "unknown slot 'blok1'; did you mean 'block1'?"),
         (lambda network: network.end_epoch({"blok1": 1.0}), "unknown slot 'blok1'; did you mean 'block1'?"),
         (lambda network: network.end_epoch(None, {"blok1": CALM}), "unknown slot 'blok1'; did you mean 'block1'?"),
-        (lambda network: network.end_epoch(potentials={"blok1": 1.0}), "unknown slot 'blok1'; did you mean"),
         (lambda network: network.germinate("block2.pool", "conv_lite"), "unknown blueprint 'conv_lite'; did you mean "),
         (lambda network: network.germinate("block2.pool", "mlp"), "blueprint 'mlp' does not grow on image features; "),
         (lambda network: network.germinate("block2.pool", "norm", style="multipy"), "unknown style 'multipy'; did you"),

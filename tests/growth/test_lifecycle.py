@@ -123,15 +123,13 @@ def test_culling_removes_every_trace_of_a_seed_and_closes_the_slot(stage: Stage)
 def test_a_seed_that_is_stuck_in_training_says_so_once_with_the_reasons(training_ticks: int, reported_at: int) -> None:
     slot, events = image_slot(), {}
     grow(slot, Stage.TRAINING)
-    config = LifecycleConfig(training_ticks=training_ticks, min_potential=1.0)
+    config = LifecycleConfig(training_ticks=training_ticks)
     for tick in range(1, 11):
         slot.end_epoch()
-        evidence = evidence_of(slot, gradient=CALM._replace(exploded=1.0), potential=-2.5)
+        evidence = evidence_of(slot, gradient=CALM._replace(exploded=1.0))
         events[tick] = auto_transition(slot, evidence, config, horizon=50)
     (event,) = events.pop(reported_at)
-    assert str(event) == (
-        "block1: conv_light TRAINING (stuck: gradient health 0.20 below 0.7; potential -2.50 points below 1)"
-    )
+    assert str(event) == "block1: conv_light TRAINING (stuck: gradient health 0.20 below 0.7)"
     assert (event.ticks_before, event.age) == (reported_at, reported_at)
     assert not any(events.values())
 

@@ -32,7 +32,7 @@ SCALARS, HISTOGRAMS, FIGURES = (
 
 NOT_HERE = {
     *("memory/cuda", "tasks/<task>/<objective, accuracy, parameters>"),
-    *("test/<metric>", "growth/potential"),
+    "test/<metric>",
 }
 """Tags that need a GPU (tests/envs/executors/test_imitated_gpu.py), several tasks (tests/cli/test_mixed.py) or a
 comparison (tests/cli/test_test_command.py)."""

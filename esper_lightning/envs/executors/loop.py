@@ -106,15 +106,10 @@ class LoopExecutor:
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         """Return loss and accuracy [N, 2, V] on `data` of every environment's variants (see `HostEnv.variants`)."""
         with self.kernels(envs[0].device):
-            return stack_rows([self._measure(env, data, env.variants()) for env in envs])
+            return stack_rows([self._measure(env, data) for env in envs])
 
-    @torch.inference_mode()
-    def measure(self, env: HostEnv, data: Split, variants: Sequence[SeedVariant]) -> Tensor:
-        """Return loss and accuracy [2, V] on `data` of one environment with each of these combinations of seeds."""
-        with self.kernels(env.device):
-            return self._measure(env, data, variants)
-
-    def _measure(self, env: HostEnv, data: Split, variants: Sequence[SeedVariant]) -> Tensor:  # [2, V]
+    def _measure(self, env: HostEnv, data: Split) -> Tensor:  # [2, V]
+        variants = env.variants()
         if env.failure is None:
             with isolate_oom(env):
                 inputs, targets = data.to(env.device).variant(env.context.variant_index)

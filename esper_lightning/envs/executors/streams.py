@@ -80,7 +80,7 @@ class StreamsExecutor(LoopExecutor):
 
     @torch.inference_mode()
     def _validate(self, env: HostEnv, data: Split) -> Tensor:  # [2, V]
-        return self._measure(env, data, env.variants())
+        return self._measure(env, data)
 
     def _stream(self, env: HostEnv) -> torch.cuda.Stream:
         # Created once per host. Torch cycles through 32 streams per GPU: with more hosts, several share a stream.

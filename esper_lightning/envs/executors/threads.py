@@ -51,7 +51,7 @@ class ThreadsExecutor(LoopExecutor):
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         def work(env: HostEnv) -> Tensor:
             with torch.inference_mode():  # local to a thread
-                return self._measure(env, data, env.variants())
+                return self._measure(env, data)
 
         return self._run_in_workers(work, envs)
 

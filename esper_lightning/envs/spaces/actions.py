@@ -1,7 +1,7 @@
 """Actions on a host: operations, heads, the choices of each head, and masks of them. N environments, K slots."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
@@ -139,10 +139,6 @@ class ActionSpace(NamedTuple):
         """Return an action of zeros for `n_envs` environments, as storage."""
         return Action(*(torch.zeros(n_envs, dtype=torch.int64, device=device) for _ in HEADS))
 
-    def iter_heads(self, action: Action) -> Iterator[tuple[Tensor, int]]:
-        """Iterate over the heads: chosen indices [..., N] and number of choices."""
-        return zip(action, self.sizes.values(), strict=True)
-
     def decode(self, action: Sequence[int]) -> DecodedAction:
         """Return the choices that the indices of one environment's action stand for."""
         return DecodedAction._make(choices[number] for choices, number in zip(self, action, strict=True))
@@ -213,6 +209,18 @@ class Masks(NamedTuple):
     def forced(self) -> Tensor:  # [..., N] bool
         """True where the step teaches nothing: only one op is possible, or the episode has ended (masks or none)."""
         return (self.op.sum(-1) == 1) | self.ended
+
+
+def check_possible(space: ActionSpace, masks: Masks, host: int, action: Sequence[int]) -> None:
+    """Raise ActionError unless the masks allow an action of a host, an index per head."""
+    sizes = tuple(space.sizes.values())
+    if not all(0 <= choice < size for choice, size in zip(action, sizes, strict=True)):
+        raise ActionError(f"host {host}: {tuple(action)} is no action; the heads {HEADS} have {sizes} choices")
+    if not masks.allows(host, action):
+        raise ActionError(
+            f"host {host}: {space.describe(action)} is masked; choose within the masks, as "
+            f"pool.masks_on_cpu.allows(host, action) tells"
+        )
 
 
 def possible_ops(growing: GrowingNetwork, refusals: Sequence[RefusalReasons], ended: bool) -> list[list[bool]]:

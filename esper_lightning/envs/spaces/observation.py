@@ -22,7 +22,7 @@ PLATEAU_MIN_RISE = 0.005
 """Minimum rise of the best accuracy that ends a plateau: one image of 200."""
 
 CONTRIBUTION_SCALE = 10.0
-"""Contribution or potential in accuracy points that maps to 1; larger ones are clipped."""
+"""Contribution in accuracy points that maps to 1; larger ones are clipped."""
 
 LOG_LOSS_SCALE = 7.0
 """Divisor of a loss after symlog; a loss of 1,096 maps to 1 and larger ones are clipped."""
@@ -126,9 +126,6 @@ def slot_features(env: Subject, k: int) -> dict[str, float]:
     values["contribution"] = clip((contribution or 0.0) / CONTRIBUTION_SCALE)
     rise = contribution - previous if contribution is not None and previous is not None else 0.0
     values["contribution.velocity"] = clip(rise / CONTRIBUTION_SCALE)
-    if env.lifecycle.min_potential is not None:
-        values["potential.known"] = float(record.potential is not None)
-        values["potential"] = clip((record.potential or 0.0) / CONTRIBUTION_SCALE)
     values["gradient.norm"] = log_norm(gradient)
     values["gradient.health"] = gradient.health if gradient else MISSING
     values["gradient.ratio"] = log_ratio(gradient, env.host_gradient)

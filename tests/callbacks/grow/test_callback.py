@@ -3,7 +3,6 @@
 import csv
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from esper_lightning.controllers.schedules import Schedule, ScheduledAction, wri
 from esper_lightning.envs import Op
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.growth import LifecycleConfig, detach_slots, slots_of
-from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.telemetry.events import Contributed, SeedChanged, Started, read_events
 from tests.callbacks.grow.modules import SCHEDULERS, Autoencoder, Classifier, DigitsData, TwoOptimizers
@@ -251,24 +249,6 @@ def test_contributions_are_those_of_switching_each_seed_off() -> None:
     expected = {name: 100.0 * (accuracy(None) - accuracy(name)) for name in callback.growing.slots}
     for name in callback.growing.slots:
         assert float(made.callback_metrics[f"growth/contribution.{name}"]) == pytest.approx(expected[name], abs=1e-4)
-
-
-def test_potentials_are_those_of_switching_a_learning_seed_on() -> None:
-    module = classifier()
-    callback = grow({0: germinate(0)}, lifecycle=LifecycleConfig(training_ticks=9, min_potential=0.0))
-    made = train(module, callback, epochs=3)
-    images, labels = made.datamodule.held_out.tensors
-    module.eval()
-    first, _ = callback.growing.slots.values()
-
-    def accuracy(output: Callable[[SeedSlot, Tensor], Tensor] | None) -> float:
-        first.override = output
-        with torch.no_grad():
-            return float((module.net(images).argmax(1) == labels).float().mean())
-
-    expected = 100.0 * (accuracy(SeedSlot.trial_output) - accuracy(None))
-    assert expected != 0.0
-    assert float(made.callback_metrics[f"growth/potential.{first.name}"]) == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_score_per_sample_measures_the_same_in_one_pass() -> None:

@@ -106,7 +106,7 @@ def test_a_policy_goes_on_after_a_validation_without_a_number() -> None:
 
 
 def test_a_decision_that_is_impossible_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Plan chose CULL 3, which is impossible now; choose within pool\.masks"):
+    with pytest.raises(ValueError, match="Plan: host 0: CULL 3 is masked; choose within the masks"):
         train(classifier(), grow({0: cull(0)}), epochs=1)
 
 

@@ -105,7 +105,7 @@ def test_a_grown_network_that_was_saved_without_grow_is_refused(tmp_path: Path) 
         ({"price": 0.5}, "of price 0.05, the run of 0.5; give the same"),
         ({"monitor": "val_loss", "mode": "min"}, "of monitor val_acc, the run of val_loss; give the same"),
         ({"loss": "val_loss"}, "of loss None, the run of val_loss; give the same"),
-        ({"score": SeedSlot.active_output}, "of score None, the run of SeedSlot.active_output; give the same"),
+        ({"score": SeedSlot.blend_output}, "of score None, the run of SeedSlot.blend_output; give the same"),
         ({"seed_options": {"lr": 0.1}}, r"of seed_options {}, the run of {'lr': 0.1}; give the same"),
         (
             {"lifecycle": replace(QUICK, isolation="straight_through")},

@@ -49,7 +49,7 @@ def test_numbers_of_all_environments_and_variants_are_one_tensor(make_pool: Make
     slots = len(pool.space.slot)
 
     assert pool.executor.train_epoch(pool.envs, pool.data.train).shape == (2, 3 + 4 * (1 + slots))
-    assert pool.executor.validate(pool.envs, pool.data.validation).shape == (2, 2, 2 * slots + 2)
+    assert pool.executor.validate(pool.envs, pool.data.validation).shape == (2, 2, slots + 2)
 
 
 def test_gradient_statistics_are_tensors_asked_for_once_a_tick(

@@ -51,7 +51,7 @@ def play(pool: HostPool, seed: int = 3) -> list[Tensor]:
     wanderer = RandomValid(seed)
     pool.reset([seed + i for i in range(pool.n_envs)])
     seen = [part for _ in range(pool.config.horizon) for part in pool.step(wanderer.act(pool)).metrics]
-    return [*seen, pool.test_accuracy()]
+    return [*seen, pool.test_scores()[1]]
 
 
 @contextmanager

@@ -44,7 +44,7 @@ def gradient_of(norm: float, vanished: float = 0.0) -> GradientStats:
 def measured(env: HostEnv, loss: float = 1.0, accuracy: float = 0.5, norm: float = 1.0) -> EpochResult:
     gradient, score, slots = gradient_of(norm), Score(loss, accuracy), len(env.slots)
     training = TrainingStats(loss, accuracy, 0, gradient, [gradient] * slots)
-    return EpochResult(training, Validation(score, [score] * slots, score, [score] * slots))
+    return EpochResult(training, Validation(score, [score] * slots, score))
 
 
 class Named(NamedTuple):

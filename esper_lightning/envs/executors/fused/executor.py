@@ -13,7 +13,6 @@ from esper_lightning.envs.executors.fused.proof import check_stack
 from esper_lightning.envs.executors.loop import LoopExecutor
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.machine import first_line, is_out_of_memory
 from esper_lightning.tasks import Split, Task
 
@@ -79,20 +78,11 @@ class FusedExecutor(LoopExecutor):
 
     @torch.inference_mode()
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
-        def work(groups: Sequence[Sequence[HostEnv]]) -> list[Tensor]:
-            return [self._measure_all(alike, data, [env.variants() for env in alike]) for alike in groups]
-
         with self.kernels(envs[0].device), raise_oom(envs):
-            return map_by_kind(work, envs)
+            return map_by_kind(lambda groups: [self._validate_alike(alike, data) for alike in groups], envs)
 
-    def _measure(self, env: HostEnv, data: Split, variants: Sequence[SeedVariant]) -> Tensor:  # [2, V]
-        with raise_oom([env]):
-            return self._measure_all([env], data, [variants])[0]
-
-    def _measure_all(
-        self, envs: Sequence[HostEnv], data: Split, variants: Sequence[Sequence[SeedVariant]]
-    ) -> Tensor:  # [N, 2, V]
-        data = data.to(envs[0].device)
+    def _validate_alike(self, envs: Sequence[HostEnv], data: Split) -> Tensor:  # [N, 2, V]
+        data, variants = data.to(envs[0].device), [env.variants() for env in envs]
         stack = self._stack_of(envs, data)
         stack.load_resident([env.network for env in envs]).bind(requires_grad=False)
         inputs, targets, data_variants = data.inputs, data.targets, None

@@ -9,8 +9,7 @@ from torch.optim import Optimizer
 
 from esper_lightning.envs.device_transfer import upload
 from esper_lightning.envs.executors.fused.flat import Arena, Assignment, FlatWeights, StackedModule
-from esper_lightning.envs.executors.fused.layers import stack_layers
-from esper_lightning.envs.executors.fused.layout import StackIndex, stack_inputs, unstack_outputs
+from esper_lightning.envs.executors.fused.layers import StackIndex, stack_inputs, stack_layers, unstack_outputs
 from esper_lightning.envs.executors.fused.slot import StackedSlot, StackEntries
 from esper_lightning.growth.attach import attach_at, attached_places, detach_slots
 from esper_lightning.growth.counterfactual import SeedVariant
@@ -99,7 +98,7 @@ class HostStack:
         """
         self._set_training(False)
         off_trunk = {
-            name: [host for seeds in slot.active_seeds for host in seeds.row_of_host]
+            name: [host for seeds in slot.active_seeds for host in seeds.blended_hosts]
             for name, slot in self.slots.items()
             if not self.host_slots[0][name].on_single_path
         }

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from esper_lightning.envs.device_transfer import upload
 from esper_lightning.envs.executors.fused.flat import StackedModule
-from esper_lightning.envs.executors.fused.layers import stack_layers
-from esper_lightning.envs.executors.fused.layout import (
+from esper_lightning.envs.executors.fused.layers import (
     StackIndex,
     broadcast_per_entry,
     columns_to_rows,
@@ -20,6 +19,7 @@ from esper_lightning.envs.executors.fused.layout import (
     rows_to_columns,
     select_entries,
     split,
+    stack_layers,
     unflatten_entries,
 )
 from esper_lightning.growth.blend import BlendStyle, add, mix, proximal_gradient
@@ -83,6 +83,7 @@ class StackedSeeds:
 
     Attributes:
         row_of_host: Row of the stacked weights for each host index that has such a seed.
+        blended_hosts: Indices of the hosts whose seed is blended; no other has an effect in evaluation.
     """
 
     def __init__(self, seed: nn.Module, style: BlendStyle) -> None:
@@ -102,6 +103,7 @@ class StackedSeeds:
     def assign(self, slots: Mapping[int, SeedSlot]) -> None:
         """Assign the hosts that have such a seed in the coming epoch, given as slot by host index."""
         self.row_of_host = {host: i for i, host in enumerate(slots)}
+        self.blended_hosts = [host for host, slot in slots.items() if slot.blended]
         own = list(slots.values())
         alpha = own[0].alpha
         self.isolated = _compact_flags([slot.isolated for slot in own], alpha.device)
@@ -283,7 +285,7 @@ class StackedSlot:
     def _evaluate(self, slot: SeedSlot, x: Tensor) -> Tensor:
         """Apply seeds to the entries that use them; an entry that stands for both cases becomes two."""
         entry_hosts = self.entries.hosts
-        groups = [list(seeds.row_of_host) for seeds in self.active_seeds]
+        groups = [seeds.blended_hosts for seeds in self.active_seeds]
         sources, sizes = self.entries.regroup(slot.name, groups, divide=slot.on_single_path)
         if not any(sizes[:-1]):
             return x

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from esper_lightning.blueprints import build_on
 from esper_lightning.blueprints.seeds import GroupNorm, LearnedNorm
-from esper_lightning.envs.executors.fused import layout
+from esper_lightning.envs.executors.fused import layers
 from esper_lightning.envs.executors.fused.flat import Assignment, FlatWeights, StackedModule
-from esper_lightning.envs.executors.fused.layers import MAX_PRODUCT_HOSTS, stack_layers
-from esper_lightning.envs.executors.fused.layout import (
+from esper_lightning.envs.executors.fused.layers import (
+    MAX_PRODUCT_HOSTS,
     StackIndex,
     broadcast_per_entry,
     columns_to_rows,
@@ -23,6 +23,7 @@ from esper_lightning.envs.executors.fused.layout import (
     select_entries,
     split,
     stack_inputs,
+    stack_layers,
     unstack_outputs,
 )
 from esper_lightning.growth.blend import SampleGate
@@ -136,13 +137,13 @@ class StackedAndSeparate:
 
 
 def memory_format() -> torch.memory_format:
-    return torch.channels_last if layout.CHANNELS_LAST["cpu"] else torch.contiguous_format
+    return torch.channels_last if layers.CHANNELS_LAST["cpu"] else torch.contiguous_format
 
 
 @pytest.fixture(params=["cpu", "cuda"])
 def as_on_each_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute on the CPU, with memory format and products of each type of device."""
-    for choices in (layout.CHANNELS_LAST, MAX_PRODUCT_HOSTS):
+    for choices in (layers.CHANNELS_LAST, MAX_PRODUCT_HOSTS):
         monkeypatch.setitem(choices, "cpu", choices[request.param])
 
 
