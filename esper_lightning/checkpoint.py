@@ -7,7 +7,6 @@ import json
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ import safetensors.torch
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from esper_lightning import __version__
 from esper_lightning.growth.nested import iter_tensors
-from esper_lightning.machine import CPU
+from esper_lightning.machine import CPU, versions
 from esper_lightning.serialization import excerpt, generator_device, replace_durably
 
 SCHEMA = 8
@@ -234,11 +232,8 @@ def write_policy(checkpoint: str | Path, path: str | Path, results: Mapping[str,
     Raises ValueError, in one line, if the checkpoint is damaged or foreign.
     """
     parts = read_policy(checkpoint)
-    versions = parts.get(VERSIONS_KEY) or {name: version(name) for name in ("torch", "lightning")} | {
-        "esper-lightning": __version__
-    }
     described = {part: parts[part] for part in DESCRIBED if part in parts}
-    text = json.dumps(described | {VERSIONS_KEY: versions, "results": dict(results)})
+    text = json.dumps(described | {VERSIONS_KEY: parts.get(VERSIONS_KEY) or versions(), "results": dict(results)})
     weights = {name: part.cpu().contiguous() for name, part in parts["state_dict"].items()}
     content = safetensors.torch.save(weights, metadata={METADATA_KEY: text})
     Path(path).parent.mkdir(parents=True, exist_ok=True)

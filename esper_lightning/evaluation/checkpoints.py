@@ -22,7 +22,7 @@ from esper_lightning.checkpoint import (
 )
 from esper_lightning.controllers import CONTROLLERS, make_controller
 from esper_lightning.controllers.learned import LearnedController, TrainingHosts, TrainingRules
-from esper_lightning.controllers.random import WaitOnly
+from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.controllers.schedules import FixedSchedule, read_schedule
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import ActionConfig, ActionSpace

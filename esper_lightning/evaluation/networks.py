@@ -139,15 +139,13 @@ def load_host(folder: Path, description: Mapping[str, Any]) -> nn.Module:
 
 
 def read_samples(path: Path) -> dict[str, Tensor]:
-    """Return the tensors in a file of samples; `inputs` is among them. Raises ValueError if it is damaged."""
-    if not path.is_file():
-        raise ValueError(f"there is no file {str(path)!r} with inputs; an export is checked on real inputs")
+    """Return the tensors `inputs` and `outputs` in a file of samples. Raises ValueError if it is damaged."""
     try:
         tensors = safetensors.torch.load_file(path)
-    except safetensors.SafetensorError as error:
+    except (safetensors.SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
-    if "inputs" not in tensors:
-        raise ValueError(f"{path} holds {sorted(tensors)!s:.100}, and no tensor 'inputs'")
+    if not {"inputs", "outputs"} <= tensors.keys():
+        raise ValueError(f"{path} holds {sorted(tensors)!s:.100}, and not inputs and outputs")
     return tensors
 
 
@@ -208,41 +206,23 @@ def grow_host(pool: HostPool, name: str, controller: Controller, *, rng_seed: in
     timeline(outcome.trace.ops, outcome.trace.stages, pool.space.slot, title=name).savefig(folder / TIMELINE_FILE)
 
 
-def export_grown(
-    source: str, to: Format, *, out: str | None = None, network: str | None = None, inputs: str | None = None
-) -> None:
+def export_grown(source: str, to: Format, *, out: str | None = None) -> None:
     """Write a grown network as a file that other programs run, and check it on real inputs.
 
     Args:
-        source: Folder that `grow` has written, or a file of `growth.save`. The class of the host that a folder names is
-            imported and called: name only folders that you trust.
+        source: Folder that `grow` has written. The class of the host that it names is imported and called: name only
+            folders that you trust.
         to: pt2: a program of torch.export, which runs without this package. onnx: a model of ONNX; needs the extra
             [onnx].
-        out: File to write. None: `network` in the folder, or the name of the file, with a suffix.
-        network: For a file: import path of a class or function that makes the network as it was before growth.
-        inputs: For a file: safetensors file with real inputs of the network as the tensor `inputs`.
+        out: File to write. None: `network` in the folder, with a suffix.
     """
-    path = Path(source)
-    if path.is_dir():
-        if network is not None or inputs is not None:
-            raise ValueError("--network and --inputs are for a file; a folder tells them itself, so leave them out")
-        grown = load_host(path, read_description(path))
-        samples = read_samples(path / SAMPLES_FILE)
-        with torch.no_grad():
-            outputs = grown(samples["inputs"])
-        if "outputs" not in samples or not torch.allclose(outputs, samples["outputs"], rtol=TOLERANCE, atol=TOLERANCE):
-            raise ValueError(f"{path}: the network gives other outputs than when it was saved; save it again")
-        examples, target = samples["inputs"], path / NETWORK_FILE
-    else:
-        if not path.is_file():
-            raise ValueError(f"there is no folder or file {source!r}; name one with a grown network")
-        if network is None or inputs is None:
-            raise ValueError(f"{source!r} does not tell what network it is of; give --network and --inputs")
-        grown = import_object(network, "--network")()
-        if not isinstance(grown, nn.Module):
-            raise ValueError(f"--network {network}: it made a {type(grown).__name__}, not a network")
-        load(grown, path)
-        examples, target = read_samples(Path(inputs))["inputs"], path
-    target = target.with_suffix(SUFFIXES[to]) if out is None else Path(out)
-    difference = export(grown.eval(), examples, target, to)
-    print_status(f"written to {target}: on {len(examples)} inputs its outputs differ by at most {difference:.2g}")
+    folder = Path(source)
+    network = load_host(folder, read_description(folder))
+    samples = read_samples(folder / SAMPLES_FILE)
+    with torch.no_grad():
+        outputs = network(samples["inputs"])
+    if not torch.allclose(outputs, samples["outputs"], rtol=TOLERANCE, atol=TOLERANCE):
+        raise ValueError(f"{folder}: the network gives other outputs than when it was saved; save it again")
+    target = folder / f"network{SUFFIXES[to]}" if out is None else Path(out)
+    difference = export(network, samples["inputs"], target, to)
+    print_status(f"written to {target}: on {NUM_SAMPLES} inputs its outputs differ by at most {difference:.2g}")

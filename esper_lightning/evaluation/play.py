@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from esper_lightning.controllers.learned import Controller
-from esper_lightning.controllers.random import WaitOnly
+from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.envs import Action, HostPool, StepResult
 from esper_lightning.envs.device_transfer import download
 from esper_lightning.envs.flops import HostFlops
@@ -52,9 +52,8 @@ Topology = tuple[FossilizedSeed, ...]
 
 
 class PoolTrace(NamedTuple):
-    """Validation accuracy, ops and stages at every tick of an episode, up to the horizon."""
+    """Ops and stages at every tick of an episode, up to the horizon."""
 
-    accuracy: np.ndarray  # [T, H] on validation samples after each host epoch; at the last tick of the fossilized seeds
     ops: np.ndarray  # [T, H] int: Op carried out before the host epoch
     stages: np.ndarray  # [T, H, K] int: Stage of each slot after the host epoch
 
@@ -103,7 +102,7 @@ def play_episode(
     """
     started, horizon = perf_counter(), pool.config.horizon
     flops, ticks, rollbacks = (np.zeros(pool.n_envs, dtype=np.int64) for _ in range(3))
-    accuracies, ops, stages = [], [], []
+    ops, stages = [], []
     pool.reset(rng_seeds)
 
     def count_epoch(host: int, batches: Batches) -> None:
@@ -127,7 +126,6 @@ def play_episode(
             on_step(step)
             for verdict in step.verdicts:
                 rollbacks[verdict.host] += verdict.verdict.diverged
-            accuracies.append(step.metrics.accuracy.double().numpy())
             ops.append(download(step.action.op).numpy().copy())
             stages.append([[int(slot.stage) for slot in env.slots] for env in pool.envs])
     finally:
@@ -151,7 +149,7 @@ def play_episode(
         rollbacks=rollbacks,
         seconds=seconds,
         topologies=topologies,
-        trace=PoolTrace(np.array(accuracies), np.array(ops), np.array(stages)),
+        trace=PoolTrace(np.array(ops), np.array(stages)),
         contexts=[str(env.context.context) for env in pool.envs],
         metrics={name: values.numpy() for name, values in pool.test_metrics().items()},
     )

@@ -8,6 +8,7 @@ the others.
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from esper_lightning.controllers.schedules import FixedSchedule, Schedule, Sched
 from esper_lightning.envs import EnvConfig, HostPool
 from esper_lightning.envs.family import PRICE, Context
 from esper_lightning.envs.seeding import TRAINING, check_rng_seed, episode_rng_seeds
-from esper_lightning.parallel import Mapper, run_all
+from esper_lightning.parallel import run_all
 
 BEST_FILE, BEST_PRICE_PREFIX = "best_schedule", "best_schedule_price_"
 """File name of the best schedule, and prefix of the file names of the best schedule for each price."""
@@ -85,7 +86,7 @@ def search_best_schedules(
     known: Sequence[Schedule] = (),
     *,
     fixed: bool = True,
-    executor: Mapper | None = None,
+    executor: ProcessPoolExecutor | None = None,
 ) -> dict[str, Schedule]:
     """Return the best schedule for all hosts (if `fixed`), and with `per_price` the best for each price, by file name.
 
@@ -94,7 +95,7 @@ def search_best_schedules(
         config: Budget. The searches for single prices share a second budget of as many steps.
         known: Schedules that enter the last race of each search.
         fixed: Search the schedule for all hosts.
-        executor: Has a method `map(function, items)`, which runs the searches. None: one after the other.
+        executor: Runs the searches. None: one after the other in this process.
     """
     groups = contexts_by_price(pool) if config.per_price else {}
     share = replace(config, steps=config.steps // max(1, len(groups)))
