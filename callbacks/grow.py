@@ -598,12 +598,9 @@ def wrap_without_seeds(trainer: Trainer, seeds: Iterable[nn.Module]) -> None:
 
 
 def find_network(module: LightningModule, name: str | None, slots: list[str]) -> tuple[str, nn.Module]:
-    """Return name and module of the network that grows.
+    """Return name and module of the network that grows: the one called `name`, as in `named_modules`.
 
-    Args:
-        module: LightningModule that holds it.
-        name: Its name as in `named_modules`. None: the only child of the module that has parameters and all `slots`.
-        slots: Names of slots within the network; if empty, it has slots built in.
+    None: the only child with parameters and all `slots`, or if none are named with slots built in.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
     if name is not None:

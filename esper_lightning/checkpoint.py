@@ -191,8 +191,8 @@ def saved_on_another_device(checkpoint: dict[str, Any], device: torch.device) ->
 def move_environments(checkpoint: dict[str, Any], pool: dict[str, Any], *, device: torch.device, rng_seed: int) -> None:
     """Change `checkpoint` in place so that it resumes on another type of device, at the start of a rollout.
 
-    The state of a random generator cannot move to another type of device: exploration continues with a new generator,
-    seeded by the RNG seed of the run and the next episode, and the `pool` of the checkpoint loses its hosts.
+    No random generator can move there: exploration goes on with one that is seeded by the RNG seed of the run and the
+    next episode, and the `pool` of the checkpoint loses its hosts.
     """
     begin_rollout(checkpoint)
     loop = checkpoint["callbacks"]["RolloutState"]["loop"]

@@ -40,15 +40,11 @@ def seeded_generators(rng_seed: int) -> Iterator[None]:
 def run_all(
     work: Mapping[str, Sequence[Callable[[], Result]]], executor: ProcessPoolExecutor | None = None
 ) -> dict[str, list[Result]]:
-    """Return the results of independent pieces of work, in their order.
+    """Return the results of independent pieces of work, in their order; an executor runs them in other processes.
 
     Every piece begins with the same state of the global random generators, from which only parts of users draw, so that
-    no piece, order or number of processes changes what another one draws.
-
-    Args:
-        work: Functions without arguments, under any names; they may share a pool, whose state they overwrite.
-        executor: Runs the pieces in other processes, each with a copy of what it holds. None: one after the other in
-            this process.
+    no piece, order or number of processes changes what another one draws. Pieces of one process may share a pool, whose
+    state they overwrite; each other process has a copy.
     """
     if executor is None:
         return {name: [_run(piece) for piece in pieces] for name, pieces in work.items()}

@@ -42,8 +42,7 @@ class WaitOnly:
 class RandomValid:
     """Draws actions uniformly: a possible op, then a slot possible for it, then a possible choice of every other head.
 
-    Args:
-        rng_seed: RNG seed; every episode continues the stream of random numbers.
+    Every episode continues the stream of random numbers.
     """
 
     def __init__(self, rng_seed: int) -> None:

@@ -193,9 +193,7 @@ def play_twin(pool: HostPool, name: str, grown: Outcome, *, rng_seeds: Sequence[
 class Comparison:
     """Compares controllers on the same fresh hosts and the same data.
 
-    Args:
-        config: Settings of the comparison. Raises ValueError if a controller or a schedule that they name does not
-            exist.
+    Raises ValueError if a controller or a schedule that the settings name does not exist.
     """
 
     def __init__(self, config: EvaluationConfig) -> None:
@@ -286,11 +284,8 @@ class Comparison:
     ) -> ComparisonResult:
         """Run the comparison on hosts of one task (None: the first), in pools of its own.
 
-        Args:
-            data: Hosts; the pool must be built and is not modified.
-            policies: Trained policies, one per training seed. Empty: rules and schedules are compared alone.
-            rivals: Policies that `against` names, a row each.
-            task: Name of the task.
+        There is one of the `policies` per training seed, or none: then rules and schedules are compared alone. Each of
+        the `rivals`, policies that `against` names, has a row.
         """
         config = self.config
         if not policies:

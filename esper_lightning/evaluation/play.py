@@ -91,14 +91,8 @@ def play_episode(
 ) -> Outcome:
     """Play one episode of `controller`. The hosts depend on `rng_seeds` alone. The state of the pool is overwritten.
 
-    Args:
-        pool: The hosts.
-        name: Name of the controller in reports.
-        controller: Controller that chooses the actions.
-        rng_seeds: RNG seeds, one per host. The order of a host's data follows from its RNG seed and the tick alone.
-        tick_limits: Host epochs after which each host stops training, possibly beyond the horizon. No actions are taken
-            after the horizon. None: the horizon for all hosts.
-        on_step: Called with the result of every step.
+    `tick_limits` are the host epochs after which each host stops training, possibly beyond the horizon, after which no
+    actions are taken. None: the horizon for all hosts. `on_step` is called with the result of every step.
     """
     started, horizon = perf_counter(), pool.config.horizon
     flops, ticks, rollbacks = (np.zeros(pool.n_envs, dtype=np.int64) for _ in range(3))
@@ -177,14 +171,11 @@ def named_controller(name: str, controller: Controller) -> Iterator[None]:
 
 
 class StaticController:
-    """Gives every host its final network before the first tick and then only waits.
+    """Gives every host its final network, the topology with its index, before the first tick and then only waits.
 
     The weights of the seeds come from the host's own generator, right after the host's weights, and are initialised
     according to `lifecycle.birth`. Alpha is 1 and every seed is fossilized, so all of the network learns from the first
     minibatch, on the same data as in any other episode.
-
-    Args:
-        topologies: Fossilized seeds of each host.
     """
 
     def __init__(self, topologies: Sequence[Topology]) -> None:

@@ -57,12 +57,8 @@ def compare(
 ) -> dict[str, ComparisonResult]:
     """Run the comparison on hosts of each task, publish the results, and return them by task.
 
-    Args:
-        config: Settings of the comparison.
-        data: Hosts; the pool must be built and is not modified.
-        own: Policy to compare, unless the settings name others.
-        folder: Output folder, with a folder for each of several tasks. None: the tables are only printed.
-        settings: Settings of the run, saved in `evaluation.json`.
+    `own` is compared unless the settings name other policies. `folder` gets the files, in a folder for each of several
+    tasks; None: the tables are only printed. `settings` of the run are saved in `evaluation.json`.
 
     Raises ValueError if the settings do not fit the hosts.
     """

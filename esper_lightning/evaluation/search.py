@@ -90,12 +90,8 @@ def search_best_schedules(
 ) -> dict[str, Schedule]:
     """Return the best schedule for all hosts (if `fixed`), and with `per_price` the best for each price, by file name.
 
-    Args:
-        pool: The hosts; their state is overwritten.
-        config: Budget. The searches for single prices share a second budget of as many steps.
-        known: Schedules that enter the last race of each search.
-        fixed: Search the schedule for all hosts.
-        executor: Runs the searches. None: one after the other in this process.
+    The state of the hosts is overwritten. `known` schedules enter the last race of each search. The searches for single
+    prices share a second budget of as many steps. An `executor` runs the searches side by side.
     """
     groups = contexts_by_price(pool) if config.per_price else {}
     share = replace(config, steps=config.steps // max(1, len(groups)))
@@ -112,13 +108,10 @@ def search(
     *,
     contexts: Sequence[Context] | None = None,
 ) -> Schedule:
-    """Return the best fixed schedule on training hosts and their validation samples.
+    """Return the best fixed schedule on training hosts and their validation samples. The pool's state is overwritten.
 
-    Args:
-        pool: The hosts; their state is overwritten.
-        config: Budget; see `check_budget`.
-        known: Schedules that enter the last race, whatever their origin, if the budget allows one.
-        contexts: Contexts of the pool's distribution to search for. None: all.
+    `known` schedules enter the last race, whatever their origin, if the budget allows one; see `check_budget`.
+    `contexts` of the pool's distribution are searched for; None: all.
     """
     searched = pool.env_factory.context_distribution.contexts if contexts is None else contexts
     sampler = PlanSampler(pool, config.seed, horizon=longest_horizon(pool, searched))
@@ -165,13 +158,9 @@ class SuccessiveHalving:
     def rank(self, schedules: Sequence[Schedule], decisive: int | None = None, reserve: int = 0) -> list[int]:
         """Return the indices of the schedules from best to worst; a schedule that reaches a later stage ranks higher.
 
-        If the budget does not allow one host per context for every schedule, the last ones are left out.
-
-        Args:
-            schedules: Candidates.
-            decisive: Hosts per context of the last stage. None: stages continue until about two candidates are left,
-                and each may use half of the remaining budget.
-            reserve: Episodes of the budget that must remain.
+        If the budget does not allow one host per context for every schedule, the last ones are left out. `decisive` are
+        the hosts per context of the last stage; None: stages continue until about two candidates are left, and each may
+        use half of the remaining budget. `reserve` episodes of the budget must remain.
         """
         remaining = list(range(len(schedules)))[: self.max_candidates(reserve)]
         scores: dict[int, list[float]] = {i: [] for i in remaining}
@@ -306,9 +295,8 @@ def latest_germinations(config: EnvConfig, horizon: int) -> dict[str, int]:
 class PlanSampler:
     """Samples plans with 1 … K seeds in as many slots, for episodes of `horizon` ticks (None: those of the pool).
 
-    The number of seeds, their slots and every choice for each seed are uniformly distributed, except that early ticks
-    and fossilization are more likely. Mutated plans and crossovers may have several seeds in a slot, one after the
-    other, and up to two per slot together.
+    All choices are uniformly distributed, except that early ticks and fossilization are more likely. Mutated plans and
+    crossovers may have several seeds in a slot, one after the other, and up to two per slot together.
     """
 
     def __init__(self, pool: HostPool, rng_seed: int, *, horizon: int | None = None) -> None:

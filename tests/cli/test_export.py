@@ -88,20 +88,13 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return line
 
 
-@pytest.mark.parametrize(
-    ("arguments", "answer"),
-    [
-        ({"pools": -1}, "cannot be made"),
-        ({"base": "x"}, "cannot be made"),
-        ({"nosuch": 1}, "cannot be made"),
-    ],
-)
+@pytest.mark.parametrize("arguments", [{"pools": -1}, {"base": "x"}, {"nosuch": 1}])
 def test_a_host_that_cannot_be_made_is_refused(
-    arguments: dict[str, Any], answer: str, grown: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: dict[str, Any], grown: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = json.loads((grown / HOST_FILE).read_text())["host"]["init_args"]
     folder = edited(grown, tmp_path / "a", init_args=given | arguments)
-    assert answer in refused(capsys, "export", str(folder), "pt2")
+    assert "cannot be made" in refused(capsys, "export", str(folder), "pt2")
 
 
 def test_damaged_slots_and_samples_of_a_folder_are_refused_in_one_line(
