@@ -194,18 +194,6 @@ def rows_of(observation: Observation, state: RecurrentState, masks: Masks, env: 
     return Observation(observation.features[tick:, of_env]), empty, later
 
 
-def test_environments_do_not_see_each_other() -> None:
-    policy, observation, masks, _ = with_slots(4)
-    starts = torch.zeros(TICKS, ENVS) > 0
-    starts[3, 0] = True  # a neighbour's reset splits the sequence and has no other effect
-
-    with torch.no_grad():
-        among = policy(observation, policy.initial_state(ENVS), masks, starts)[1][:, 1:2]
-        alone = policy(*rows_of(observation, policy.initial_state(ENVS), masks, 1, 0), starts[:, 1:2])[1]
-
-    torch.testing.assert_close(among, alone, rtol=0, atol=1e-5)
-
-
 @each_kind
 def test_a_new_policy_prefers_nothing_and_gives_every_weight_a_gradient(given_of: Callable[[int], Given]) -> None:
     trained, observation, masks, _ = given_of(6)
