@@ -49,7 +49,7 @@ TICK_TAGS = {
     *(f"time/perf_counter.{phase}" for phase in PHASES),
 }
 SOMETIMES = ("blueprint/", "gradients/seed")
-ONCE = ("test/",)
+ONCE = ("test/", "epoch")
 PER_TICK = ("hosts/", "reward/", "growth/", "governor/", "gradients/", "time/perf_counter.")
 
 

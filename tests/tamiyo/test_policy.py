@@ -208,21 +208,6 @@ def test_a_new_policy_prefers_nothing_and_gives_every_weight_a_gradient(given_of
     assert [name for name, p in fresh.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
-def test_a_new_memory_is_empty_and_lets_go_slowly() -> None:
-    """Without input only the biases of the gates act: that of the forget gate starts at 1, all others at 0."""
-    fresh = Policy(shape_of(), PolicyConfig(width=WIDTH))
-    _, observation, masks, state = with_slots(7)
-    for weight in (fresh.lstm.weight_ih_l0, fresh.lstm.weight_hh_l0):
-        nn.init.zeros_(weight)
-    with torch.no_grad():
-        _, _, after = fresh(observation, state, masks, torch.zeros(TICKS, ENVS) > 0)
-
-    assert not any(part.any() for part in fresh.initial_state(4))
-    kept = torch.tensor(1.0).sigmoid() ** TICKS
-    torch.testing.assert_close(after.cell, kept * state.cell)
-    torch.testing.assert_close(after.hidden, 0.5 * torch.tanh(after.cell))
-
-
 def test_a_style_has_a_head_only_where_there_are_several() -> None:
     space = ActionConfig(tempos={"FAST": 2}).make_space(["block1"], ["norm"])
 
