@@ -519,7 +519,6 @@ class Grow(Callback):
             "record": pool.subject.record_state(),
             **self.growing.measurement_state(),
             "decider": {
-                "class": type(self.decider).__name__,
                 "name": self.decider_name,
                 "state": decider.state_dict() if hasattr(decider, "state_dict") else None,
             },
