@@ -39,8 +39,14 @@ from benchmarks.tune import read_data
 from esper_lightning import load_controller
 from esper_lightning.checkpoint import MODULE_KEY, NAMED_POLICIES, POLICIES, read_policy, write_policy
 from esper_lightning.controllers.learned import Controller
-from esper_lightning.controllers.random import WaitOnly
-from esper_lightning.controllers.rules import ClimbingConfig, Heuristic, HillClimbing, Periodic, PeriodicConfig
+from esper_lightning.controllers.rules import (
+    ClimbingConfig,
+    Heuristic,
+    HillClimbing,
+    Periodic,
+    PeriodicConfig,
+    WaitOnly,
+)
 from esper_lightning.controllers.schedules import FixedSchedule, Schedule, read_schedule, write_schedule
 from esper_lightning.envs import EnvConfig, HostPool
 from esper_lightning.envs.config import HostFactory

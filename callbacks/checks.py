@@ -8,12 +8,9 @@ from torch.optim.swa_utils import AveragedModel
 
 
 def check_trainer(name: str, trainer: Trainer, module: LightningModule, conflicting: Mapping[type, str]) -> None:
-    """Raise ValueError if a part of the trainer or of the module does not follow a network that grows.
+    """Raise ValueError, which begins with `name`, if a part of the training does not follow a network that grows.
 
-    Args:
-        name: Name of the callback.
-        trainer, module: Those of the training.
-        conflicting: Classes of callbacks that do not follow, each with the reason.
+    `conflicting` are the classes of callbacks that do not, each with the reason.
     """
     if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
         raise ValueError(

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -334,25 +334,8 @@ class Grow(Callback):
             self._log.write([Started(subject.tick, SCHEMA, 1, horizon, space.slot, space.blueprint)])
         self._tell(trainer, events, {})
 
-    def _settings(self) -> dict[str, Any]:
-        """Return what a resumed run must share with the run of its checkpoint, by name."""
-        lifecycle, actions = asdict(self.lifecycle), asdict(self.actions)
-        del actions["blueprints"]  # those that fit the network are saved
-        return {
-            "monitor": self.monitor,
-            "mode": self.scale.mode,
-            "score": self.score and getattr(self.score, "__qualname__", type(self.score).__name__),
-            "loss": self.loss,
-            "batches": self.num_batches,
-            "every": self.every,
-            "price": self.objective.price,
-            "seed_options": self.seed_options,
-            **{f"lifecycle.{name}": value for name, value in lifecycle.items()},
-            **{f"actions.{name}": value for name, value in actions.items()},
-        }
-
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if the state of a checkpoint does not belong to this network and these settings."""
+        """Raise ValueError if the state of a checkpoint has other slots or blueprints."""
         if state["format"] != STATE_FORMAT:
             raise ValueError(
                 f"Grow: the checkpoint is of format {state['format']}, this version reads {STATE_FORMAT}; continue it "
@@ -360,13 +343,9 @@ class Grow(Callback):
             )
         slots = [name for name in slots_of(self.network) if name in self._own_slots]
         slots += [name for name in self.slot_names if name not in slots]
-        blueprints = self.actions.blueprints or state["blueprints"]
-        saved = {"slots": state["slots"], "blueprints": state["blueprints"], **state["settings"]}
-        for name, value in {"slots": slots, "blueprints": blueprints, **self._settings()}.items():
-            if saved.get(name) != value:
-                raise ValueError(
-                    f"Grow: the checkpoint is of {name} {saved.get(name)}, the run of {value}; give the same"
-                )
+        for name, value in {"slots": slots, "blueprints": self.actions.blueprints or state["blueprints"]}.items():
+            if state[name] != value:
+                raise ValueError(f"Grow: the checkpoint is of {name} {state[name]}, the run of {value}; give the same")
 
     def _continue(self, trainer: Trainer, state: dict[str, Any]) -> None:
         """Continue a training from the state of a checkpoint."""
@@ -527,7 +506,6 @@ class Grow(Callback):
         decider: Any = self.decider
         return {
             "format": STATE_FORMAT,
-            "settings": self._settings(),
             "slots": pool.space.slot,
             "attached": attached_places(self.network),
             "blueprints": pool.space.blueprint,
@@ -535,7 +513,6 @@ class Grow(Callback):
             "record": pool.subject.record_state(),
             **self.growing.measurement_state(),
             "decider": {
-                "class": type(self.decider).__name__,
                 "name": self.decider_name,
                 "state": decider.state_dict() if hasattr(decider, "state_dict") else None,
             },
@@ -614,12 +591,9 @@ def wrap_without_seeds(trainer: Trainer, seeds: Iterable[nn.Module]) -> None:
 
 
 def find_network(module: LightningModule, name: str | None, slots: list[str]) -> tuple[str, nn.Module]:
-    """Return name and module of the network that grows.
+    """Return name and module of the network that grows: the one called `name`, as in `named_modules`.
 
-    Args:
-        module: LightningModule that holds it.
-        name: Its name as in `named_modules`. None: the only child of the module that has parameters and all `slots`.
-        slots: Names of slots within the network; if empty, it has slots built in.
+    None: the only child with parameters and all `slots`, or if none are named with slots built in.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
     if name is not None:

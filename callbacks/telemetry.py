@@ -17,7 +17,6 @@ from torch.utils.tensorboard import SummaryWriter
 from esper_lightning.console import print_status
 from esper_lightning.envs.spaces.actions import relevance_table
 from esper_lightning.module import TamiyoModule
-from esper_lightning.serialization import set_aside
 from esper_lightning.telemetry import metrics as numbers
 from esper_lightning.telemetry.anomalies import AnomalyDetector
 from esper_lightning.telemetry.events import EVENTS_FILE, SCHEMA, Event, EventLog, Started, Updated
@@ -87,11 +86,7 @@ class Telemetry(Callback):
         if folder is not None and trainer.loggers:
             Path(folder).mkdir(parents=True, exist_ok=True)
             self.events = EventLog(Path(folder) / EVENTS_FILE)
-            try:
-                self.events.discard_after(tick)
-            except ValueError as error:
-                set_aside(self.events.path)
-                print_status(f"{error}; the file was renamed, and a new one begins")
+            self.events.discard_after(tick)
         hosts, space = self.collector.ranks.total, pool.space
         self._write_events([Started(tick, SCHEMA, hosts, pool.horizon, list(space.slot), list(space.blueprint))])
 

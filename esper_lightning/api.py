@@ -27,7 +27,6 @@ from esper_lightning.evaluation.report import compare
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.stages import OCCUPIED
 from esper_lightning.module import TamiyoModule
-from esper_lightning.parallel import Mapper
 from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.tamiyo.policy import PolicyConfig
 
@@ -119,7 +118,6 @@ def evaluate(
     task: str | None = None,
     governor: GovernorConfig | None = GovernorConfig(),
     folder: str | Path | None = None,
-    executor: Mapper | None = None,
 ) -> ComparisonResult:
     """Compare a policy with other controllers on fresh hosts and test data, and print the tables.
 
@@ -131,8 +129,6 @@ def evaluate(
         task: Name of the task whose result is returned, where the data have several.
         governor: When a host counts as diverged and is rolled back. None: hosts are not watched.
         folder: Folder for tables and figures. None: they are only printed.
-        executor: Has a method `map(function, items)`, which plays the controllers in other processes, side by side,
-            such as `esper_lightning.parallel.processes(2)`. It changes no number. None: all in this process.
 
     Raises ValueError if a controller or the task is unknown, or if the checkpoint is damaged or of other hosts.
     """
@@ -153,7 +149,7 @@ def evaluate(
     data.oversee(governor)
     try:
         out = None if folder is None else Path(folder)
-        results = compare(config, data, own, folder=out, settings=dict(data.hparams), executor=executor)
+        results = compare(config, data, own, folder=out, settings=dict(data.hparams))
     finally:
         data.oversee(None)
     return results[task or next(iter(results))]

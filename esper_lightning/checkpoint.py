@@ -7,7 +7,6 @@ import json
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ import safetensors.torch
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from esper_lightning import __version__
 from esper_lightning.growth.nested import iter_tensors
-from esper_lightning.machine import CPU
+from esper_lightning.machine import CPU, versions
 from esper_lightning.serialization import excerpt, generator_device, replace_durably
 
 SCHEMA = 8
@@ -193,8 +191,8 @@ def saved_on_another_device(checkpoint: dict[str, Any], device: torch.device) ->
 def move_environments(checkpoint: dict[str, Any], pool: dict[str, Any], *, device: torch.device, rng_seed: int) -> None:
     """Change `checkpoint` in place so that it resumes on another type of device, at the start of a rollout.
 
-    The state of a random generator cannot move to another type of device: exploration continues with a new generator,
-    seeded by the RNG seed of the run and the next episode, and the `pool` of the checkpoint loses its hosts.
+    No random generator can move there: exploration goes on with one that is seeded by the RNG seed of the run and the
+    next episode, and the `pool` of the checkpoint loses its hosts.
     """
     begin_rollout(checkpoint)
     loop = checkpoint["callbacks"]["RolloutState"]["loop"]
@@ -234,11 +232,8 @@ def write_policy(checkpoint: str | Path, path: str | Path, results: Mapping[str,
     Raises ValueError, in one line, if the checkpoint is damaged or foreign.
     """
     parts = read_policy(checkpoint)
-    versions = parts.get(VERSIONS_KEY) or {name: version(name) for name in ("torch", "lightning")} | {
-        "esper-lightning": __version__
-    }
     described = {part: parts[part] for part in DESCRIBED if part in parts}
-    text = json.dumps(described | {VERSIONS_KEY: versions, "results": dict(results)})
+    text = json.dumps(described | {VERSIONS_KEY: parts.get(VERSIONS_KEY) or versions(), "results": dict(results)})
     weights = {name: part.cpu().contiguous() for name, part in parts["state_dict"].items()}
     content = safetensors.torch.save(weights, metadata={METADATA_KEY: text})
     Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -42,9 +42,6 @@ class GrowthVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
 
     An action that is not possible is executed as WAIT. An environment whose episode ends is reset in the same step. Its
     RNG seeds are drawn from its own generator; no comparison of this project evaluates these hosts.
-
-    Args:
-        pool: The hosts.
     """
 
     metadata: dict[str, Any] = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012  # as in Gymnasium
@@ -65,10 +62,7 @@ class GrowthVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     ) -> tuple[np.ndarray, dict[str, Any]]:
         """Start an episode in every environment.
 
-        Args:
-            seed: Seed of each environment; None for one that continues its generator. A single number s stands for s,
-                s + 1, s + 2 … None: all continue.
-            options: Not used.
+        Each has a seed, or None to continue its generator; a single number s stands for s, s + 1, s + 2 …
         """
         if isinstance(seed, int | np.integer):
             seed = [int(seed) + i for i in range(self.num_envs)]
@@ -161,12 +155,7 @@ def observation_names(pool: HostPool) -> list[str]:
 
 
 def make_vector_env(config: str | Path, num_envs: int = 1) -> GrowthVectorEnv:
-    """Return `num_envs` hosts as `fit` would train them with this config, watched by its Governor.
-
-    Args:
-        config: Path of a YAML file, or the name of a config of the package, as `digits`.
-        num_envs: Number of hosts, in place of `data.n_envs`.
-    """
+    """Return `num_envs` hosts as `fit` would train them with a config, by path or name, watched by its Governor."""
     made = load_config(config, f"--data.n_envs={num_envs}")
     data = made.datamodule
     if len(data.task_configs) > 1:

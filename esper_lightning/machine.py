@@ -2,10 +2,9 @@
 
 import os
 import platform
-import re
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +73,8 @@ def provenance(rng_seed: int, device: torch.device, executor: str, *, precision:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of this package and of the packages that it requires, as far as they are installed."""
-    found = {"esper-lightning": __version__}
-    try:
-        needed = [re.split(r"[^\w.-]", one)[0] for one in requires("esper-lightning") or () if "extra ==" not in one]
-    except PackageNotFoundError:  # run from a checkout without installation
-        needed = ["torch", "lightning", "jsonargparse"]
-    for name in sorted({"numpy", *needed}):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    """Return the versions of this package and of those that its numbers depend on."""
+    return {"esper-lightning": __version__} | {name: version(name) for name in ("torch", "lightning", "numpy")}
 
 
 def git_revision(file: Path) -> dict[str, Any] | None:

@@ -1,32 +1,19 @@
-"""Independent work in several processes: the same results, in the same order, whatever the number of processes.
-
-Whatever has a method `map(function, items)` can do such work: executors of `concurrent.futures` and joblib's loky,
-pools of `multiprocessing` and of Ray.
-"""
+"""Independent work in several processes: the same results, in the same order, whatever the number of processes."""
 
 import multiprocessing
-import os
 import pickle
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 
 Result = TypeVar("Result")
-
-
-class Mapper(Protocol):
-    """Applies a function to independent items."""
-
-    def map(self, function: Callable[[Any], Any], items: Iterable[Any], /) -> Iterable[Any]:
-        """Return the results in the order of the items."""
-        ...
 
 
 def check_jobs(jobs: int) -> None:
@@ -51,23 +38,17 @@ def seeded_generators(rng_seed: int) -> Iterator[None]:
 
 
 def run_all(
-    work: Mapping[str, Sequence[Callable[[], Result]]], executor: Mapper | None = None
+    work: Mapping[str, Sequence[Callable[[], Result]]], executor: ProcessPoolExecutor | None = None
 ) -> dict[str, list[Result]]:
-    """Return the results of independent pieces of work, in their order.
+    """Return the results of independent pieces of work, in their order; an executor runs them in other processes.
 
     Every piece begins with the same state of the global random generators, from which only parts of users draw, so that
-    no piece, order or number of processes changes what another one draws.
-
-    Args:
-        work: Functions without arguments, under any names; they may share a pool, whose state they overwrite.
-        executor: Has a method `map(function, items)`, which runs the pieces in other processes, each with a copy of
-            what it holds. None: one after the other in this process.
-
-    Raises ValueError if the executor runs a piece in this process, as one of threads does.
+    no piece, order or number of processes changes what another one draws. Pieces of one process may share a pool, whose
+    state they overwrite; each other process has a copy.
     """
     if executor is None:
         return {name: [_run(piece) for piece in pieces] for name, pieces in work.items()}
-    run = partial(_run_elsewhere, os.getpid(), torch.get_num_threads(), torch.backends.cudnn.allow_tf32)
+    run = partial(_run_elsewhere, torch.get_num_threads(), torch.backends.cudnn.allow_tf32)
     # Pickled here: torch's own pickler would let the processes share the memory of tensors.
     pickled = [pickle.dumps(piece) for pieces in work.values() for piece in pieces]
     results = iter([pickle.loads(result) for result in executor.map(run, pickled)])
@@ -79,10 +60,8 @@ def _run(piece: Callable[[], Any]) -> Any:
         return piece()
 
 
-def _run_elsewhere(origin: int, threads: int, allow_tf32: bool, pickled: bytes) -> bytes:
+def _run_elsewhere(threads: int, allow_tf32: bool, pickled: bytes) -> bytes:
     """Run a piece of work with the arithmetic of the process that wants its result."""
-    if os.getpid() == origin:
-        raise ValueError("executor: threads share hosts and random numbers; give an executor of processes")
     torch.set_num_threads(threads)
     torch.backends.cudnn.allow_tf32 = allow_tf32
     return pickle.dumps(_run(pickle.loads(pickled)))

@@ -14,17 +14,11 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class PhaseClock:
-    """Sums the seconds of each phase.
+    """Sums the seconds of each phase, by the clock called `name`.
 
     On CUDA a phase lasts between two events in the current stream, since calls return before their kernels run.
     Elsewhere the processor's time counts; on Apple's `mps` a phase then takes the time in which its work is queued.
-
-    Args:
-        device: Device of the pool's observations.
-
-    Attributes:
-        name: Name of the clock.
-        profile: Context of each phase beside the clock's own, such as that of Lightning's profiler.
+    `profile` is a context of each phase beside the clock's own, such as that of Lightning's profiler.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,14 +32,6 @@ def share_machine(processes: int) -> None:
     """Note, for this process and those that it starts, how many processes of the run share the machine's cores."""
     if processes > 1:
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(processes))
-
-
-class Moments(NamedTuple):
-    """Count, mean and variance, without Bessel's correction, of vectors over all ranks."""
-
-    n_values: int
-    mean: Tensor
-    variance: Tensor
 
 
 class Ranks:
@@ -114,10 +106,10 @@ class Ranks:
         """
         return values if self.world == 1 else _Sum.apply(values, self)
 
-    def moments(self, values: Tensor) -> Moments:
-        """Return count, mean and variance of vectors [n, …] over all ranks; n may differ and may be 0."""
+    def moments(self, values: Tensor) -> tuple[int, Tensor, Tensor]:
+        """Return count, mean and uncorrected variance of vectors [n, …] over all ranks; n may differ and may be 0."""
         if self.world == 1 and len(values):
-            return Moments(len(values), values.mean(0), values.var(0, correction=0))
+            return len(values), values.mean(0), values.var(0, correction=0)
         # Two passes: a mean of squares minus the square of the mean would cancel.
         precise = values.double()
         count = precise.new_full((1,), len(values))
@@ -125,7 +117,7 @@ class Ranks:
         total = sums[0].clamp(min=1.0)
         mean = (sums[1:] / total).view(values.shape[1:])
         squares = self.sum((precise - mean).square().sum(0).reshape(-1)).view(values.shape[1:])
-        return Moments(int(sums[0]), mean.to(values.dtype), (squares / total).to(values.dtype))
+        return int(sums[0]), mean.to(values.dtype), (squares / total).to(values.dtype)
 
     def gather_rows(self, own: Tensor) -> Tensor:
         """Return the rows of all environments on every rank, given those of this rank's environments."""

@@ -25,10 +25,9 @@ Definition = TypeVar("Definition", bound=Callable[..., Any])
 
 
 class Registry(dict[str, Part], Generic[Part]):
-    """Parts of one kind by name.
+    """Parts of one kind by name; `kind` is its name in error messages.
 
-    `takes` returns True for an object that is a part as it is, without being registered. None: an object must be
-    registered. `kind` is the name of the kind in error messages.
+    `takes` tells whether an object is a part without being registered. None: none is.
     """
 
     def __init__(

@@ -55,19 +55,9 @@ def replace_durably(path: Path, write: Callable[[BinaryIO], object]) -> None:
 def replace_and_keep(path: Path, text: str) -> None:
     """Replace a file by `text`, with a copy of the earlier file under the first free name like `name.1.suffix`."""
     if path.is_file():
-        shutil.copy2(path, free_name(path))
+        numbered = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+        shutil.copy2(path, next(other for other in numbered if not other.exists()))
     replace_file(path, lambda draft: draft.write_text(text))
-
-
-def set_aside(path: Path) -> None:
-    """Rename a file to the first free name like `name.1.suffix`."""
-    path.rename(free_name(path))
-
-
-def free_name(path: Path) -> Path:
-    """Return the first path like `name.1.suffix` that does not exist."""
-    numbered = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
-    return next(other for other in numbered if not other.exists())
 
 
 def excerpt(value: Any, length: int = 200) -> str:

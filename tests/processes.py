@@ -70,16 +70,3 @@ def run_in_fork(run: Callable[[], object]) -> tuple[int, str]:
         with os.fdopen(reading) as output:
             said = output.read()
         return fork.wait(), said
-
-
-class Signal:
-    """A pipe by which one process tells another that it has come to a point."""
-
-    def __init__(self) -> None:
-        self._read, self._write = os.pipe()
-
-    def set(self) -> None:
-        os.write(self._write, b"x")
-
-    def wait(self) -> None:
-        assert os.read(self._read, 1) == b"x"

@@ -3,9 +3,7 @@
 import random
 import re
 import signal
-from collections.abc import Callable
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +17,13 @@ import esper_lightning
 from esper_lightning import EnvConfig, HostPoolData, HostTraining, PolicyConfig, PPOConfig, evaluate, grow, train
 from esper_lightning.api import TrainedRun
 from esper_lightning.controllers.learned import Hosts
-from esper_lightning.controllers.random import RandomValid
+from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.datamodules.hosts import TaskConfig
 from esper_lightning.envs import Action, ActionConfig
-from esper_lightning.evaluation.comparison import Comparison, ComparisonResult, EvaluationConfig
+from esper_lightning.evaluation.comparison import Comparison, EvaluationConfig
 from esper_lightning.evaluation.search import SearchConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.hosts import CNN, MLP
-from esper_lightning.parallel import Mapper, processes
 from esper_lightning.tasks import Digits, Tabular
 from tests.runs import HORIZON, ROOT, Run, differences, fit, load, only_run
 
@@ -118,11 +115,6 @@ def test_a_run_and_its_checkpoint_are_compared_alike(
     assert (tmp_path / "tables" / "evaluation.csv").is_file()
 
 
-@pytest.fixture(scope="module")
-def one_after_the_other() -> ComparisonResult:
-    return evaluate("tamiyo", hosts(), EvaluationConfig(hosts=4))
-
-
 class Gambling(RandomValid):
     """Controller that draws from the global generators of Python, numpy and torch."""
 
@@ -136,29 +128,22 @@ class Gambling(RandomValid):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [processes, get_context("fork").Pool, get_context("spawn").Pool])
-def test_an_executor_changes_no_number_of_a_comparison(
-    one_after_the_other: ComparisonResult, make: Callable[[int], Mapper]
-) -> None:
-    found = evaluate("tamiyo", hosts(), EvaluationConfig(hosts=4), executor=make(2))
+def test_the_number_of_processes_changes_no_number_of_a_comparison() -> None:
+    expected, found = (evaluate("tamiyo", hosts(), EvaluationConfig(hosts=4, jobs=jobs)) for jobs in (1, 2))
 
-    expected = one_after_the_other
     assert [entry.name for entry in found.entries] == [entry.name for entry in expected.entries]
-    assert {"sampled", "replayed", "yoked", "random", "static tamiyo, equal FLOPs"} < {
-        row.name for row in found.entries
-    }
     for ours, theirs in zip(found.entries, expected.entries, strict=True):
         for column in ("objective", "loss", "parameters", "flops", "ticks"):
             assert np.array_equal(ours.values(column), theirs.values(column)), (ours.name, column)
     assert found.schedules == expected.schedules and found.notes == expected.notes
 
 
-@pytest.mark.parametrize("executor", [None, pytest.param(processes(2), marks=pytest.mark.slow)])
-def test_a_controller_draws_the_same_numbers_in_every_comparison(executor: Mapper | None) -> None:
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_controller_draws_the_same_numbers_in_every_comparison(jobs: int) -> None:
     compare = partial(evaluate, None, hosts())
     own = f"{__name__}.Gambling"
     (first,) = compare(alone(against=[own])).entries
-    *_, again = compare(alone(against=["random", own]), executor=executor).entries
+    *_, again = compare(alone(against=["random", own], jobs=jobs)).entries
 
     assert again.name == own
     assert again.values("objective").tolist() == first.values("objective").tolist()

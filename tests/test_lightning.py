@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from lightning import Callback, Trainer, seed_everything
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, RichProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
@@ -175,22 +175,6 @@ def test_settings_are_in_hparams_yaml_and_in_the_checkpoint(trained: tuple[Train
     assert written["policy"]["width"] == 16 and written["evaluation"]["hosts"] == 2
     assert saved["hyper_parameters"]["ppo"]["minibatches"] == 2
     assert "hp_metric" in trained[0].callback_metrics
-
-
-def test_a_module_is_loaded_from_a_checkpoint_alone(trained: tuple[Trainer, Run]) -> None:
-    loaded = TamiyoModule.load_from_checkpoint(trained[1].last)
-
-    assert loaded.policy_config.width == 16
-    assert differences(dict(loaded.state_dict()), dict(trained[0].lightning_module.state_dict())) == []
-
-
-def test_the_best_checkpoint_is_that_of_the_best_validation(trained: tuple[Trainer, Run]) -> None:
-    made, run = trained
-    (best,) = (one for one in made.checkpoint_callbacks if isinstance(one, ModelCheckpoint) and one.monitor)
-    points = run.scalars()["val/objective"]
-
-    assert float(best.best_model_score) == pytest.approx(max(value for _, value in points))
-    assert Path(best.best_model_path) == run.checkpoints / "best.ckpt"
 
 
 def test_validate_and_test_read_a_checkpoint(trained: tuple[Trainer, Run], tmp_path: Path) -> None:

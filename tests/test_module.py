@@ -25,8 +25,6 @@ from esper_lightning.tasks import Digits
 from tests.controllers.playing import episode
 from tests.runs import HORIZON, Run, SaveEveryTick, differences, fit, load, only_run, tiny_host, with_callback
 
-"""Metrics of a run on hosts that checkpoints and early stopping can monitor."""
-
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -57,11 +55,8 @@ def test_a_module_from_a_checkpoint_alone_acts_like_the_trained_one(built: Esper
     loaded = TamiyoModule.load_from_checkpoint(run.last)
 
     trained, pool = built.model, built.datamodule.make_pool(3)
-    assert (loaded.policy_config, loaded.ppo, loaded.normalize) == (
-        trained.policy_config,
-        trained.ppo,
-        trained.normalize,
-    )
+    for settings in ("policy_config", "ppo", "normalize"):
+        assert getattr(loaded, settings) == getattr(trained, settings)
     assert differences(dict(loaded.state_dict()), dict(trained.state_dict())) == []
     assert torch.equal(episode(pool, loaded.controller()), episode(pool, trained.controller()))
 
@@ -217,9 +212,6 @@ class Twice(TamiyoModule):
             "weight_change": (after - before).norm() / before.norm(),
             "lr": lr,
         }
-
-
-KINDS = ("nan", "inf", "-inf", "gradient")
 
 
 def test_an_update_that_makes_the_weights_overflow_ends_the_run() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.profilers import SimpleProfiler
 
-from esper_lightning.controllers.random import RandomValid
+from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import HostPool
 from esper_lightning.profiling import PHASES, PhaseClock
 from tests.envs.executors.fake_cuda import Event, FakeCuda, Stream

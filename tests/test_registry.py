@@ -117,7 +117,6 @@ data:
     lifecycle: {training_ticks: 0, min_contribution: null, auto_cull: false, embargo_ticks: 0}
     actions: {blueprints: [mine_parts.mixer], tempos: {FAST: 1}}
     reward: {mode: mine_parts.thrifty}
-telemetry: {figures_every: 0}
 """
 
 

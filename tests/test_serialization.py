@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from esper_lightning.serialization import replace_and_keep, replace_durably, set_aside
+from esper_lightning.serialization import replace_and_keep, replace_durably
 
 
 class Killed(BaseException):
@@ -53,11 +53,3 @@ def test_the_draft_of_a_killed_process_is_removed(tmp_path: Path) -> None:
 
     assert {path.name for path in tmp_path.iterdir()} == {"a.ckpt", f".a.ckpt.{os.getppid()}.tmp"}
     assert (tmp_path / "a.ckpt").read_bytes() == b"whole"
-
-
-def test_what_is_set_aside_gets_the_next_number(tmp_path: Path) -> None:
-    for _ in range(2):
-        (tmp_path / "run.json").touch()
-        set_aside(tmp_path / "run.json")
-
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.1.json", "run.2.json"]

@@ -8,7 +8,6 @@ from functools import cache
 from tests.runs import ROOT
 
 SOURCES = [path for folder in ("esper_lightning", "callbacks", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
-PACKAGE = [path for path in SOURCES if "benchmarks" not in path.parts]
 tree_of = cache(lambda path: ast.parse(path.read_text()))
 """Return the syntax tree of a file."""
 

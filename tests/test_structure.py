@@ -11,9 +11,6 @@ import pytest
 
 from tests.runs import ROOT
 
-PACKAGE = sorted((ROOT / "esper_lightning").rglob("*.py"))
-MODULES = [*PACKAGE, *sorted((ROOT / "callbacks").rglob("*.py"))]
-
 
 @pytest.mark.slow
 def test_growing_a_network_loads_neither_lightning_nor_environments() -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.governor.report import show
 from benchmarks.hosts import CASES, ExecutorChoice, make_pool
-from esper_lightning.controllers.random import WaitOnly
+from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.envs import HostPool
 
 COSTS = {

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.governor.kinds import KINDS, QUICK, open_pool
 from benchmarks.governor.report import DETECTION_TICKS, DetectionCount, show
-from esper_lightning.controllers.random import WaitOnly
+from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.tasks import Split
 

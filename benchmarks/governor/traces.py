@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.governor.kinds import KINDS, QUICK, open_pool
-from esper_lightning.controllers.random import RandomValid, WaitOnly
-from esper_lightning.controllers.rules import Heuristic
+from esper_lightning.controllers.rules import Heuristic, RandomValid, WaitOnly
 from esper_lightning.governor.judge import EpochStats, HostMonitor, Judgement, Verdict
 from esper_lightning.growth.gates import LifecycleConfig
 

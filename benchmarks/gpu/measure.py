@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.execution import DEVICE, raw_seconds, seconds, step
 from benchmarks.gpu.report import print_result
 from benchmarks.hosts import BATCH, BATCHES, CASES, ExecutorChoice, RawLoop, make_pool, tiny
-from esper_lightning.controllers.random import RandomValid
+from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
 from esper_lightning.envs.device_transfer import download
 from esper_lightning.envs.host_training import HostTraining

@@ -1,4 +1,4 @@
-"""Hand-written rules: a heuristic, seeds at fixed intervals, and hill climbing with rent."""
+"""Hand-written rules: a heuristic, seeds at fixed intervals, hill climbing with rent; and two trivial lower bounds."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +13,47 @@ from esper_lightning.blueprints import get_blueprint, suggest_name
 from esper_lightning.controllers.learned import Hosts
 from esper_lightning.controllers.schedules import WAIT_ACTION, is_possible
 from esper_lightning.envs import Action, Op
+from esper_lightning.envs.device_transfer import copy_to_device
 from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import rent
+from esper_lightning.tamiyo.distribution import uniform_distribution
+
+
+class WaitOnly:
+    """Always waits, so the host never grows."""
+
+    def reset(self, pool: Hosts) -> None:
+        pass
+
+    def act(self, pool: Hosts) -> Action:
+        return to_action([(Op.WAIT,)] * pool.n_envs, pool.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, pool: Hosts, state: Mapping[str, Any]) -> None:
+        pass
+
+
+class RandomValid:
+    """Draws actions uniformly: a possible op, then a slot possible for it, then a possible choice of every other head.
+
+    Every episode continues the stream of random numbers.
+    """
+
+    def __init__(self, rng_seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(rng_seed)
+
+    def reset(self, pool: Hosts) -> None:
+        pass
+
+    def act(self, pool: Hosts) -> Action:
+        action = uniform_distribution(pool.space.sizes, pool.masks_on_cpu).sample(self.generator)
+        return Action(*copy_to_device(torch.stack(action), pool.device))
 
 
 class Rule(ABC):

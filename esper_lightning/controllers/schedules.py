@@ -127,13 +127,10 @@ def is_possible(pool: Hosts, host: int, action: Sequence[int]) -> bool:
 
 
 class FixedSchedule:
-    """Plays a schedule, whatever the state of the host.
+    """Plays a schedule, one for all hosts or one per host, whatever the state of the host.
 
     A scheduled action waits for its tick, and then until it is possible. Each tick carries out the first action that is
     due and possible; earlier ones for the same slot are then dropped.
-
-    Args:
-        schedules: One for all hosts, or one per host.
     """
 
     def __init__(self, schedules: Schedule | Sequence[Schedule]) -> None:
@@ -171,12 +168,9 @@ class FixedSchedule:
 
 
 class SchedulePerPrice(FixedSchedule):
-    """Plays the schedule for the host's price, or for the nearest price with a schedule.
+    """Plays the schedule for the host's price of parameters, or for the nearest price with a schedule.
 
     The price is the only variable that is known before an episode begins.
-
-    Args:
-        schedules: Schedules by price of parameters.
     """
 
     def __init__(self, schedules: Mapping[float, Schedule]) -> None:
@@ -222,11 +216,7 @@ class RecordingController:
 
 
 def yoke_schedules(schedules: Sequence[Schedule], kinds: Sequence[str], prices: Sequence[float]) -> list[Schedule]:
-    """Return for every host the schedule of another host of the same kind: the next one in the order of prices.
-
-    The host with the highest price gets the schedule of the one with the lowest; a host without others of its kind
-    keeps its own.
-    """
+    """Return for every host the schedule of the next one of its kind by price; the last one that of the first."""
     assigned = list(schedules)
     for kind in set(kinds):
         same = sorted((host for host, other in enumerate(kinds) if other == kind), key=lambda host: prices[host])

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,7 +23,7 @@ from esper_lightning.checkpoint import (
 )
 from esper_lightning.controllers import CONTROLLERS, make_controller
 from esper_lightning.controllers.learned import LearnedController, TrainingHosts, TrainingRules
-from esper_lightning.controllers.random import WaitOnly
+from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.controllers.schedules import FixedSchedule, read_schedule
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import ActionConfig, ActionSpace
@@ -114,18 +115,12 @@ def load_policies(paths: Sequence[str], data: HostPoolData) -> list[TrainedPolic
 
 def check_training_seeds(policies: Sequence[TrainedPolicy]) -> None:
     """Raise ValueError unless policies are of one kind of training: different seeds, the same observed features."""
-    path_by_seed: dict[int, str] = {}
-    for policy in policies:
-        seed, path = policy.training_seed, policy.source
-        if seed is not None and (same := path_by_seed.setdefault(seed, path)) is not path:
-            raise ValueError(
-                f"checkpoint {path!r} and {same!r} are both of training seed {seed}; give one per training seed"
-            )
-        if policy.sight != policies[0].sight:
-            raise ValueError(
-                f"{path}: its policy observes other features than that of {policies[0].source}; evaluate the two one "
-                f"after the other, or name one of them in model.evaluation.against"
-            )
+    for one, other in combinations(policies, 2):
+        both = f"checkpoints {one.source!r} and {other.source!r}"
+        if one.training_seed is not None and one.training_seed == other.training_seed:
+            raise ValueError(f"{both} are both of training seed {one.training_seed}; give one per training seed")
+        if one.sight != other.sight:
+            raise ValueError(f"{both} observe different features; name one of them in model.evaluation.against")
 
 
 def load_controller(path: str | Path, device: torch.device = CPU) -> LearnedController:

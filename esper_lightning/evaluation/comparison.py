@@ -11,8 +11,15 @@ import numpy as np
 from esper_lightning.checkpoint import names_policy
 from esper_lightning.controllers import CONTROLLERS, make_controller
 from esper_lightning.controllers.learned import Controller
-from esper_lightning.controllers.random import RandomValid, WaitOnly
-from esper_lightning.controllers.rules import ClimbingConfig, Heuristic, HillClimbing, Periodic, PeriodicConfig
+from esper_lightning.controllers.rules import (
+    ClimbingConfig,
+    Heuristic,
+    HillClimbing,
+    Periodic,
+    PeriodicConfig,
+    RandomValid,
+    WaitOnly,
+)
 from esper_lightning.controllers.schedules import (
     FixedSchedule,
     RecordingController,
@@ -37,7 +44,7 @@ from esper_lightning.evaluation.search import (
     search_best_schedules,
 )
 from esper_lightning.evaluation.statistics import Interval, mean_interval
-from esper_lightning.parallel import Mapper, check_jobs, processes, run_all
+from esper_lightning.parallel import check_jobs, processes, run_all
 
 TAMIYO = "tamiyo"
 """Name of the compared policy, taking its most likely action."""
@@ -186,9 +193,7 @@ def play_twin(pool: HostPool, name: str, grown: Outcome, *, rng_seeds: Sequence[
 class Comparison:
     """Compares controllers on the same fresh hosts and the same data.
 
-    Args:
-        config: Settings of the comparison. Raises ValueError if a controller or a schedule that they name does not
-            exist.
+    Raises ValueError if a controller or a schedule that the settings name does not exist.
     """
 
     def __init__(self, config: EvaluationConfig) -> None:
@@ -276,17 +281,11 @@ class Comparison:
         rivals: Sequence[TrainedPolicy] = (),
         *,
         task: str | None = None,
-        executor: Mapper | None = None,
     ) -> ComparisonResult:
         """Run the comparison on hosts of one task (None: the first), in pools of its own.
 
-        Args:
-            data: Hosts; the pool must be built and is not modified.
-            policies: Trained policies, one per training seed. Empty: rules and schedules are compared alone.
-            rivals: Policies that `against` names, a row each.
-            task: Name of the task.
-            executor: Has a method `map(function, items)`, which plays the episodes and searches the schedules. None:
-                this process, or as many as `jobs` says.
+        There is one of the `policies` per training seed, or none: then rules and schedules are compared alone. Each of
+        the `rivals`, policies that `against` names, has a row.
         """
         config = self.config
         if not policies:
@@ -297,8 +296,7 @@ class Comparison:
                 raise ValueError(
                     "model.evaluation.against is empty and there is no policy, so nothing is compared; name controllers"
                 )
-        if executor is None and config.jobs > 1:
-            executor = processes(config.jobs)
+        executor = processes(config.jobs) if config.jobs > 1 else None
         make_pool = partial(data.make_pool, task=task, sight=policies[0].sight if policies else None)
         pool = make_pool(config.hosts, held_out=config.held_out)
         rng_seeds = episode_rng_seeds(config.seed, EVALUATION, 0, n_envs=config.hosts)

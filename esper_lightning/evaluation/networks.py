@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -48,21 +48,10 @@ PREDICTED_SAMPLES = 256
 """Test samples in one forward pass."""
 
 
-class GrownHost(NamedTuple):
-    """A host at the end of an episode, with its fossilized seeds only."""
-
-    network: nn.Module
-    """In evaluation mode, on the CPU."""
-    description: dict[str, Any]
-    """How the host is made, and its results, in plain JSON types."""
-    samples: Tensor
-    """The first inputs of the test split, [samples, …]."""
-
-
-def grown_host(pool: HostPool, host: int, outcome: Outcome) -> GrownHost:
-    """Return a copy of one host of an episode that has just ended."""
+def describe_host(pool: HostPool, host: int, outcome: Outcome) -> dict[str, Any]:
+    """Return how a host is made and its results at the end of an episode, in plain JSON types."""
     env, factory = pool.envs[host], pool.env_factory
-    description = {
+    return {
         "format": FORMAT_VERSION,
         "host": describe_factory(factory.host, env.context.context.architecture),
         "input_shape": list(factory.data.input_shape),
@@ -76,7 +65,6 @@ def grown_host(pool: HostPool, host: int, outcome: Outcome) -> GrownHost:
         "parameters": int(outcome.parameters[host]),
         "seeds": [seed._asdict() for seed in outcome.topologies[host]],
     }
-    return GrownHost(fossilized_copy(env), description, test_data_of(pool, env).inputs[:NUM_SAMPLES])
 
 
 def fossilized_copy(env: HostEnv) -> nn.Module:
@@ -93,15 +81,14 @@ def test_data_of(pool: HostPool, env: HostEnv) -> Split:
     return pool.data.test.to(env.device).variant(env.context.variant_index).to(torch.device("cpu"))
 
 
-def save_host(grown: GrownHost, folder: Path) -> None:
-    """Write a grown host into a folder; files of an earlier one are replaced."""
+def save_host(folder: Path, network: nn.Module, description: Mapping[str, Any], inputs: Tensor) -> None:
+    """Write a grown network into a folder, with a few real inputs; files of an earlier one are replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     with torch.no_grad():
-        outputs = grown.network(grown.samples)
-    samples = {"inputs": grown.samples.contiguous(), "outputs": outputs.contiguous()}
-    save(grown.network, folder / NETWORK_FILE)
+        samples = {"inputs": inputs.contiguous(), "outputs": network(inputs).contiguous()}
+    save(network, folder / NETWORK_FILE)
     replace_durably(folder / SAMPLES_FILE, lambda file: file.write(safetensors.torch.save(samples)))
-    text = json.dumps(grown.description, indent=1) + "\n"
+    text = json.dumps(description, indent=1) + "\n"
     replace_durably(folder / HOST_FILE, lambda file: file.write(text.encode()))
 
 
@@ -139,28 +126,21 @@ def load_host(folder: Path, description: Mapping[str, Any]) -> nn.Module:
 
 
 def read_samples(path: Path) -> dict[str, Tensor]:
-    """Return the tensors in a file of samples; `inputs` is among them. Raises ValueError if it is damaged."""
-    if not path.is_file():
-        raise ValueError(f"there is no file {str(path)!r} with inputs; an export is checked on real inputs")
+    """Return the tensors `inputs` and `outputs` in a file of samples. Raises ValueError if it is damaged."""
     try:
         tensors = safetensors.torch.load_file(path)
-    except safetensors.SafetensorError as error:
+    except (safetensors.SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
-    if "inputs" not in tensors:
-        raise ValueError(f"{path} holds {sorted(tensors)!s:.100}, and no tensor 'inputs'")
+    if not {"inputs", "outputs"} <= tensors.keys():
+        raise ValueError(f"{path} holds {sorted(tensors)!s:.100}, and not inputs and outputs")
     return tensors
 
 
 def grow_host(pool: HostPool, name: str, controller: Controller, *, rng_seed: int, folder: Path) -> None:
-    """Train one host while a controller grows it, and write what it has become.
+    """Train the host of a pool of one while a controller grows it, and write what it has become.
 
-    Args:
-        pool: Pool of one host.
-        name: Name of the controller in the files.
-        controller: Controller that grows the host.
-        rng_seed: RNG seed of the host's weights, its data order and its context.
-        folder: Folder for the grown network, its `torch.export` program, the network with its seeds folded into its
-            layers, test accuracies after each step, and a figure of the seeds' lives.
+    The folder gets the grown network, its `torch.export` program, the network with its seeds folded into its layers,
+    test accuracies after each step, and a figure of the seeds' lives.
     """
     pool.reset([rng_seed])
     before, epochs = fossilized_copy(pool.envs[0]), count(1)
@@ -173,14 +153,15 @@ def grow_host(pool: HostPool, name: str, controller: Controller, *, rng_seed: in
         )
 
     outcome = play_episode(pool, name, controller, rng_seeds=[rng_seed], on_step=report)
-    grown = grown_host(pool, 0, outcome)
+    network, description = fossilized_copy(pool.envs[0]), describe_host(pool, 0, outcome)
     inputs, targets = test_data_of(pool, pool.envs[0])
+    samples = inputs[:NUM_SAMPLES]
 
     @torch.no_grad()
     def predict(network: nn.Module) -> torch.Tensor:
         return torch.cat([next(iter_tensors(network(part))) for part in inputs.split(PREDICTED_SAMPLES)])
 
-    expected, rows = predict(grown.network), []
+    expected, rows = predict(network), []
 
     def measure(step: str, network: nn.Module) -> None:
         outputs, parameters = predict(network), count_parameters(network)
@@ -190,16 +171,16 @@ def grow_host(pool: HostPool, name: str, controller: Controller, *, rng_seed: in
         print_status(f"{step}: test accuracy {accuracy:.4f}, {parameters} parameters")
 
     measure("before training", before)
-    measure("grown", grown.network)
-    save_host(grown, folder)
-    measure(f"loaded from {NETWORK_FILE}", load_host(folder, grown.description))
-    export(grown.network, grown.samples, folder / PROGRAM_FILE, "pt2")
+    measure("grown", network)
+    save_host(folder, network, description, samples)
+    measure(f"loaded from {NETWORK_FILE}", load_host(folder, description))
+    export(network, samples, folder / PROGRAM_FILE, "pt2")
     measure(f"program {PROGRAM_FILE}", torch.export.load(folder / PROGRAM_FILE).module())
-    folded = deepcopy(grown.network)
-    for fate in fold(folded, grown.samples):
+    folded = deepcopy(network)
+    for fate in fold(folded, samples):
         told = f"folded into {fate.target_layer}" if fate.target_layer else f"not folded: {fate.reason}"
         print_status(f"{fate.slot}: {told}")
-    save_host(grown._replace(network=folded), folder / FOLDED_FOLDER)
+    save_host(folder / FOLDED_FOLDER, folded, description, samples)
     measure("folded", folded)
     with (folder / STEPS_FILE).open("w", newline="") as file:
         # The last column is the largest difference of an output from those of the grown network.
@@ -208,41 +189,23 @@ def grow_host(pool: HostPool, name: str, controller: Controller, *, rng_seed: in
     timeline(outcome.trace.ops, outcome.trace.stages, pool.space.slot, title=name).savefig(folder / TIMELINE_FILE)
 
 
-def export_grown(
-    source: str, to: Format, *, out: str | None = None, network: str | None = None, inputs: str | None = None
-) -> None:
+def export_grown(source: str, to: Format, *, out: str | None = None) -> None:
     """Write a grown network as a file that other programs run, and check it on real inputs.
 
     Args:
-        source: Folder that `grow` has written, or a file of `growth.save`. The class of the host that a folder names is
-            imported and called: name only folders that you trust.
+        source: Folder that `grow` has written. The class of the host that it names is imported and called: name only
+            folders that you trust.
         to: pt2: a program of torch.export, which runs without this package. onnx: a model of ONNX; needs the extra
             [onnx].
-        out: File to write. None: `network` in the folder, or the name of the file, with a suffix.
-        network: For a file: import path of a class or function that makes the network as it was before growth.
-        inputs: For a file: safetensors file with real inputs of the network as the tensor `inputs`.
+        out: File to write. None: `network` in the folder, with a suffix.
     """
-    path = Path(source)
-    if path.is_dir():
-        if network is not None or inputs is not None:
-            raise ValueError("--network and --inputs are for a file; a folder tells them itself, so leave them out")
-        grown = load_host(path, read_description(path))
-        samples = read_samples(path / SAMPLES_FILE)
-        with torch.no_grad():
-            outputs = grown(samples["inputs"])
-        if "outputs" not in samples or not torch.allclose(outputs, samples["outputs"], rtol=TOLERANCE, atol=TOLERANCE):
-            raise ValueError(f"{path}: the network gives other outputs than when it was saved; save it again")
-        examples, target = samples["inputs"], path / NETWORK_FILE
-    else:
-        if not path.is_file():
-            raise ValueError(f"there is no folder or file {source!r}; name one with a grown network")
-        if network is None or inputs is None:
-            raise ValueError(f"{source!r} does not tell what network it is of; give --network and --inputs")
-        grown = import_object(network, "--network")()
-        if not isinstance(grown, nn.Module):
-            raise ValueError(f"--network {network}: it made a {type(grown).__name__}, not a network")
-        load(grown, path)
-        examples, target = read_samples(Path(inputs))["inputs"], path
-    target = target.with_suffix(SUFFIXES[to]) if out is None else Path(out)
-    difference = export(grown.eval(), examples, target, to)
-    print_status(f"written to {target}: on {len(examples)} inputs its outputs differ by at most {difference:.2g}")
+    folder = Path(source)
+    network = load_host(folder, read_description(folder))
+    samples = read_samples(folder / SAMPLES_FILE)
+    with torch.no_grad():
+        outputs = network(samples["inputs"])
+    if not torch.allclose(outputs, samples["outputs"], rtol=TOLERANCE, atol=TOLERANCE):
+        raise ValueError(f"{folder}: the network gives other outputs than when it was saved; save it again")
+    target = folder / f"network{SUFFIXES[to]}" if out is None else Path(out)
+    difference = export(network, samples["inputs"], target, to)
+    print_status(f"written to {target}: on {NUM_SAMPLES} inputs its outputs differ by at most {difference:.2g}")

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from esper_lightning.controllers.learned import Controller
-from esper_lightning.controllers.random import WaitOnly
+from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.envs import Action, HostPool, StepResult
 from esper_lightning.envs.device_transfer import download
 from esper_lightning.envs.flops import HostFlops
@@ -52,9 +52,8 @@ Topology = tuple[FossilizedSeed, ...]
 
 
 class PoolTrace(NamedTuple):
-    """Validation accuracy, ops and stages at every tick of an episode, up to the horizon."""
+    """Ops and stages at every tick of an episode, up to the horizon."""
 
-    accuracy: np.ndarray  # [T, H] on validation samples after each host epoch; at the last tick of the fossilized seeds
     ops: np.ndarray  # [T, H] int: Op carried out before the host epoch
     stages: np.ndarray  # [T, H, K] int: Stage of each slot after the host epoch
 
@@ -92,18 +91,12 @@ def play_episode(
 ) -> Outcome:
     """Play one episode of `controller`. The hosts depend on `rng_seeds` alone. The state of the pool is overwritten.
 
-    Args:
-        pool: The hosts.
-        name: Name of the controller in reports.
-        controller: Controller that chooses the actions.
-        rng_seeds: RNG seeds, one per host. The order of a host's data follows from its RNG seed and the tick alone.
-        tick_limits: Host epochs after which each host stops training, possibly beyond the horizon. No actions are taken
-            after the horizon. None: the horizon for all hosts.
-        on_step: Called with the result of every step.
+    `tick_limits` are the host epochs after which each host stops training, possibly beyond the horizon, after which no
+    actions are taken. None: the horizon for all hosts. `on_step` is called with the result of every step.
     """
     started, horizon = perf_counter(), pool.config.horizon
     flops, ticks, rollbacks = (np.zeros(pool.n_envs, dtype=np.int64) for _ in range(3))
-    accuracies, ops, stages = [], [], []
+    ops, stages = [], []
     pool.reset(rng_seeds)
 
     def count_epoch(host: int, batches: Batches) -> None:
@@ -127,7 +120,6 @@ def play_episode(
             on_step(step)
             for verdict in step.verdicts:
                 rollbacks[verdict.host] += verdict.verdict.diverged
-            accuracies.append(step.metrics.accuracy.double().numpy())
             ops.append(download(step.action.op).numpy().copy())
             stages.append([[int(slot.stage) for slot in env.slots] for env in pool.envs])
     finally:
@@ -151,7 +143,7 @@ def play_episode(
         rollbacks=rollbacks,
         seconds=seconds,
         topologies=topologies,
-        trace=PoolTrace(np.array(accuracies), np.array(ops), np.array(stages)),
+        trace=PoolTrace(np.array(ops), np.array(stages)),
         contexts=[str(env.context.context) for env in pool.envs],
         metrics={name: values.numpy() for name, values in pool.test_metrics().items()},
     )
@@ -179,14 +171,11 @@ def named_controller(name: str, controller: Controller) -> Iterator[None]:
 
 
 class StaticController:
-    """Gives every host its final network before the first tick and then only waits.
+    """Gives every host its final network, the topology with its index, before the first tick and then only waits.
 
     The weights of the seeds come from the host's own generator, right after the host's weights, and are initialised
     according to `lifecycle.birth`. Alpha is 1 and every seed is fossilized, so all of the network learns from the first
     minibatch, on the same data as in any other episode.
-
-    Args:
-        topologies: Fossilized seeds of each host.
     """
 
     def __init__(self, topologies: Sequence[Topology]) -> None:

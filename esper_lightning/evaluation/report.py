@@ -23,7 +23,6 @@ from esper_lightning.evaluation.checkpoints import TrainedPolicy, check_training
 from esper_lightning.evaluation.comparison import Comparison, ComparisonResult, Entry, EvaluationConfig
 from esper_lightning.evaluation.statistics import Interval, mean_interval
 from esper_lightning.machine import provenance
-from esper_lightning.parallel import Mapper
 from esper_lightning.serialization import replace_file
 from esper_lightning.telemetry.events import replace_non_finite
 from esper_lightning.telemetry.figures import timeline
@@ -55,17 +54,11 @@ def compare(
     *,
     folder: Path | None,
     settings: Mapping[str, Any],
-    executor: Mapper | None = None,
 ) -> dict[str, ComparisonResult]:
     """Run the comparison on hosts of each task, publish the results, and return them by task.
 
-    Args:
-        config: Settings of the comparison.
-        data: Hosts; the pool must be built and is not modified.
-        own: Policy to compare, unless the settings name others.
-        folder: Output folder, with a folder for each of several tasks. None: the tables are only printed.
-        settings: Settings of the run, saved in `evaluation.json`.
-        executor: Plays the controllers in other processes; see `Comparison.run`.
+    `own` is compared unless the settings name other policies. `folder` gets the files, in a folder for each of several
+    tasks; None: the tables are only printed. `settings` of the run are saved in `evaluation.json`.
 
     Raises ValueError if the settings do not fit the hosts.
     """
@@ -92,7 +85,7 @@ def compare(
             out = folder and folder / task
         if out is not None and (out / RESULTS_FILE).is_file():
             print_status(f"this comparison will replace the earlier one in {out}")
-        results[task] = result = comparison.run(data, policies, rivals, task=task, executor=executor)
+        results[task] = result = comparison.run(data, policies, rivals, task=task)
         for note in result.notes if out is not None else ():
             wide_console().print(note, soft_wrap=True)
         for table in make_tables(result):
@@ -169,7 +162,7 @@ def write_report(result: ComparisonResult, slots: Sequence[str], folder: Path, r
     replace_file(folder / SUMMARY_FILE, lambda draft: draft.write_text(text))
     for name, schedule in result.schedules.items():
         write_schedule(schedule, folder / f"{name}.json")
-    figures = {"pareto.png": pareto_figure(result), "curves.png": accuracy_figure(result)}
+    figures = {"pareto.png": pareto_figure(result)}
     first, shown = result.reference, np.s_[:, :MAX_TIMELINE_HOSTS]
     for number, (outcome, seed) in enumerate(zip(first.outcomes, first.training_seeds, strict=True)):
         name = "timeline.png" if len(first.outcomes) == 1 else f"timeline{number}.png"
@@ -252,22 +245,4 @@ def pareto_figure(result: ComparisonResult) -> Figure:
     panels[0].set_ylabel("test accuracy")
     figure.suptitle(f"{len(result.rng_seeds)} hosts, test images, mean and 95 % interval", fontsize=10)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
-    return figure
-
-
-def accuracy_figure(result: ComparisonResult) -> Figure:
-    """Plot the mean validation accuracy after each host epoch, with the 95 % interval as a band."""
-    figure = Figure(figsize=(10, 5.5), layout="constrained")
-    axes = figure.subplots()
-    for number, entry in enumerate(result.entries):
-        accuracies = np.array([outcome.trace.accuracy for outcome in entry.outcomes])  # [S, T, H]
-        mean, low, high = np.array([mean_interval(accuracies[:, t]) for t in range(accuracies.shape[1])]).T
-        ticks, style = np.arange(1, len(mean) + 1), "-" if number < 10 else "--"
-        axes.plot(ticks, mean, ls=style, **entry_style(number, entry), ms=4, lw=1.3)
-        axes.fill_between(ticks, low, high, color=f"C{number % 10}", alpha=0.12, lw=0)
-    axes.set_xlabel("tick (host epochs)")
-    axes.set_ylabel("validation accuracy; at the last tick of fossilized seeds only")
-    axes.set_title(f"{len(result.rng_seeds)} hosts, mean and 95 % interval", fontsize=10)
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=8)
     return figure

@@ -8,6 +8,7 @@ the others.
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from esper_lightning.controllers.schedules import FixedSchedule, Schedule, Sched
 from esper_lightning.envs import EnvConfig, HostPool
 from esper_lightning.envs.family import PRICE, Context
 from esper_lightning.envs.seeding import TRAINING, check_rng_seed, episode_rng_seeds
-from esper_lightning.parallel import Mapper, run_all
+from esper_lightning.parallel import run_all
 
 BEST_FILE, BEST_PRICE_PREFIX = "best_schedule", "best_schedule_price_"
 """File name of the best schedule, and prefix of the file names of the best schedule for each price."""
@@ -46,9 +47,6 @@ ELITES, WINNERS_PER_RACE = 6, 3
 FINAL_EPISODES = 2
 """Episodes of the pool, per context, reserved for the last race: one for all winners, one for the best."""
 
-MAX_STEPS = 100_000_000
-"""Largest budget of a search. Its first candidates, a share of the budget, are in memory at once."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig:
@@ -68,8 +66,8 @@ class SearchConfig:
     """Folder with schedules found by an earlier comparison. They are played, and nothing is searched."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.steps <= MAX_STEPS:
-            raise ValueError(f"search.steps must lie in 1 … {MAX_STEPS}, got {self.steps}")
+        if self.steps < 1:
+            raise ValueError(f"search.steps must be at least 1, got {self.steps}")
         check_rng_seed("search.seed", self.seed)
 
 
@@ -85,16 +83,12 @@ def search_best_schedules(
     known: Sequence[Schedule] = (),
     *,
     fixed: bool = True,
-    executor: Mapper | None = None,
+    executor: ProcessPoolExecutor | None = None,
 ) -> dict[str, Schedule]:
     """Return the best schedule for all hosts (if `fixed`), and with `per_price` the best for each price, by file name.
 
-    Args:
-        pool: The hosts; their state is overwritten.
-        config: Budget. The searches for single prices share a second budget of as many steps.
-        known: Schedules that enter the last race of each search.
-        fixed: Search the schedule for all hosts.
-        executor: Has a method `map(function, items)`, which runs the searches. None: one after the other.
+    The state of the hosts is overwritten. `known` schedules enter the last race of each search. The searches for single
+    prices share a second budget of as many steps. An `executor` runs the searches side by side.
     """
     groups = contexts_by_price(pool) if config.per_price else {}
     share = replace(config, steps=config.steps // max(1, len(groups)))
@@ -111,13 +105,10 @@ def search(
     *,
     contexts: Sequence[Context] | None = None,
 ) -> Schedule:
-    """Return the best fixed schedule on training hosts and their validation samples.
+    """Return the best fixed schedule on training hosts and their validation samples. The pool's state is overwritten.
 
-    Args:
-        pool: The hosts; their state is overwritten.
-        config: Budget; see `check_budget`.
-        known: Schedules that enter the last race, whatever their origin, if the budget allows one.
-        contexts: Contexts of the pool's distribution to search for. None: all.
+    `known` schedules enter the last race, whatever their origin, if the budget allows one; see `check_budget`.
+    `contexts` of the pool's distribution are searched for; None: all.
     """
     searched = pool.env_factory.context_distribution.contexts if contexts is None else contexts
     sampler = PlanSampler(pool, config.seed, horizon=longest_horizon(pool, searched))
@@ -164,13 +155,9 @@ class SuccessiveHalving:
     def rank(self, schedules: Sequence[Schedule], decisive: int | None = None, reserve: int = 0) -> list[int]:
         """Return the indices of the schedules from best to worst; a schedule that reaches a later stage ranks higher.
 
-        If the budget does not allow one host per context for every schedule, the last ones are left out.
-
-        Args:
-            schedules: Candidates.
-            decisive: Hosts per context of the last stage. None: stages continue until about two candidates are left,
-                and each may use half of the remaining budget.
-            reserve: Episodes of the budget that must remain.
+        If the budget does not allow one host per context for every schedule, the last ones are left out. `decisive` are
+        the hosts per context of the last stage; None: stages continue until about two candidates are left, and each may
+        use half of the remaining budget. `reserve` episodes of the budget must remain.
         """
         remaining = list(range(len(schedules)))[: self.max_candidates(reserve)]
         scores: dict[int, list[float]] = {i: [] for i in remaining}
@@ -305,9 +292,8 @@ def latest_germinations(config: EnvConfig, horizon: int) -> dict[str, int]:
 class PlanSampler:
     """Samples plans with 1 … K seeds in as many slots, for episodes of `horizon` ticks (None: those of the pool).
 
-    The number of seeds, their slots and every choice for each seed are uniformly distributed, except that early ticks
-    and fossilization are more likely. Mutated plans and crossovers may have several seeds in a slot, one after the
-    other, and up to two per slot together.
+    All choices are uniformly distributed, except that early ticks and fossilization are more likely. Mutated plans and
+    crossovers may have several seeds in a slot, one after the other, and up to two per slot together.
     """
 
     def __init__(self, pool: HostPool, rng_seed: int, *, horizon: int | None = None) -> None:

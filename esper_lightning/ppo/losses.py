@@ -224,11 +224,8 @@ def update_metrics(
 ) -> dict[str, float]:
     """Return the metrics of one update by name, with a single transfer from the device for each kind.
 
-    Args:
-        terms: Terms of every minibatch, including the one at which the update ended early.
-        grad_norms, finite: Gradient norm of every minibatch but that one; False if it was skipped. Skipped ones are
-            left out, unless all were skipped.
-        heads: Number of choices of each of the policy's heads. A head with one choice has no entropy.
+    `terms` are those of every minibatch, including the one at which the update ended early, which the other lists lack.
+    Minibatches that were skipped, not `finite`, are left out, unless all were. `heads` are numbers of choices by head.
     """
     if any(finite):
         terms = [*compress(terms, finite), *terms[len(finite) :]]

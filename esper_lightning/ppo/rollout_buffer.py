@@ -60,9 +60,7 @@ class Rollout(NamedTuple):
     def split_sequences(self, sequence_length: int, sequence_states: RecurrentState) -> "Rollout":
         """Return the same steps as shorter sequences, each as an environment: k·n + i is sequence k of environment i.
 
-        Args:
-            sequence_length: Environment steps L of a sequence; a divisor of T.
-            sequence_states: Recurrent states before each sequence but the first, [T / L - 1, n, width].
+        `sequence_states` are the recurrent states before each sequence but the first, [T / L - 1, n, width].
         """
         states = zip(self.state, sequence_states, strict=True)
         return self.map_steps(

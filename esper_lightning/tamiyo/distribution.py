@@ -79,10 +79,8 @@ def draw_rows(weights: Tensor, generator: torch.Generator, ranks: Ranks) -> Tens
 class FactoredDistribution(ABC):
     """Distribution over actions [..., N] with one table of conditional log-probabilities per head.
 
-    Args:
-        logits: Table of each head, [..., rows, choices], in the order in which heads are drawn.
-        masks: Possible choices, of the same shapes, bool.
-        parents: Earlier head whose choice selects the row of a head's table; a head without one has a single row.
+    Logits and masks of each head are [..., rows, choices], in the order in which heads are drawn. The choice of the
+    head's parent, an earlier head, selects the row; a head without one has a single row.
     """
 
     def __init__(self, logits: HeadTables, masks: HeadTables, parents: Mapping[str, str]) -> None:

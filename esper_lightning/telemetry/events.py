@@ -145,17 +145,6 @@ def to_line(event: Event) -> str:
     return json.dumps(replace_non_finite(fields), ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
 
 
-def from_line(line: str) -> Event:
-    """Parse the event in a line. Raises ValueError if the line holds no event of this schema."""
-    fields = json.loads(line)
-    event_class = EVENT_CLASSES.get(fields.pop("type", "")) if isinstance(fields, dict) else None
-    if event_class is Started and fields.get("schema") != SCHEMA:
-        raise ValueError(f"events of schema {fields.get('schema')}; use the version of this package that wrote them")
-    if event_class is None or set(fields) != set(event_class._fields):
-        raise ValueError(f"no event of schema {SCHEMA}: {line.strip():.80}")
-    return event_class(**fields)
-
-
 def read_events(path: Path) -> Iterator[Event]:
     """Yield the events of a run, finished or not: a last line that is still being written is left out.
 
@@ -172,9 +161,16 @@ def _read_lines(path: Path) -> Iterator[tuple[bytes, Event]]:
             if not line.endswith(b"\n"):
                 return
             try:
-                yield line, from_line(line.decode())
+                fields = json.loads(line.decode())
+                kind = EVENT_CLASSES.get(fields.pop("type", "")) if isinstance(fields, dict) else None
+                if kind is Started and fields.get("schema") != SCHEMA:
+                    schema = fields.get("schema")
+                    raise ValueError(f"events of schema {schema}; use the version of this package that wrote them")
+                if kind is None or set(fields) != set(kind._fields):
+                    raise ValueError(f"no event of schema {SCHEMA}: {line.decode().strip():.80}")
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
+            yield line, kind(**fields)
 
 
 class EventLog:

@@ -48,11 +48,8 @@ def tick_metrics(tick: Tick, slots: Sequence[str]) -> dict[str, float]:
 
 
 def episode_metrics(last: Tick, tasks: Mapping[str, slice]) -> dict[str, float]:
-    """Return what has become of the hosts at the end of an episode: means over all of them, and over those of a task.
-
-    Args:
-        last: The last step.
-        tasks: Hosts of each task; empty if there is one task.
+    """Return what has become of the hosts at the last step of an episode: means over all, and over the hosts of each
+    task.
     """
     hosts, seeds = last.hosts, last.slots
     parts = ("objective", "accuracy", "parameters")
@@ -89,11 +86,7 @@ def lstm_metrics(state: Iterable[Tensor]) -> dict[str, float]:
 def choice_metrics(action: Any, masks: Any, space: Any, *, relevant: Tensor) -> dict[str, float]:
     """Return the frequency of each op and of each choice of a head where there was one, and of each op being possible.
 
-    Args:
-        action: Actions of a rollout, [T, N] for each head.
-        masks: Masks of the same rollout.
-        space: Names of the choices, by head.
-        relevant: [ops, heads] bool: the head matters for the op.
+    Actions and masks are those of a rollout, [T, N]; `relevant` [ops, heads] tells which heads matter for an op.
     """
     free = ~masks.forced
     matters = relevant.to(action.op.device)[action.op].bool() & free[..., None]  # [T, N, heads]

@@ -67,11 +67,8 @@ class Tick(NamedTuple):
 def observe(pool: HostPool, step: StepResult, tick: int, own: Sequence[int] | None = None) -> Tick:
     """Return the record of a step of this process's hosts, all of whose values are on the CPU already.
 
-    Args:
-        pool: The hosts, after the step.
-        step: Result of the step.
-        tick: Number of the step, counted from the start of the run.
-        own: Number of each host among those of all processes. None: there is one process.
+    `tick` counts from the start of the run. `own` are the numbers of the hosts among those of all processes; None:
+    there is one process.
     """
     own = own or range(pool.n_envs)
     blueprints = {None: -1} | {name: b for b, name in enumerate(pool.space.blueprint)}

@@ -1,6 +1,5 @@
 """Preemption: a stopped run saves a checkpoint, and the process gets its signal handlers back."""
 
-import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -46,14 +45,6 @@ def test_handlers_are_restored_when_a_run_ends(tmp_path: Path) -> None:
     assert handlers() == before
 
 
-def test_handlers_are_restored_when_a_run_is_stopped(tmp_path: Path) -> None:
-    before = handlers()
-
-    stop(tmp_path, signal.SIGTERM)
-
-    assert handlers() == before
-
-
 def test_a_training_in_a_thread_ends_and_leaves_the_handlers(tmp_path: Path) -> None:
     before = handlers()
     trainer = Trainer(
@@ -74,21 +65,15 @@ def test_a_training_in_a_thread_ends_and_leaves_the_handlers(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_stopped_run_is_saved_at_the_end_of_the_tick_and_says_how_to_go_on(
+def test_a_stopped_run_is_saved_says_how_to_go_on_and_restores_the_handlers(
     number: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    before = handlers()
+
     code = stop(tmp_path, number)
 
     last = only_run(tmp_path).last
     assert code == 128 + number
     assert load(last)["callbacks"]["RolloutState"]["loop"]["ticks"] == TICK
     assert f"stopped by {number.name}; go on from ckpt_path {last}" in capsys.readouterr().out
-
-
-def test_a_second_signal_ends_at_once() -> None:
-    Preemption().on_train_start(Trainer(logger=False), TamiyoModule())
-    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-
-    os.kill(os.getpid(), signal.SIGTERM)
-
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert handlers() == before

@@ -54,15 +54,6 @@ def test_seconds_of_a_tick_are_told_by_the_name_of_the_clock(scalars: Scalars) -
     assert not [tag for tag in scalars if "cuda_events" in tag]
 
 
-def test_seconds_and_shares_are_of_the_same_time(scalars: Scalars) -> None:
-    for phase in ("train", "update"):
-        of_ticks = [value for _, value in scalars[f"time/perf_counter.{phase}"]]
-        for rollout, (_, share) in enumerate(scalars[f"time/share.{phase}"]):
-            elapsed = HORIZON / scalars["time/ticks_per_second"][rollout][1]
-            seconds = sum(of_ticks[rollout * HORIZON : (rollout + 1) * HORIZON])
-            assert seconds == pytest.approx(share * elapsed, rel=1e-4)
-
-
 def test_a_run_without_a_logger_still_trains(tmp_path: Path) -> None:
     fit(tmp_path, "--trainer.max_epochs=1", "--trainer.logger=false")
 

@@ -32,8 +32,7 @@ from tests.tasks.stored import write_cifar10
 from tests.tiers import rest_is_slow
 
 ONE_ROLLOUT = ("--trainer.max_epochs=1", "--model.evaluation.hosts=0", "--trainer.enable_progress_bar=false")
-RULES = ["random", "small static", "heuristic", "periodic", "climbing"]
-CONTROLLERS = ["tamiyo", *RULES]
+CONTROLLERS = ["tamiyo", "random", "small static", "heuristic", "periodic", "climbing"]
 SMOKE_TICKS = range(1, 25)  # 2 rollouts of 12
 ROLLOUT_ENDS = [12, 24]
 ROLLOUT_TAGS = {
@@ -50,7 +49,7 @@ TICK_TAGS = {
     *(f"time/perf_counter.{phase}" for phase in PHASES),
 }
 SOMETIMES = ("blueprint/", "gradients/seed")
-ONCE = ("test/",)
+ONCE = ("test/", "epoch")
 PER_TICK = ("hosts/", "reward/", "growth/", "governor/", "gradients/", "time/perf_counter.")
 
 
@@ -65,15 +64,9 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.slow
-def test_the_smoke_run_leaves_checkpoints_that_load_strictly(smoke: Run) -> None:
-    names = sorted(path.name for path in smoke.checkpoints.iterdir())
-
-    assert names == ["best.ckpt", "last.ckpt"]
-    assert all(load(smoke.checkpoints / name)["esper_schema"] == SCHEMA for name in names)
-
-
-@pytest.mark.slow
-def test_the_smoke_run_compares_all_controllers_with_intervals(smoke: Run) -> None:
+def test_the_smoke_run_leaves_checkpoints_and_compares_all_controllers_with_intervals(smoke: Run) -> None:
+    saved = {path.name: load(path)["esper_schema"] for path in smoke.checkpoints.iterdir()}
+    assert saved == {"best.ckpt": SCHEMA, "last.ckpt": SCHEMA}
     with (smoke.folder / "evaluation" / "evaluation.csv").open() as file:
         rows = list(csv.DictReader(file))
     summary = json.loads((smoke.folder / "evaluation" / "evaluation.json").read_text())["controllers"]
@@ -106,17 +99,6 @@ def test_the_smoke_run_writes_finite_points_over_ticks(smoke: Run) -> None:
             steps = steps[-1:]  # measured when training has ended
         assert [step for step, _ in points] == steps, tag
         assert all(math.isfinite(value) for _, value in points), tag
-
-
-@pytest.mark.slow
-def test_the_saved_config_repeats_the_run(smoke: Run, tmp_path: Path) -> None:
-    config = str(smoke.folder / "config.yaml")
-
-    cli("--config", config, "--trainer.default_root_dir", str(tmp_path), *ONE_ROLLOUT)
-
-    first = {tag: points[0] for tag, points in smoke.scalars().items() if tag in ROLLOUT_TAGS and "time/" not in tag}
-    again = {tag: points[0] for tag, points in only_run(tmp_path).scalars().items() if tag in first}
-    assert again == first
 
 
 @pytest.mark.parametrize(
@@ -221,15 +203,3 @@ def test_last_is_the_checkpoint_that_was_written_last(tmp_path: Path) -> None:
 
     assert load(first.last)["callbacks"]["RolloutState"]["loop"]["episode"] == EPOCHS
     assert load(second.last)["callbacks"]["RolloutState"]["loop"]["episode"] == 1
-
-
-@pytest.mark.slow
-def test_a_wrong_setting_ends_a_real_process_in_one_line(tmp_path: Path) -> None:
-    root = ("--trainer.default_root_dir", str(tmp_path / "runs"))
-
-    ended = process("--config", str(CONFIGS / "smoke.yaml"), *root, "--data.host.init_args.slots=[block1.pol]")
-
-    assert ended.returncode == 2 and ended.stdout == ""
-    (line,) = ended.stderr.splitlines()
-    assert line.startswith("error: ") and "did you mean 'block1.pool'?" in line
-    assert not (tmp_path / "runs").exists()

@@ -12,16 +12,11 @@ import pytest
 
 from esper_lightning.__main__ import main
 from esper_lightning.controllers.schedules import Schedule, write_schedule
-from tests.runs import CONFIGS, TINY, Run, fit, only_run, process
-from tests.tasks.stored import write_cifar10
+from tests.runs import TINY, Run, fit, only_run, process
 
 FEW = ("--model.evaluation.hosts=2",)
 LITTLE = (*FEW, "--model.evaluation.controls=false", "--model.evaluation.against=[climbing]")
 SLOTS = ("block1.pool", "block2.pool", "block3")
-ELSEWHERE = (
-    *("--config", str(CONFIGS / "tabular.yaml"), "--data.n_envs=2", "--model.ppo.minibatches=2", *LITTLE),
-    *("--data.env.horizon=5", "--data.env.training.batches=2", "--model.policy.width=32"),
-)
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
@@ -111,30 +106,6 @@ def test_rules_and_schedules_are_compared_without_a_policy(trained: list[Run], t
     assert names(rows) == ["periodic", "never"]
     beside = [row for row in rows_of(trained[0].folder / "evaluation") if row["controller"] == "periodic"]
     assert [row for row in rows if row["controller"] == "periodic"] == beside
-
-
-def test_a_policy_by_name_is_compared_like_that_of_the_checkpoint(trained: list[Run], tmp_path: Path) -> None:
-    rows = rows_of(compare(tmp_path, *TINY, *LITTLE, f"--model.evaluation.policies=[{trained[0].last}]"))
-
-    assert [row["objective"] for row in rows if row["controller"] == "tamiyo"] == [
-        row["objective"] for row in rows_of(trained[0].folder / "evaluation") if row["controller"] == "tamiyo"
-    ]
-
-
-def test_the_policy_of_the_package_meets_hosts_that_it_never_saw(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stored = write_cifar10(tmp_path, monkeypatch, each=40)
-    hosts = (
-        *("--config", str(CONFIGS / "cifar10.yaml"), f"--data.task.init_args.root={stored}"),
-        *("--data.task.init_args.validation=20", "--data.env.executor=loop", "--data.env.training.batch_size=8"),
-        *("--data.env.training.batches=1", "--data.env.horizon=3", "--data.n_envs=2", "--model.ppo.minibatches=2"),
-        *("--data.env.actions.tempos={FAST: 2}", "--trainer.accelerator=cpu", *LITTLE),
-    )
-
-    rows = rows_of(compare(tmp_path, *hosts, "--model.evaluation.policies=[tamiyo]"))
-
-    assert names(rows) == ["tamiyo", "climbing"] and len(rows) == 4
 
 
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {

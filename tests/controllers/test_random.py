@@ -4,7 +4,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from esper_lightning.controllers.random import RandomValid, WaitOnly
+from esper_lightning.controllers.rules import RandomValid, WaitOnly
 from esper_lightning.envs import HEADS, HostPool, Op
 from esper_lightning.envs.spaces.actions import RELEVANT_OPS
 from tests.controllers.playing import episode

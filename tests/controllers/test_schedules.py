@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from esper_lightning.controllers.learned import Controller
-from esper_lightning.controllers.random import RandomValid, WaitOnly
+from esper_lightning.controllers.rules import RandomValid, WaitOnly
 from esper_lightning.controllers.schedules import (
     FixedSchedule,
     RecordingController,

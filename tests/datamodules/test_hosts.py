@@ -11,7 +11,7 @@ import torch
 from lightning import Trainer
 from torch import Tensor
 
-from esper_lightning.controllers.random import WaitOnly
+from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.datamodules.hosts import HostPoolData, TickLoader, find_host_devices
 from esper_lightning.envs import EnvConfig
 from esper_lightning.envs.host_training import HostTraining

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from esper_lightning.controllers.random import RandomValid
+from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.family import Context, ContextDistribution, FamilyConfig
 from esper_lightning.envs.host_training import HostTraining

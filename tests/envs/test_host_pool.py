@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from esper_lightning.controllers.random import RandomValid, WaitOnly
+from esper_lightning.controllers.rules import RandomValid, WaitOnly
 from esper_lightning.envs import HostPool, Op
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.stages import Stage

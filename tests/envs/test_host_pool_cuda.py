@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from esper_lightning.controllers.random import RandomValid
+from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import HostPool, Op
 from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.governor.judge import GovernorConfig

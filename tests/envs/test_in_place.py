@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from esper_lightning.controllers.random import RandomValid
+from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import HostPool
 from tests.decisions import WAIT, act
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch

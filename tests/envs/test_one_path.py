@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from esper_lightning.controllers.learned import Controller, LearnedController
-from esper_lightning.controllers.random import RandomValid
-from esper_lightning.controllers.rules import Heuristic
+from esper_lightning.controllers.rules import Heuristic, RandomValid
 from esper_lightning.envs import Action, HostPool, StepResult
 from esper_lightning.envs.executors.fused.epoch import FusedEpoch
 from esper_lightning.envs.executors.loop import HostEpoch

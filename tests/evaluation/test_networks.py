@@ -4,17 +4,20 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from esper_lightning.controllers.rules import Periodic, PeriodicConfig
 from esper_lightning.envs import HostPool
 from esper_lightning.evaluation.networks import (
     HOST_FILE,
+    NUM_SAMPLES,
     SAMPLES_FILE,
-    GrownHost,
-    grown_host,
+    describe_host,
+    fossilized_copy,
     load_host,
     read_description,
     read_samples,
@@ -29,6 +32,8 @@ from tests.conftest import small_host
 
 SEEDS = [1, 3, 5]
 
+Host = tuple[nn.Module, dict[str, Any], Tensor]
+
 
 @pytest.fixture(scope="module")
 def pool(make_pool: Callable[..., HostPool]) -> HostPool:
@@ -36,21 +41,22 @@ def pool(make_pool: Callable[..., HostPool]) -> HostPool:
 
 
 @pytest.fixture(scope="module")
-def played(pool: HostPool) -> tuple[Outcome, list[GrownHost]]:
-    """Return the outcome of an episode, and two of its hosts."""
+def played(pool: HostPool) -> tuple[Outcome, list[Host]]:
+    """Return the outcome of an episode, and networks, descriptions and inputs of two of its hosts."""
     outcome = play_episode(pool, "periodic", Periodic(PeriodicConfig(every=1)), rng_seeds=SEEDS)
-    grown = [grown_host(pool, host, outcome) for host in range(2)]
+    inputs = pool.data.test.inputs[:NUM_SAMPLES]
+    grown = [(fossilized_copy(pool.envs[host]), describe_host(pool, host, outcome), inputs) for host in range(2)]
     play_episode(pool, "again", Periodic(), rng_seeds=SEEDS)  # overwrites the pool
     return outcome, grown
 
 
 def test_hosts_are_loaded_as_they_were_tested(
-    pool: HostPool, played: tuple[Outcome, list[GrownHost]], tmp_path: Path
+    pool: HostPool, played: tuple[Outcome, list[Host]], tmp_path: Path
 ) -> None:
     outcome, hosts = played
     inputs, targets = pool.data.test
     for host, grown in enumerate(hosts):
-        save_host(grown, tmp_path)
+        save_host(tmp_path, *grown)
         description, samples = read_description(tmp_path), read_samples(tmp_path / SAMPLES_FILE)
         network = load_host(tmp_path, description)
         with torch.no_grad():
@@ -84,12 +90,12 @@ def test_a_factory_is_described_as_in_a_config() -> None:
     ],
 )
 def test_files_that_are_damaged_or_do_not_belong_together_are_refused_in_one_line(
-    damage: Callable[[str], str], message: str, played: tuple[Outcome, list[GrownHost]], tmp_path: Path
+    damage: Callable[[str], str], message: str, played: tuple[Outcome, list[Host]], tmp_path: Path
 ) -> None:
-    grown = played[1][0]
+    network, description, inputs = played[1][0]
     cnn = {"base": 4, "kernel": 1, "pools": 2, "slots": ["block1.pool", "block2.pool", "block3"], "isolate": False}
     host = {"class_path": "esper_lightning.hosts.CNN", "init_args": cnn | {"channels_last": False}}
-    save_host(grown._replace(description=grown.description | {"host": host}), tmp_path)
+    save_host(tmp_path, network, description | {"host": host}, inputs)
     (tmp_path / HOST_FILE).write_text(damage((tmp_path / HOST_FILE).read_text()))
     with pytest.raises(ValueError, match=message) as refusal:
         load_host(tmp_path, read_description(tmp_path))

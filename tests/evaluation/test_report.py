@@ -18,7 +18,6 @@ from esper_lightning.evaluation.comparison import ComparisonResult, Entry
 from esper_lightning.evaluation.play import Outcome, PoolTrace
 from esper_lightning.evaluation.report import (
     COLUMNS,
-    accuracy_figure,
     format_interval,
     make_tables,
     pareto_figure,
@@ -33,7 +32,6 @@ RIVAL = "rival best.ckpt"
 def outcome(name: str, accuracy: np.ndarray, parameters: float) -> Outcome:
     random = np.random.default_rng(len(name))
     trace = PoolTrace(
-        accuracy=random.uniform(size=(TICKS, HOSTS)),
         ops=random.integers(0, 4, size=(TICKS, HOSTS)),
         stages=random.integers(0, 6, size=(TICKS, HOSTS, len(SLOTS))),
     )
@@ -95,7 +93,7 @@ def test_the_csv_has_a_row_per_host_controller_and_training_seed(played: Compari
         assert row["pool_seconds"] == "1.500"
         assert float(row["accuracy.1"]) == pytest.approx(contender.outcomes[i].metrics["accuracy.1"][host])
     timelines = ["timeline0.png", "timeline1.png"] if len(played.policies) == 2 else ["timeline.png"]
-    assert names == ["evaluation.csv", "evaluation.json", "pareto.png", "curves.png", *timelines]
+    assert names == ["evaluation.csv", "evaluation.json", "pareto.png", *timelines]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "schedule.json"])
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.glob("*.png"))
 
@@ -171,14 +169,6 @@ def test_the_pareto_figure_has_every_controller_where_it_belongs_and_few_labels(
         assert all(one.x1 < other.x0 for one, other in pairwise(boxes)), "labels do not overlap"
     said = [text.get_text() for text in figure.legends[0].get_texts()]
     assert said == [contender.name for contender in played.entries]
-
-
-def test_curves_are_means_over_hosts_and_training_seeds_after_each_tick(played: ComparisonResult) -> None:
-    (axes,) = accuracy_figure(played).axes
-
-    for line, contender in zip(axes.lines, played.entries, strict=True):
-        expected = np.mean([one.trace.accuracy for one in contender.outcomes], axis=(0, 2))
-        np.testing.assert_allclose(line.get_xydata(), np.column_stack([range(1, TICKS + 1), expected]))
 
 
 def test_files_of_an_earlier_comparison_are_removed_and_those_of_the_user_and_of_a_search_stay(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from esper_lightning.controllers.random import RandomValid
+from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.governor.judge import GovernorConfig, Verdict

@@ -16,7 +16,7 @@ import gymnasium
 from gymnasium.vector import AutoresetMode
 
 import esper_lightning.gym
-from esper_lightning.controllers.random import RandomValid
+from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import HEADS, HostPool, Op
 from esper_lightning.envs.gymnasium import GymVector
 from esper_lightning.envs.spaces.actions import RELEVANT_OPS

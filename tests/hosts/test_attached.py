@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import build_on, initialise
-from esper_lightning.controllers.random import RandomValid
+from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import EnvConfig, HostPool
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.hosts import Attached

@@ -194,18 +194,6 @@ def rows_of(observation: Observation, state: RecurrentState, masks: Masks, env: 
     return Observation(observation.features[tick:, of_env]), empty, later
 
 
-def test_environments_do_not_see_each_other() -> None:
-    policy, observation, masks, _ = with_slots(4)
-    starts = torch.zeros(TICKS, ENVS) > 0
-    starts[3, 0] = True  # a neighbour's reset splits the sequence and has no other effect
-
-    with torch.no_grad():
-        among = policy(observation, policy.initial_state(ENVS), masks, starts)[1][:, 1:2]
-        alone = policy(*rows_of(observation, policy.initial_state(ENVS), masks, 1, 0), starts[:, 1:2])[1]
-
-    torch.testing.assert_close(among, alone, rtol=0, atol=1e-5)
-
-
 @each_kind
 def test_a_new_policy_prefers_nothing_and_gives_every_weight_a_gradient(given_of: Callable[[int], Given]) -> None:
     trained, observation, masks, _ = given_of(6)
@@ -218,21 +206,6 @@ def test_a_new_policy_prefers_nothing_and_gives_every_weight_a_gradient(given_of
     action = distribution.sample(torch.Generator().manual_seed(0))
     (distribution.log_prob(action).sum() + values.square().sum()).backward()
     assert [name for name, p in fresh.named_parameters() if p.grad is None or not p.grad.any()] == []
-
-
-def test_a_new_memory_is_empty_and_lets_go_slowly() -> None:
-    """Without input only the biases of the gates act: that of the forget gate starts at 1, all others at 0."""
-    fresh = Policy(shape_of(), PolicyConfig(width=WIDTH))
-    _, observation, masks, state = with_slots(7)
-    for weight in (fresh.lstm.weight_ih_l0, fresh.lstm.weight_hh_l0):
-        nn.init.zeros_(weight)
-    with torch.no_grad():
-        _, _, after = fresh(observation, state, masks, torch.zeros(TICKS, ENVS) > 0)
-
-    assert not any(part.any() for part in fresh.initial_state(4))
-    kept = torch.tensor(1.0).sigmoid() ** TICKS
-    torch.testing.assert_close(after.cell, kept * state.cell)
-    torch.testing.assert_close(after.hidden, 0.5 * torch.tanh(after.cell))
 
 
 def test_a_style_has_a_head_only_where_there_are_several() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from esper_lightning.controllers.random import RandomValid
+from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import ActionConfig, HostPool
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.gates import LifecycleConfig

@@ -165,19 +165,3 @@ def test_a_run_that_was_begun_without_telemetry_introduces_itself_later(tmp_path
     tags = read_scalars(run.folder).Tags()
     assert "custom_scalars__config__" in tags["tensors"]
     assert tags["images"] == ["figures/blueprints"]
-
-
-@pytest.mark.slow
-def test_a_damaged_file_of_events_is_set_aside_and_the_run_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fit(tmp_path, "--trainer.max_epochs=1")
-    run = only_run(tmp_path)
-    (run.folder / "events.jsonl").write_text("nonsense\n")
-    capsys.readouterr()
-
-    fit(tmp_path, "--trainer.max_epochs=2", "--ckpt_path", str(run.last))
-
-    assert "events.jsonl, line 1: " in capsys.readouterr().out.replace("\n", "")
-    assert (run.folder / "events.1.jsonl").read_text() == "nonsense\n"
-    assert (run.folder / "events.jsonl").read_text().startswith('{"type":"started","tick":5,')

@@ -1,6 +1,5 @@
 """The state of Grow outlives every way to save, and a checkpoint goes on with the settings that it was saved with."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,9 @@ import torch
 
 from esper_lightning.callbacks import Grow
 from esper_lightning.growth import attach_from_state_dict
-from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from tests.callbacks.grow.modules import Classifier, DigitsData
-from tests.callbacks.grow.trainings import QUICK, classifier, grow, train, trainer
+from tests.callbacks.grow.trainings import classifier, grow, train, trainer
 from tests.decisions import cull, germinate
 
 LIFE = {0: germinate(0, 0), 1: germinate(1, 1), 7: cull(1)}
@@ -95,30 +93,3 @@ def test_a_grown_network_that_was_saved_without_grow_is_refused(tmp_path: Path) 
         train(Grown(), grow(LIFE), epochs=4, resume_from=tmp_path / "plain.ckpt")
     (scores,) = trainer(grow(LIFE)).validate(Grown(), DigitsData(), ckpt_path=tmp_path / "plain.ckpt", verbose=False)
     assert scores == pytest.approx(trainer().validate(module, DigitsData(), verbose=False)[0])
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"every": 2}, "of every 1, the run of 2; give the same"),
-        ({"batches": 1}, "of batches 2, the run of 1; give the same"),
-        ({"price": 0.5}, "of price 0.05, the run of 0.5; give the same"),
-        ({"monitor": "val_loss", "mode": "min"}, "of monitor val_acc, the run of val_loss; give the same"),
-        ({"loss": "val_loss"}, "of loss None, the run of val_loss; give the same"),
-        ({"score": SeedSlot.blend_output}, "of score None, the run of SeedSlot.blend_output; give the same"),
-        ({"seed_options": {"lr": 0.1}}, r"of seed_options {}, the run of {'lr': 0.1}; give the same"),
-        (
-            {"lifecycle": replace(QUICK, isolation="straight_through")},
-            "of lifecycle.isolation proximal, the run of straight_through; give the same",
-        ),
-        (
-            {"blueprints": ["norm"]},
-            r"of blueprints \['conv_light', 'bottleneck'\], the run of \['norm'\]; give the same",
-        ),
-    ],
-)
-def test_a_setting_that_changes_the_end_of_a_resumed_run_is_refused(
-    half: Path, changed: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        train(Classifier("plateau"), grow(LIFE, **changed), epochs=WHOLE, resume_from=half)

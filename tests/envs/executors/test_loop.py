@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from esper_lightning.controllers.random import WaitOnly
+from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.executors import LoopExecutor, loop
 from esper_lightning.envs.host_training import HostTraining

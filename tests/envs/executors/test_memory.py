@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from esper_lightning.controllers.random import RandomValid, WaitOnly
+from esper_lightning.controllers.rules import RandomValid, WaitOnly
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.config import REQUIRED_DEVICE_TYPE
 from esper_lightning.envs.executors import EXECUTORS

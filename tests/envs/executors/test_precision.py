@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.controllers.random import RandomValid
+from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import HostPool, host_training
 from esper_lightning.envs.host_training import INITIAL_LOSS_SCALE, HostTraining
 from esper_lightning.growth.stages import Stage

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from esper_lightning.controllers.random import RandomValid
+from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import HostPool
 from esper_lightning.growth.stages import Stage
 from tests.envs.executors.episodes import episode, same

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import registry
-from esper_lightning.controllers.random import RandomValid
+from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import ActionConfig, HostPool, Op
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.stages import Stage

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import get_blueprint
-from esper_lightning.controllers.random import RandomValid, WaitOnly
+from esper_lightning.controllers.rules import RandomValid, WaitOnly
 from esper_lightning.envs import HostPool, Op
 from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.envs.host_env import HostEnv

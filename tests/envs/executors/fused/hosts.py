@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.controllers.random import RandomValid
+from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.governor.judge import GovernorConfig

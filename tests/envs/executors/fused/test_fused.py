@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from esper_lightning.blueprints import registry
 from esper_lightning.blueprints.registry import Blueprint
 from esper_lightning.blueprints.seeds import Residual
-from esper_lightning.controllers.random import RandomValid
+from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import ActionConfig, HostPool
 from esper_lightning.envs.executors import FusedExecutor
 from esper_lightning.envs.executors.fused.layers import StackedConv2d, StackedLinear
