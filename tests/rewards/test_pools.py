@@ -94,8 +94,8 @@ def test_shaped_alone_knows_the_host_without_any_seed(pool_of: Callable[..., Hos
                 slot.empty()
         assert right_answers(network, pool.data.validation) == pytest.approx(known)
     assert len({whole, bare, kept}) == 3, "they differ, so the test can tell them apart"
-    assert len(env.variants()) == 9
-    assert len(pool_of("objective", 1).envs[0].variants()) == 8
+    assert len(env.variants()) == 6
+    assert len(pool_of("objective", 1).envs[0].variants()) == 5
 
 
 def test_a_seed_is_rewarded_by_its_contribution(pool_of: Callable[..., HostPool]) -> None:
