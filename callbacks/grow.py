@@ -350,8 +350,7 @@ class Grow(Callback):
     def _continue(self, trainer: Trainer, state: dict[str, Any]) -> None:
         """Continue a training from the state of a checkpoint."""
         pool = self._pool
-        # The training may go on for fewer epochs than it was to have; only rewards, of which there are none here,
-        # read the ticks that were left when a seed was fossilized.
+        # `max_epochs` may have changed since the checkpoint. Nothing in the record depends on it.
         pool.subject.load_record_state(state["record"])
         self.growing.load_measurement_state(state)
         pool.update()

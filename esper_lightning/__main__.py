@@ -11,8 +11,9 @@ from esper_lightning.console import quieter_lightning
 def main(args: list[str] | None = None) -> None:
     """Run the command line.
 
-    An error of the settings, also one that Lightning tells, is one line on stderr and exit code 2. An error in code of
-    the user is a traceback.
+    A wrong setting that this package, the argument parser, or Lightning's Trainer when it is built finds is one line on
+    stderr and exit code 2. A policy that is not finite is one line and exit code 3. Every other error, also one of the
+    user's code, is a traceback.
 
     Args:
         args: Arguments of the command line. None: those of the process.
@@ -32,7 +33,8 @@ def main(args: list[str] | None = None) -> None:
         is_ours = frame.f_globals.get("__name__", "").partition(".")[0] == "esper_lightning"
         # torch's own report of the weights that a checkpoint lacks, or has beside those of the policy
         is_about_weights = str(error).startswith("Error(s) in loading state_dict")
-        if not is_about_weights and (isinstance(error, RuntimeError) or not is_ours):
+        is_users_mistake = is_about_weights or (is_ours and isinstance(error, ValueError))
+        if not is_users_mistake and not isinstance(error, DivergedError):
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(3 if isinstance(error, DivergedError) else 2) from None

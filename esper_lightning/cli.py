@@ -11,6 +11,7 @@ import torch
 from jsonargparse import ArgumentError, set_parsing_settings
 from jsonargparse.typing import PositiveInt
 from lightning import LightningModule, Trainer
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -102,7 +103,10 @@ class EsperCLI(LightningCLI):
             config.logger = run_logger(config.default_root_dir or "runs", self._get(self.config_init, "ckpt_path"))
         if not sys.stdout.isatty() and not any(isinstance(one, ProgressBar) for one in config.callbacks):
             config.enable_progress_bar = False  # bars fill a file with lines
-        return super().instantiate_trainer(**kwargs)
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (MisconfigurationException, ModuleNotFoundError, ValueError) as error:  # no code of the user ran
+            raise ValueError(f"trainer: {error}") from error
 
     def before_fit(self) -> None:
         """Build the hosts and check the closing comparison before anything is written."""

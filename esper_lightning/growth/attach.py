@@ -162,12 +162,13 @@ def check_new_slots(network: nn.Module, names: Sequence[str]) -> None:
     """Raise ValueError if one of these modules is unknown, is named twice, or has a slot already."""
     if isinstance(names, str) or not names:
         raise ValueError(f"name at least one module, as a list of names; got {names!r}")
-    taken = list(slots_of(network))
-    for name in names:
-        if name in taken:
+    existing = slots_of(network)
+    for i, name in enumerate(names):
+        if name in existing:
+            raise ValueError(f"slot {name!r} exists already; leave it out")
+        if name in names[:i]:
             raise ValueError(f"slot {name!r} is named twice; name each slot once")
         _check_module_name(network, name)
-        taken.append(name)
 
 
 def _check_module_name(network: nn.Module, name: str) -> None:
@@ -285,8 +286,8 @@ def attach_from_state_dict(network: nn.Module, state: Mapping[str, Any], prefix:
         state: State dict of the grown network, or of a module that contains it.
         prefix: What the names of the network's weights begin with, such as `model.` in a LightningModule.
 
-    Raises ValueError, and attaches nothing, if the state dict is of another network. Does nothing if it tells of no
-    attached slots.
+    Does nothing if the state dict tells of no attached slots. Raises ValueError, and attaches nothing, if the network
+    lacks a module that has a slot in the state dict. Shapes are not compared: load_state_dict does that afterwards.
     """
     name = f"{prefix}{CONTAINER_NAME}.{EXTRA_STATE}"
     if name in state:

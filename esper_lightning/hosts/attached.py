@@ -33,7 +33,7 @@ class Attached(nn.Module):
         settings: Keyword arguments for `network`.
         classes_as: Name of the argument that takes the number of classes. None: no such argument is passed.
         tokens: True if inputs are token indices (int64) instead of real numbers.
-        isolate: See SeedSlot.
+        isolate: Detach the seeds' inputs until they are fossilized (`SeedSlot.detach_input`). None: only for images.
         channels_last: The subset of `slots` whose features have shape [B, H, W, C].
     """
 

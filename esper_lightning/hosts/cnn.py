@@ -26,7 +26,7 @@ class CNN(nn.Module):
         pools: Number of blocks that end in a 2×2 max-pool, counted from the first. None: all.
         slots: Slots in which seeds may grow: `block1` (before the pool), `block1.pool` (after it) … None: one per
             block, after its pool if it has one.
-        isolate: See SeedSlot.
+        isolate: Detach the seeds' inputs until they are fossilized (`SeedSlot.detach_input`). None: only for images.
         checkpoint_activations: Recompute the activations of each block in the backward pass instead of storing them,
             with the same results bit for bit. 128 images of 3×32×32 then need 3.0 instead of 20.5 MiB (base 8), for
             1.6 times the processor time (1.9 times with base 32).

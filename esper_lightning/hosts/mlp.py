@@ -19,7 +19,7 @@ class MLP(nn.Module):
         width: Units of each hidden layer.
         layers: Number of hidden layers.
         slots: Slots in which seeds may grow: `layer1`, `layer2` … None: one after every hidden layer.
-        isolate: See SeedSlot.
+        isolate: Detach the seeds' inputs until they are fossilized (`SeedSlot.detach_input`). None: only for images.
     """
 
     def __init__(

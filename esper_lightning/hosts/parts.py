@@ -19,7 +19,7 @@ class Slots(nn.ModuleDict):
         slot_names: Names of the slots to create, in any order.
         slot_widths: Names of all possible slots with the width C of the feature there, in forward order.
         layout: Layout of the features.
-        isolate: See SeedSlot.
+        isolate: Detach the seeds' inputs until they are fossilized (`SeedSlot.detach_input`). None: only for images.
     """
 
     def __init__(

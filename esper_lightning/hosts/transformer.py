@@ -107,7 +107,7 @@ class GPT(nn.Module):
         context: Number of position embeddings: the largest T.
         slots: Slots in which seeds may grow: `layer1` (after the first block), `layer2` … None: one after every second
             block, the last one included.
-        isolate: See SeedSlot.
+        isolate: Detach the seeds' inputs until they are fossilized (`SeedSlot.detach_input`). None: only for images.
         checkpoint_activations: Recompute the activations of each block in the backward pass instead of storing them,
             with the same results bit for bit. 512 tokens then need 6.5 instead of 74 MiB, for 1.2 times the processor
             time.

@@ -30,7 +30,7 @@ class Started(NamedTuple):
 
 
 class SeedChanged(NamedTuple):
-    """A seed changed its stage; or its alpha got a new target, or it is stuck: then `before` and `after` are equal."""
+    """A seed changed its stage, or it is stuck: then `before` and `after` are equal."""
 
     tick: int
     host: int
@@ -40,11 +40,11 @@ class SeedChanged(NamedTuple):
     after: str
     cause: str
     age: int  # host epochs since the seed was germinated
-    contribution: float | None  # last measured, this tick included, in points; null: never, or while it fades
+    contribution: float | None  # last measured, this tick included, in points; null: never
 
 
 class GateRefused(NamedTuple):
-    """A gate refused a seed its next stage, for the first time since the seed entered its present one."""
+    """A gate has closed a seed's way to its next stage, or still does at the first tick of an episode."""
 
     tick: int
     host: int

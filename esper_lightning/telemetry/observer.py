@@ -142,7 +142,7 @@ def _closed_gates(env: HostEnv, refusals: Sequence[Any]) -> Iterator[tuple[SeedS
 
 
 def seed_changes(events: Sequence[HostEvent], tick: int, own: Sequence[int]) -> list[SeedChanged]:
-    """Return one event for each seed change: a new stage, a new target of its alpha, or that the seed is stuck."""
+    """Return one event for each seed change: a new stage, or that the seed is stuck."""
     return [
         SeedChanged(
             *(tick, own[host], seed.slot, seed.blueprint, seed.before.name, seed.after.name),
@@ -223,7 +223,7 @@ class Observer:
         self.seen = 0  # ticks of this rollout that were observed
         self.trace = Trace(self.horizon, self.n_envs, len(self.slots))
         self.sums = np.zeros_like(self.earlier)
-        # Contribution of each seed as last measured before it began to fade; NaN: never measured.
+        # Contribution of each seed as last measured; NaN: never
         self.last_contributions = np.full((self.n_envs, len(self.slots)), np.nan)
         self.silent = np.full((self.n_envs, len(self.slots)), -1)  # blueprint of a seed that never had a gradient
         self.born, self.dead = np.zeros((2, len(self.blueprints)))  # seeds, and silent ones that were replaced

@@ -124,6 +124,8 @@ WRONG = {
     "--trainer.limit_train_batches=3": "which do not divide the 5 ticks of a rollout",
     "--model.ppo.minibatches=3": "model.ppo.minibatches is 3, more than the 2 environments",
     "--trainer.devices=3": "set their number to 3",
+    "--trainer.limit_val_batches=1.5": "trainer: You have passed invalid value 1.5 for limit_val_batches",
+    "--trainer.strategy=banana": "trainer: You selected an invalid strategy name",
     "--ckpt_path=last": "there is no run with a last.ckpt below",
     "--config=digit": "did you mean 'digits'?",
     "--model.evaluation.hosts=2 --model.evaluation.against=[climb]": "did you mean 'climbing'?",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.growth.attach import attach_slots, attached_places, detach_slots
+from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from tests.growth.attached import WIDTH, Residual, assert_untouched, images, small_network
 from tests.growth.grown import TinyHost, grow
@@ -130,3 +131,11 @@ def test_what_is_not_attached_cannot_be_detached() -> None:
     with pytest.raises(ValueError, match="unknown slot '4'; there are: 0, 2"):
         detach_slots(network, ["0", "4"])
     assert [place["slot"] for place in attached_places(network)] == ["0", "2"]
+
+
+def test_a_slot_that_the_network_already_has_is_refused() -> None:
+    network = small_network()
+    attach_slots(network, ["2"], images())
+    with pytest.raises(ValueError, match=r"^slot '2' exists already; leave it out$"):
+        attach_slots(network, ["0", "2"], images())
+    assert list(slots_of(network)) == ["2"]
