@@ -149,14 +149,9 @@ def attach_slots(
                     f"seeds need [B, …] (of nn.LSTM: the output, not the states, with batch_first=True)"
                 )
             layout, axis = LAYOUTS[feature.ndim]
-            place = {
-                "slot": name,
-                "module": name,
-                "path": list(path),
-                "channels_last": is_channels_last,
-                "layout": layout,
-            }
-            place |= {"width": feature.shape[-1 if is_channels_last else axis], "detach_input": detach_input}
+            width = feature.shape[-1 if is_channels_last else axis]
+            place = {"slot": name, "module": name, "path": list(path), "channels_last": is_channels_last}
+            place |= {"layout": layout, "width": width, "detach_input": detach_input}
             is_single = _is_on_single_path(network, name, path, example=example_input, outputs=outputs)
             places.append(place | {"on_single_path": is_single})
     for place, (_, feature) in zip(places, features.values(), strict=True):

@@ -219,12 +219,9 @@ class Observer:
 
     def __init__(self, slots: Sequence[str], blueprints: Sequence[str], *, horizon: int, n_envs: int) -> None:
         self.slots, self.blueprints, self.horizon, self.n_envs = list(slots), list(blueprints), horizon, n_envs
-        self.sums_of_earlier_rollouts = np.zeros(
-            (len(SeedStats._fields), len(blueprints), len(slots))
-        )  # of `SeedStats`
-        self.refused = np.zeros(
-            (n_envs, len(slots)), np.uint8
-        )  # the next stage, which the gate refuses; 0: the gate is open
+        self.sums_of_earlier_rollouts = np.zeros((len(SeedStats._fields), len(blueprints), len(slots)))
+        # The next stage of each seed, which the gate refuses; 0: the gate is open.
+        self.refused = np.zeros((n_envs, len(slots)), np.uint8)
         self._begin_rollout()
 
     def _begin_rollout(self) -> None:
