@@ -190,7 +190,7 @@ class Grow(Callback):
         if network is not self.network:
             self._forget()
         self.network, self._resumes = network, False
-        self._own_slots = frozenset([*slots_of(network), *self.slot_names])
+        self._slots_of_this_run = frozenset([*slots_of(network), *self.slot_names])
         load = pl_module.on_load_checkpoint
 
         def attach_first(checkpoint: dict[str, Any]) -> None:
@@ -335,20 +335,23 @@ class Grow(Callback):
         self._tell(trainer, events, {})
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if the state of a checkpoint has other slots or blueprints."""
+        """Raise ValueError if the state of a checkpoint has another format, other slots or other blueprints."""
         if state["format"] != STATE_FORMAT:
             raise ValueError(
                 f"Grow: the checkpoint is of format {state['format']}, this version reads {STATE_FORMAT}; continue it "
                 f"with the version that wrote it, or train anew"
             )
-        slots = [name for name in slots_of(self.network) if name in self._own_slots]
+        slots = [name for name in slots_of(self.network) if name in self._slots_of_this_run]
         slots += [name for name in self.slot_names if name not in slots]
         for name, value in {"slots": slots, "blueprints": self.actions.blueprints or state["blueprints"]}.items():
             if state[name] != value:
-                raise ValueError(f"Grow: the checkpoint is of {name} {state[name]}, the run of {value}; give the same")
+                raise ValueError(
+                    f"Grow: {name} are {value!r} in this run and {state[name]!r} in the checkpoint; give the run the "
+                    f"same"
+                )
 
     def _continue(self, trainer: Trainer, state: dict[str, Any]) -> None:
-        """Continue a training from the state of a checkpoint."""
+        """Restore growth, decider and running sums from a checkpoint of this callback, after network and optimizer."""
         pool = self._pool
         # `max_epochs` may have changed since the checkpoint. Nothing in the record depends on it.
         pool.subject.load_record_state(state["record"])

@@ -33,7 +33,7 @@ from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.nested import ExampleInput, batch_size, evaluation_mode, iter_tensors, map_tensors
 from esper_lightning.growth.slot import SeedSlot
 
-MIN_ACCURACY = 1e-6
+TINY = 1e-6
 """Least share of which a logarithm is taken, and least loss by which a difference is divided."""
 
 
@@ -57,15 +57,16 @@ class Scale(NamedTuple):
         return "points" if self.mode == "max" else "% of the loss"
 
     def points(self, better: float, worse: float) -> float:
-        """Return by how much one metric is better than another: in points of 100, or for a loss in percent.
+        """Return how much better the first metric is than the second, negative if it is worse.
 
+        Mode "max": the difference · 100. Mode "min": the difference as a share of the second's size, in percent.
         A metric that is not finite is worse than any other by 100.
         """
         if not (math.isfinite(better) and math.isfinite(worse)):
             return POINTS_PER_UNIT * (math.isfinite(better) - math.isfinite(worse))
         if self.mode == "max":
             return POINTS_PER_UNIT * (better - worse)
-        return POINTS_PER_UNIT * (worse - better) / max(abs(worse), MIN_ACCURACY)
+        return POINTS_PER_UNIT * (worse - better) / max(abs(worse), TINY)
 
     def accuracy(self, metric: float) -> float:
         """Return the metric as a number from 0 to 1 that grows with quality; 0 for one that is not finite.
@@ -87,7 +88,7 @@ class Scale(NamedTuple):
         """Return a validation in the form in which deciders see it."""
         accuracy, loss = self.accuracy(measured.metric), measured.loss
         if loss is None:
-            loss = measured.metric if self.mode == "min" else -math.log(max(accuracy, MIN_ACCURACY))
+            loss = measured.metric if self.mode == "min" else -math.log(max(accuracy, TINY))
 
         def moved(points: float) -> Score:
             return Score(loss, accuracy + points / POINTS_PER_UNIT)

@@ -32,16 +32,16 @@ class RolloutState(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         collector = self._module.collector
-        ranks, loop, own = collector.ranks, collector.state_dict(), random_states()
+        ranks, collector_state, own = collector.ranks, collector.state_dict(), random_states()
         if ranks.world == 1:
-            return {"loop": loop, "random": own}
+            return {"loop": collector_state, "random": own}
         rows: list[Tensor] = []  # the parts with a row per environment, in the order of `map_rows`
-        map_rows(loop, lambda part, _: rows.append(part) or part)
+        map_rows(collector_state, lambda part, _: rows.append(part) or part)
         of_ranks = ranks.gather({"rows": rows, "random": own})
         if ranks.rank == 0:
             columns = zip(*(one["rows"] for one in of_ranks), strict=True)
-            loop |= map_rows(loop, lambda _, axis: ranks.join(next(columns), axis))
-        return {"loop": loop, "random": own, OTHER_RANKS_KEY: [one["random"] for one in of_ranks[1:]]}
+            collector_state |= map_rows(collector_state, lambda _, axis: ranks.join(next(columns), axis))
+        return {"loop": collector_state, "random": own, OTHER_RANKS_KEY: [one["random"] for one in of_ranks[1:]]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._pending = state_dict  # Lightning calls this before the loop exists
@@ -49,25 +49,31 @@ class RolloutState(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         # Not earlier: devices must be set up, and the start of training draws random numbers.
         if self._pending is not None:
-            loop, ranks = self._pending["loop"], pl_module.collector.ranks
-            has_rows = ranks.world > 1 and "buffer" in loop  # a rollout that begins anew has none
-            pl_module.collector.load_state_dict(loop | map_rows(loop, ranks.rows) if has_rows else loop)
+            collector_state, ranks = self._pending["loop"], pl_module.collector.ranks
+            if ranks.world > 1 and "buffer" in collector_state:  # a rollout that begins anew has none
+                collector_state = collector_state | map_rows(collector_state, ranks.rows)
+            pl_module.collector.load_state_dict(collector_state)
             of_ranks = [self._pending["random"], *self._pending.get(OTHER_RANKS_KEY, [])]
             if ranks.rank == 0 or len(of_ranks) == ranks.world:
                 set_random_states(of_ranks[ranks.rank])
             self._pending = None
 
 
-def map_rows(loop: dict[str, Any], change: Callable[[Tensor, int], Tensor]) -> dict[str, Any]:
-    """Return the parts of a collector's state that have a row per environment, each changed by a function.
+def map_rows(collector_state: dict[str, Any], change: Callable[[Tensor, int], Tensor]) -> dict[str, Any]:
+    """Apply `change` to every tensor of a collector's state that has one row per environment, and return these parts.
 
-    The function is given a tensor and the axis of its environments: 0, or 1 behind the ticks.
+    It splits and joins rollouts when the number of processes changes. `change(tensor, axis)` gets the axis of the
+    environments: 0, or 1 for tensors [T, N, …].
     """
-    buffer = loop["buffer"]
+    buffer = collector_state["buffer"]
     changed = {
-        "state": [change(part, 0) for part in loop["state"]],
-        "starts": change(loop["starts"], 0),
-        **{name: change(loop[name], 1) for name in ("raw_features", "raw_privileged", "final_values") if name in loop},
+        "state": [change(part, 0) for part in collector_state["state"]],
+        "starts": change(collector_state["starts"], 0),
+        **{
+            name: change(collector_state[name], 1)
+            for name in ("raw_features", "raw_privileged", "final_values")
+            if name in collector_state
+        },
     }
     axes = {"ticks": 1, "state": 0, "sequence_states": 1}
     rows = {name: [change(part, axis) for part in buffer[name]] for name, axis in axes.items() if name in buffer}

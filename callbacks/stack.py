@@ -80,7 +80,7 @@ class Stack(Callback):
         self.options: dict[str, Any] = {"how": how, "new": new, "state": state, "zero": zero, "renumber": renumber}
         self.depths: list[int] = []
         """Numbers of blocks of the network so far."""
-        self.lr_peak = 0.0
+        self.lr_peak = 0.0  # only for the warning in `_grow` about a rate that has already fallen
         self.blocks: Any = None
         """The list in the module, once it is known."""
         self.final: list[nn.Module] = []
@@ -117,16 +117,17 @@ class Stack(Callback):
             place(each, list(each)[: self.start])
 
     def _find(self, module: nn.Module) -> Blocks:
-        """Return the list in a LightningModule or in a copy of it. Raises ValueError if it has none that can grow."""
+        """Return the list of blocks in the LightningModule, or in its averaged copy (`WeightAveraging`, SWA).
+
+        Raises ValueError if there is none, or if its blocks are not alike.
+        """
         # A compiled module has its names in a module within it.
         modules = {k.replace("_orig_mod.", ""): part for k, part in module.named_modules(remove_duplicate=False)}
         found = modules.get(self.name)
         if found is None:
-            lists = ", ".join(name for name, part in modules.items() if isinstance(part, nn.ModuleList)) or "none"
+            lists = ", ".join(name for name, part in modules.items() if can_grow(part)) or "none"
             raise ValueError(f"Stack: there is no {self.name!r} in {type(module).__name__}; lists in it: {lists}")
-        blocks = getattr(found, "_orig_mod", found)  # compiled
-        assert check_blocks(blocks)
-        return blocks
+        return check_blocks(getattr(found, "_orig_mod", found))  # compiled
 
     def _check(self, trainer: Trainer, module: LightningModule) -> None:
         """Raise ValueError if a part of the trainer or of the module does not follow a network that grows."""
@@ -197,14 +198,16 @@ class Stack(Callback):
     # The training goes on, and grows between two steps.
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        between_steps = trainer.global_step != self._steps  # no gradients are accumulated
+        """Grow to the number of blocks due by the share of training done, but only between two optimizer steps."""
+        # False in the middle of gradient accumulation: growing would mix gradients of two depths.
+        between_steps = trainer.global_step != self._steps
         self._steps = trainer.global_step
         if len(self.blocks) < len(self.final):
             lr = max(float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups)
             self.lr_peak = max(self.lr_peak, lr)
             share = share_of_training(trainer, batch_idx)
-            plan = self.at if isinstance(self.at, Mapping) else {self.at: len(self.final)}
-            depth = max((depth for at, depth in plan.items() if share >= at), default=0)
+            depth_from_share = self.at if isinstance(self.at, Mapping) else {self.at: len(self.final)}
+            depth = max((depth for at, depth in depth_from_share.items() if share >= at), default=0)
             if between_steps and depth > len(self.blocks):
                 self._grow(trainer, depth, lr)
         pl_module.log(f"stack/{self.name}", float(len(self.blocks)))
@@ -238,6 +241,15 @@ class Stack(Callback):
             if trainer.is_global_zero:
                 print_status(f"{self._told} → {text(self._loss)}")
             self._told = None
+
+
+def can_grow(part: nn.Module) -> bool:
+    """Return True if a module is a list of like blocks, an `nn.ModuleList` or `nn.Sequential`."""
+    try:
+        check_blocks(part)
+    except ValueError:
+        return False
+    return True
 
 
 def share_of_training(trainer: Trainer, batch_idx: int) -> float:

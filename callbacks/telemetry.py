@@ -17,7 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 from esper_lightning.console import print_status
 from esper_lightning.envs.spaces.actions import relevance_table
 from esper_lightning.module import TamiyoModule
-from esper_lightning.telemetry import metrics as numbers
+from esper_lightning.telemetry import metrics as metrics_of
 from esper_lightning.telemetry.anomalies import AnomalyDetector
 from esper_lightning.telemetry.events import EVENTS_FILE, SCHEMA, Event, EventLog, Started, Updated
 from esper_lightning.telemetry.figures import draw_figures
@@ -82,7 +82,7 @@ class Telemetry(Callback):
                 start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
                 writer.file_writer.add_event(event_pb2.Event(step=tick + 1, session_log=start))
             if not is_resumed:
-                writer.add_custom_scalars(numbers.CUSTOM_SCALARS)
+                writer.add_custom_scalars(metrics_of.CUSTOM_SCALARS)
         if folder is not None and trainer.loggers:
             Path(folder).mkdir(parents=True, exist_ok=True)
             self.events = EventLog(Path(folder) / EVENTS_FILE)
@@ -111,7 +111,7 @@ class Telemetry(Callback):
         with clock.measure("telemetry"):
             written: dict[str, float] = {}
             if collector.ticks % self.every_n_ticks == 0 and collector.ranks.rank == 0:
-                written |= numbers.tick_metrics(self._tick, self.observer.slots)
+                written |= metrics_of.tick_metrics(self._tick, self.observer.slots)
                 ticks = collector.ticks - self._last_written_tick
                 written |= {f"time/{clock.name}.{phase}": s / ticks for phase, s in self._unwritten_seconds.items()}
                 self._unwritten_seconds, self._last_written_tick = Counter(), collector.ticks
@@ -125,14 +125,17 @@ class Telemetry(Callback):
                 logger.log_metrics(logged, step=collector.ticks)
 
     def _rollout_metrics(self, trainer: Trainer) -> dict[str, float]:
-        """Write events, histograms and figures of the finished rollout, and return its metrics, on rank 0."""
+        """Write events, histograms and figures of the finished rollout, and return its metrics.
+
+        On other ranks: only send, and return {}.
+        """
         collector, report = self.collector, self.module.report
         pool, buffer, ranks, tick = collector.pool, collector.buffer, collector.ranks, collector.ticks
         assert report is not None, "the rollout has ended with an update"
         steps, relevant = buffer.steps, relevance_table(pool.device)
-        actions = numbers.choice_metrics(steps.action, steps.masks, pool.space, relevant=relevant)
+        actions = metrics_of.choice_metrics(steps.action, steps.masks, pool.space, relevant=relevant)
         own = {
-            "means": actions | numbers.lstm_metrics(collector.state),
+            "means": actions | metrics_of.lstm_metrics(collector.state),
             "ratio": torch.cat([ratio.flatten() for ratio in report.ratios]),
             "advantage": report.summary.advantages.flatten(),
         }
@@ -143,9 +146,10 @@ class Telemetry(Callback):
         found = {tag: sum(one["means"][tag] for one in of_ranks) / ranks.world for tag in own["means"]}
         update = trainer.current_epoch + 1
         self._write_events([Updated(tick, update, report.metrics)])
+        # `self._tick` has the hosts of all ranks; `task_slices` counts those of this rank.
         spans = {task: slice(one.start * ranks.world, one.stop * ranks.world) for task, one in pool.task_slices.items()}
-        found |= numbers.episode_metrics(self._tick, spans) | self.observer.metrics()
-        found |= numbers.return_metrics(report.summary.returns)
+        found |= metrics_of.episode_metrics(self._tick, spans) | self.observer.metrics()
+        found |= metrics_of.return_metrics(report.summary.returns)
         found |= {f"train/{name}": value for name, value in report.metrics.items()}
         found |= self._cost_metrics()
         is_due = self.figures_every and (update % self.figures_every == 0 or update == trainer.max_epochs)
@@ -166,8 +170,8 @@ class Telemetry(Callback):
         now, (start, ticks) = time.perf_counter(), self._rollout_start
         speed = (collector.ticks - ticks) / (now - start)
         found = {"time/ticks_per_second": speed, "time/env_steps_per_second": speed * collector.ranks.total}
-        found |= numbers.phase_shares(self._rollout_seconds, now - start)
-        found |= numbers.memory_metrics(pool.device)
+        found |= metrics_of.phase_shares(self._rollout_seconds, now - start)
+        found |= metrics_of.memory_metrics(pool.device)
         self._rollout_start, self._rollout_seconds = (now, collector.ticks), Counter()
         return found
 

@@ -127,9 +127,10 @@ def check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> Non
     """Raise ValueError, naming the first difference, unless a checkpoint has every property of this run's identity."""
     for name, value in identity.items():
         saved_value = saved.get(name, "nothing")
+        # True == 1 and 1 == 1.0.
         if type(saved_value) is not type(value) or saved_value != value:
             raise ValueError(
-                f"{name}: the checkpoint has {excerpt(saved_value)}, this run {excerpt(value)}; give the checkpoint "
+                f"{name}: the checkpoint has {excerpt(saved_value)}, this run {excerpt(value)}; resume it with "
                 f"the config.yaml of its run"
             )
 

@@ -100,18 +100,19 @@ class GrowthVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         return observation, step.metrics.reward.double().numpy(), terminated, at_horizon & ~terminated, info
 
     def action_masks(self) -> np.ndarray:  # [N, sum of choices] bool
-        """Return the choices of each head, one head after the other, that have an effect in a possible action.
+        """Return for each head which choices some possible action uses, heads in the order of the action space.
 
-        A head without any has choice 0. The masks of one head know nothing of the choices of the others, so not every
-        combination is a possible action; `slot_mask` and `blueprint_mask` of the info do.
+        This is the method that MaskablePPO (sb3-contrib) calls. Where no possible action uses a head, its choice 0
+        alone is marked, because every head must have one. Heads are masked independently, so some combinations are
+        still impossible, and are executed as WAIT; `slot_mask` and `blueprint_mask` of the info tell exactly.
         """
         masks, space = self.pool.masks_on_cpu, self.pool.space
         acting = masks.slot.clone()  # [N, ops, K]
         acting[:, Op.WAIT] = False
         germinating = acting[:, Op.GERMINATE]  # [N, K]
         blueprints = (masks.blueprint & germinating[..., None]).any(1)
-        whole = [germinating.any(1, keepdim=True).expand(-1, len(head)) for head in (space.style, space.tempo)]
-        heads = [head.numpy().copy() for head in (masks.op, acting.any(1), blueprints, *whole)]
+        unmasked_heads = [germinating.any(1, keepdim=True).expand(-1, len(head)) for head in (space.style, space.tempo)]
+        heads = [head.numpy().copy() for head in (masks.op, acting.any(1), blueprints, *unmasked_heads)]
         for head in heads:
             head[:, 0] |= ~head.any(1)
         return np.concatenate(heads, 1)

@@ -380,7 +380,8 @@ class TamiyoModule(LightningModule):
     def _identity(self, data: PolicyData) -> dict[str, Any]:
         """Return the properties that a resumed run must share with the saved one, by setting name."""
         own = {f"model.policy.{name}": getattr(self.policy_config, name) for name in POLICY_IDENTITY}
-        return data.identity() | own | {f"model.normalize.{n}": getattr(self.normalize, n) for n in NORMALIZE_IDENTITY}
+        own |= {f"model.normalize.{name}": getattr(self.normalize, name) for name in NORMALIZE_IDENTITY}
+        return data.resume_identity() | own
 
 
 def skip_unless(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:

@@ -234,6 +234,7 @@ class HillClimbing(Rule):
         self.memories = [{"tried": []} for _ in pool.envs]  # (slot, blueprint) of the seeds that have been tried
 
     def choose(self, pool: Hosts, host: int, memory: dict[str, Any]) -> tuple[int, ...]:
+        """Decide on blended seeds first; else germinate the next untried (slot, blueprint)."""
         env, tried = pool.envs[host], memory["tried"]
         live = [k for k, slot in enumerate(env.slots) if slot.live]
         for k in live:
@@ -247,7 +248,7 @@ class HillClimbing(Rule):
         available = [pair for pair, action in actions.items() if is_possible(pool, host, action)]
         if not available:
             return WAIT_ACTION
-        if set(available) <= set(tried):
+        if set(available) <= set(tried):  # all that can grow now have been tried: begin again with them
             tried[:] = [pair for pair in tried if pair not in available]
         chosen = next(pair for pair in available if pair not in tried)
         tried.append(chosen)

@@ -41,7 +41,7 @@ class VectorData(LightningDataModule):
                 f"set trainer.accelerator, or the environments' device"
             )
 
-    def identity(self) -> dict[str, Any]:
+    def resume_identity(self) -> dict[str, Any]:
         """Return the sizes of observations, actions and rollouts, which a resumed run must share."""
         pool = self.pool
         return {

@@ -77,7 +77,9 @@ class PolicyData(Protocol):
     @property
     def pool(self) -> VectorEnv: ...  # environments of this process, once they are built
 
-    def identity(self) -> dict[str, Any]: ...  # what a resumed run must share with the saved one, by setting name
+    def resume_identity(
+        self,
+    ) -> dict[str, Any]: ...  # what a resumed run must share with the saved one, by setting name
 
     def growth_rules(self) -> dict[str, Any] | None: ...  # by which the policy grows other networks later
 
@@ -298,7 +300,7 @@ class HostPoolData(LightningDataModule):
     def horizon(self) -> int:
         return self.env.horizon
 
-    def identity(self) -> dict[str, Any]:
+    def resume_identity(self) -> dict[str, Any]:
         """Return the properties of hosts, data, observation and actions that a resumed run must share."""
         pool = self.pool
         hosts = [f"{name}: {self.task_configs[name].n_envs} hosts, {one.host_kind}" for name, one in self.pools.items()]
@@ -345,7 +347,10 @@ class HostPoolData(LightningDataModule):
         return EpisodeLoader([])
 
     def validation_pools(self, n_envs: int) -> list[HostPool]:
-        """Return a pool of so many hosts of each task, apart from those that the policy is trained on."""
+        """Return one pool of `n_envs` hosts for each task, for validation only.
+
+        The pools are kept for the next call with the same `n_envs`.
+        """
         if not self._validation_pools or self._validation_pools[0].n_envs != n_envs:
             self._validation_pools = [self.make_pool(n_envs, task=task) for task in self.pools]
         for pool in self._validation_pools:

@@ -427,8 +427,12 @@ class HostEnv(Subject):
         assert self.monitor is not None, "only watched hosts have snapshots"
         self.monitor.take_snapshot(self._host_state())
 
-    def roll_back(self, ended: bool, cause: str) -> list[SeedEvent]:
+    def roll_back(self, stop: bool, cause: str) -> list[SeedEvent]:
         """Roll the host back to its last snapshot and cull its live seeds; the tick count still moves on by one.
+
+        Args:
+            stop: The Governor gives the host up for the rest of the episode.
+            cause: Cause in the events.
 
         Returns one event for each slot whose stage differs from its stage before the rollback, so that the sequence of
         events stays complete.
@@ -439,7 +443,7 @@ class HostEnv(Subject):
         tick = self.tick
         # A copy: optimizer state loaded from a view would keep the snapshot's whole memory alive.
         self._load_host(self.monitor.snapshot.copy())
-        self.tick, self.stopped = tick + 1, ended
+        self.tick, self.stopped = tick + 1, stop
         self._set_optimizer_options()
         self.growing.cull_live_seeds(cause)
         pairs = zip(events, self.slots, strict=True)

@@ -28,8 +28,9 @@ class Interval(NamedTuple):
 
 
 def mean_interval(values: np.ndarray) -> Interval:
-    """Return the mean of values [H] or [S, H] with its interval; without spread the interval is the mean itself.
+    """Return the mean of values [H] or [S, H] with its interval.
 
+    The interval is the mean itself where all values are equal, where there is one value, or where one is not finite.
     [H], or one training seed: hosts are resampled. [S, H], where all training seeds met the same hosts: training seeds
     and hosts are both resampled, once for the whole table. Resampling hosts separately for each training seed would
     treat effects common to a host as noise that averages out.

@@ -137,11 +137,11 @@ def attach_slots(
             ) from error
         places: list[Place] = []
         for name, (path, feature) in features.items():
-            is_last = name in channels_last
-            if feature.ndim not in LAYOUTS or (is_last and feature.ndim != 4):
+            is_channels_last = name in channels_last
+            if feature.ndim not in LAYOUTS or (is_channels_last and feature.ndim != 4):
                 raise ValueError(
                     f"slot {name!r}: a feature of shape {tuple(feature.shape)} is none of [B, C, H, W], [B, T, C], "
-                    f"[B, C]{' or, with channels_last, [B, H, W, C]' if is_last else ''}"
+                    f"[B, C]{' or, with channels_last, [B, H, W, C]' if is_channels_last else ''}"
                 )
             if not _is_doubled(doubled[name][1], feature):
                 raise ValueError(
@@ -149,8 +149,9 @@ def attach_slots(
                     f"seeds need [B, …] (of nn.LSTM: the output, not the states, with batch_first=True)"
                 )
             layout, axis = LAYOUTS[feature.ndim]
-            place = {"slot": name, "module": name, "path": list(path), "channels_last": is_last, "layout": layout}
-            place |= {"width": feature.shape[-1 if is_last else axis], "detach_input": detach_input}
+            width = feature.shape[-1 if is_channels_last else axis]
+            place = {"slot": name, "module": name, "path": list(path), "channels_last": is_channels_last}
+            place |= {"layout": layout, "width": width, "detach_input": detach_input}
             is_single = _is_on_single_path(network, name, path, example=example_input, outputs=outputs)
             places.append(place | {"on_single_path": is_single})
     for place, (_, feature) in zip(places, features.values(), strict=True):
@@ -210,7 +211,11 @@ def _dry_run(
 
 
 def _is_on_single_path(network: nn.Module, module: str, path: KeyPath, *, example: ExampleInput, outputs: Any) -> bool:
-    """Return True if all later layers get their data through one feature alone, tested by doubling the batch there."""
+    """Return True if everything behind this place depends on this feature alone, so that no shortcut goes around it.
+
+    A counterfactual pass may then repeat the batch here instead of at the input. Test: repeat the batch here; without a
+    shortcut all outputs are doubled.
+    """
 
     def double(_: nn.Module, __: Any, output: Any) -> Any:
         return replace_at(output, path, torch.cat([get_at(output, path)] * 2))
@@ -247,8 +252,8 @@ def _attach(network: nn.Module, place: Place, like: Tensor) -> None:
     container.places[slot.name] = place
     hook = _SlotHook(slot, tuple(place["path"]), place["channels_last"])
     container.hooks[slot.name] = network.get_submodule(place["module"]).register_forward_hook(hook)
-    # torch.compile does not guard hooks: what it compiled before would go on without the slot. Importing it takes
-    # seconds, and before that nothing is compiled.
+    # torch.compile does not guard hooks, so earlier compiled code would skip the slot. torch._dynamo takes seconds to
+    # import; if it is not loaded, nothing has been compiled.
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 

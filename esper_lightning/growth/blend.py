@@ -59,12 +59,15 @@ after three epochs."""
 
 
 def proximal_gradient(grad: Tensor, h: Tensor, s: Tensor, dims: Sequence[int] | None = None) -> Tensor:
-    """Return p·grad + (s - h)·‖grad‖ / ‖h‖, with p = `PROXIMAL_STEP`: a step of bounded size along the gradient.
+    """Return p·grad + (s - h)·‖grad‖ / ‖h‖, with p = `PROXIMAL_STEP`: the gradient of a seed that is not blended yet.
 
-    Following this gradient minimises p·<grad, s> + ‖grad‖·‖s - h‖² / (2·‖h‖): the loss of first order plus a proximal
-    term (Parikh and Boyd, Proximal Algorithms, 2014, page 126). The minimum is h - p·‖h‖·grad / ‖grad‖. Divided by p it
-    is the loss gradient plus a pull; the factor keeps it of the size of the loss gradient where s is as far from h as h
-    from zero, so that gates and clipping judge it alike. Where h is zero, there is no pull.
+    It moves the seed's output to h - p·‖h‖·grad / ‖grad‖, a point at distance p·‖h‖ from h, against the loss gradient,
+    and no further. That point minimises p·<grad, s> + ‖grad‖·‖s - h‖² / (2·‖h‖), the loss of first order plus a
+    proximal term (Parikh and Boyd, Proximal Algorithms, 2014, page 126).
+
+    The whole is the loss gradient plus a pull, (s - h)·‖grad‖ / (p·‖h‖), multiplied by p. Without this multiplication
+    the pull would be 1/p times as large as the loss gradient at ‖s - h‖ = ‖h‖; with it, it is equally large, so that
+    gates and gradient clipping treat a seed as they treat the host. Where h is zero, there is no pull.
 
     Args:
         grad: Gradient of the loss at the slot.

@@ -93,16 +93,17 @@ def export(network: nn.Module, inputs: Tensor, path: str | Path, to: Format) -> 
     path, network, inputs = _file_path(path, f"network{SUFFIXES[to]}"), deepcopy(network).cpu().eval(), inputs.cpu()
     with torch.no_grad():
         expected = list(iter_tensors(network(inputs)))
-        size = max((float(output.abs().max()) for output in expected if output.numel()), default=0.0)
+        largest_output = max((float(output.abs().max()) for output in expected if output.numel()), default=0.0)
         difference = 0.0
 
         def write_and_check(draft: Path) -> None:
             nonlocal difference
-            run = (_write_pt2 if to == "pt2" else _write_onnx)(network, inputs, draft)
-            difference = _max_difference(list(iter_tensors(run(inputs))), expected)
-            if not difference <= TOLERANCE * size:
+            run_file = (_write_pt2 if to == "pt2" else _write_onnx)(network, inputs, draft)
+            difference = _max_difference(list(iter_tensors(run_file(inputs))), expected)
+            if not difference <= TOLERANCE * largest_output:
                 raise ValueError(
-                    f"the exported network gives other outputs: {difference:.3g} off, largest output {size:.3g}; "
+                    f"the exported network gives other outputs: {difference:.3g} off, largest output "
+                    f"{largest_output:.3g}; "
                     f"the network may do what {to} cannot hold, such as choosing its path by the data"
                 )
 
@@ -111,7 +112,10 @@ def export(network: nn.Module, inputs: Tensor, path: str | Path, to: Format) -> 
 
 
 def _file_path(path: str | Path, example: str) -> Path:
-    """Return the path of a file to write, below a folder that exists from now on."""
+    """Return `path` as a Path, and create its folder.
+
+    Raises ValueError if it is a folder itself; `example` is the file name that the message suggests.
+    """
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file, such as {path / example}")

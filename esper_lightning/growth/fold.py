@@ -129,9 +129,10 @@ def _keeps_size(conv: nn.Conv2d) -> bool:
 def _candidates(
     network: nn.Module, slot: SeedSlot, affine: AffineMap, example: ExampleInput
 ) -> Iterator[tuple[str, Layer, Tensor, Tensor]]:
-    """Yield the layers that may take the seed, by name, with the weight and bias that they would have.
+    """Yield the layers into which the seed can perhaps be merged, by name, with the merged weight and bias.
 
-    First those before the slot, then those after it (neither adds a layer), then a new convolution in the slot.
+    The caller checks each on the outputs. First come those before the slot, then those after it (neither adds a layer),
+    then a new convolution in the slot.
     """
     kernel, shift = affine
     before, after = _neighbours(network, slot, example)

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from string import digits
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -59,7 +59,7 @@ def stack(
         into: Modules that become the new blocks and take over the content of their sources. None: copies are made.
         renumber: Called with every block and its index afterwards, for blocks that know their index.
     """
-    assert check_blocks(blocks)
+    blocks = check_blocks(blocks)
     old, count = list(blocks), len(blocks)
     for name, value, kind in (("how", how, Order), ("new", new, Content), ("state", state, State)):
         if value not in get_args(kind):
@@ -118,8 +118,8 @@ def place(blocks: Blocks, modules: Sequence[nn.Module]) -> None:
         blocks.add_module(name, module)
 
 
-def check_blocks(blocks: nn.Module) -> TypeGuard[Blocks]:
-    """Raise ValueError if `blocks` is no list of numbered modules with parameters of the same names and shapes."""
+def check_blocks(blocks: nn.Module) -> Blocks:
+    """Return a list of blocks. Raises ValueError if they are not numbered, or differ in parameters or shapes."""
     if not isinstance(blocks, Blocks) or len(blocks) == 0:
         raise ValueError(
             f"stack: blocks must be an nn.ModuleList or nn.Sequential that is not empty, got {type(blocks).__name__}"
@@ -132,7 +132,7 @@ def check_blocks(blocks: nn.Module) -> TypeGuard[Blocks]:
             raise ValueError(
                 f"stack: blocks {names[0]} and {name} differ in their parameters or shapes; grow a list of like blocks"
             )
-    return True
+    return blocks
 
 
 def _numbered(blocks: Blocks, count: int) -> list[str]:

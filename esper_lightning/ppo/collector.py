@@ -291,16 +291,20 @@ class RolloutCollector:
             "state": [part.clone() for part in self.state],
             "starts": self.starts.clone(),
             "buffer": self.buffer.state_dict(),
-            **{name: part[: self.buffer.length].clone() for name, part in self._beside_buffer().items()},
+            **{name: part[: self.buffer.length].clone() for name, part in self._unbuffered_tensors().items()},
         }
 
-    def _beside_buffer(self) -> dict[str, Tensor]:
+    def _unbuffered_tensors(self) -> dict[str, Tensor]:
         """Return the storage of the rollout beside the buffer, by its key in a checkpoint."""
         names = ("raw_features", "raw_privileged", "final_values")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state from `state_dict`, which may lack the rollout: the next step then begins one."""
+        """Restore a state of `state_dict`.
+
+        `checkpoint.begin_rollout` removes the rollout from it, as for another number of hosts; the next step of the
+        training then begins a new rollout.
+        """
         self.episode, self.ticks = state["episode"], state["ticks"]
         self.generator.set_state(check_generator_state("the generator's state", state["generator"], self.generator))
         if "buffer" not in state:
@@ -308,5 +312,5 @@ class RolloutCollector:
         self.state = RecurrentState(*(part.to(self.pool.device) for part in state["state"]))
         self.starts.copy_(state["starts"])
         self.buffer.load_state_dict(state["buffer"])
-        for name, part in self._beside_buffer().items():
+        for name, part in self._unbuffered_tensors().items():
             part[: self.buffer.length].copy_(state[name])

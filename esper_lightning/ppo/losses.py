@@ -222,15 +222,19 @@ def empty_sums(policy: Policy, minibatch: Rollout) -> PPOTerms:
 def update_metrics(
     terms: Sequence[PPOTerms], grad_norms: Sequence[Tensor], heads: Mapping[str, int], *, finite: Sequence[bool]
 ) -> dict[str, float]:
-    """Return the metrics of one update by name, with a single transfer from the device for each kind.
+    """Return the metrics of one update by name. Three transfers: scalars, entropy by head, choice share by head.
 
-    `terms` are those of every minibatch, including the one at which the update ended early, which the other lists lack.
-    Minibatches that were skipped, not `finite`, are left out, unless all were. `heads` are numbers of choices by head.
+    Args:
+        terms: Terms of every minibatch; the last one has no gradient step if `target_kl` ended the update there.
+        grad_norms: Norm of each gradient step.
+        heads: Number of choices by head.
+        finite: For each of these steps, False if loss or gradient was not finite and the step was skipped. Skipped
+            minibatches are left out of means, unless all were skipped.
     """
     if any(finite):
         terms = [*compress(terms, finite), *terms[len(finite) :]]
         grad_norms = list(compress(grad_norms, finite))
-    first, last = terms[0], terms[-1]
+    first, last = terms[0], terms[-1]  # first: the policy that acted; last: how far the update moved it
 
     def of_all(name: str) -> Tensor:
         return torch.stack([getattr(one, name) for one in terms])

@@ -145,7 +145,10 @@ class RolloutBuffer:
             stored.copy_(new)
 
     def add(self, step: Steps, state: RecurrentState) -> None:
-        """Store a copy of one step, and of the recurrent state before it if a sequence begins there."""
+        """Store a copy of one step, and of the recurrent state before it if a sequence begins there.
+
+        The state before the first sequence is set by `clear`.
+        """
         assert self.length < self.ticks, "the rollout is full"
         if self.length and self.length % self.sequence_length == 0:
             for stored, new in zip(self.sequence_states, state, strict=True):

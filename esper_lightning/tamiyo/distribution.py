@@ -35,7 +35,11 @@ HOST_PARENTS = {"slot": "op", "blueprint": "slot", "style": "slot", "tempo": "sl
 
 
 def host_table_shapes(sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Return rows and choices of every head of a host's action that exists: `style` only where there are several."""
+    """Return (rows, choices) of the table of each head.
+
+    `sizes`: choices by head. Rows: one per choice of the parent, else one. `style` is left out if there is only one
+    style.
+    """
     return {
         head: (sizes[HOST_PARENTS[head]] if head in HOST_PARENTS else 1, choices)
         for head, choices in sizes.items()
@@ -92,37 +96,39 @@ class FactoredDistribution(ABC):
     def sample(self, generator: torch.Generator, ranks: Ranks = ALONE) -> Any:
         """Draw an action; `generator` must be on the device of the logits.
 
-        Where log-probabilities are NaN, all possible choices are equally likely: to draw from NaN would end a GPU's
-        process. The action's log-probability stays NaN, so that nothing is learned from it.
+        Where log-probabilities are NaN, all possible choices are equally likely: torch.multinomial on NaN raises a
+        device-side assert on CUDA, after which the process cannot use the GPU. The action's log-probability stays NaN,
+        so that nothing is learned from it.
 
         With several ranks, whose generators are in the same state, the actions are those that one process would draw
         for the environments of all ranks.
         """
 
-        def draw(head: str, row: Tensor | None) -> Tensor:
+        # `parent_choice`: the choice of the head's parent (`HOST_PARENTS`), which selects the row of its table.
+        def draw(head: str, parent_choice: Tensor | None) -> Tensor:
             log_probs, mask = self.log_probs[head], self.masks[head]
-            weights = select_row(torch.where(log_probs.isnan(), mask + SMALLEST_WEIGHT, log_probs.exp()), row)
+            weights = select_row(torch.where(log_probs.isnan(), mask + SMALLEST_WEIGHT, log_probs.exp()), parent_choice)
             return draw_rows(weights.flatten(0, -2), generator, ranks).view(weights.shape[:-1])
 
         return self._action(self._choose(draw))
 
     def mode(self) -> Any:
         """Return the most likely choice of each head, given the choices of earlier heads."""
-        return self._action(self._choose(lambda head, row: select_row(self.log_probs[head], row).argmax(-1)))
+        return self._action(self._choose(lambda head, choice: select_row(self.log_probs[head], choice).argmax(-1)))
 
     def _choose(self, choose: Callable[[str, Tensor | None], Tensor]) -> dict[str, Tensor]:
-        """Return the choice of each head, given a function of the head and the selected row of its table."""
+        """Return the choice of each head, given a function of the head and the choice of its parent."""
         chosen: dict[str, Tensor] = {}
         for head in self.heads:
-            chosen[head] = choose(head, self._row(head, chosen))
+            chosen[head] = choose(head, self._parent_choice(head, chosen))
         return chosen
 
-    def _row(self, head: str, chosen: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the row of a head's table that the choices of earlier heads select; None if there is only one."""
+    def _parent_choice(self, head: str, chosen: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the choice of a head's parent, which selects the row of its table; None: it has no parent."""
         return chosen[self.parents[head]] if head in self.parents else None
 
     def _log_prob(self, head: str, chosen: Mapping[str, Tensor]) -> Tensor:  # [...]
-        row = select_row(self.log_probs[head], self._row(head, chosen))
+        row = select_row(self.log_probs[head], self._parent_choice(head, chosen))
         return row.gather(-1, chosen[head].unsqueeze(-1)).squeeze(-1)
 
     def log_prob(self, action: Any) -> Tensor:  # [...]

@@ -183,8 +183,12 @@ class SeedStats(NamedTuple):
 
 
 TRACED = ("op", "stage", "alpha", "rolled_back")
-ARRAYS = ("earlier", "refused", "sums", "last_contributions", "silent", "born", "dead", "health")
-"""Attributes of a trace, and of an observer, that are saved."""
+ARRAYS = {
+    "earlier": "sums_of_earlier_rollouts",
+    "sums": "sums_of_rollout",
+    **{name: name for name in ("refused", "last_contributions", "silent", "born", "dead", "health")},
+}
+"""Attributes of an observer that are saved, by their key in a checkpoint; of a trace, all that are in `TRACED`."""
 
 
 class Trace:
@@ -215,14 +219,15 @@ class Observer:
 
     def __init__(self, slots: Sequence[str], blueprints: Sequence[str], *, horizon: int, n_envs: int) -> None:
         self.slots, self.blueprints, self.horizon, self.n_envs = list(slots), list(blueprints), horizon, n_envs
-        self.earlier = np.zeros((len(SeedStats._fields), len(blueprints), len(slots)))  # sums over earlier rollouts
-        self.refused = np.zeros((n_envs, len(slots)), np.uint8)  # stage that a gate refuses to the seed; 0: none
+        self.sums_of_earlier_rollouts = np.zeros((len(SeedStats._fields), len(blueprints), len(slots)))
+        # The next stage of each seed, which the gate refuses; 0: the gate is open.
+        self.refused = np.zeros((n_envs, len(slots)), np.uint8)
         self._begin_rollout()
 
     def _begin_rollout(self) -> None:
         self.seen = 0  # ticks of this rollout that were observed
         self.trace = Trace(self.horizon, self.n_envs, len(self.slots))
-        self.sums = np.zeros_like(self.earlier)
+        self.sums_of_rollout = np.zeros_like(self.sums_of_earlier_rollouts)
         # Contribution of each seed as last measured; NaN: never
         self.last_contributions = np.full((self.n_envs, len(self.slots)), np.nan)
         self.silent = np.full((self.n_envs, len(self.slots)), -1)  # blueprint of a seed that never had a gradient
@@ -236,9 +241,13 @@ class Observer:
         return self.seen == self.trace.length
 
     def update(self, tick: Tick) -> list[Event]:
-        """Process one environment step and return its events."""
+        """Add one environment step to the statistics.
+
+        Returns its events: seed changes, new refusals of gates, contributions, rollbacks and vetoes. The first tick of
+        an episode begins a new rollout.
+        """
         if tick.number == 1:
-            self.earlier += self.sums
+            self.sums_of_earlier_rollouts += self.sums_of_rollout
             self._begin_rollout()
         self.seen += 1
         self.trace.update(tick.number, tick.hosts, tick.slots)
@@ -256,7 +265,7 @@ class Observer:
         """Count a seed that has germinated, or whose fate was decided."""
         before, after = Stage[seed.before], Stage[seed.after]
         k, b = self.slots.index(seed.slot), self.blueprints.index(seed.blueprint) if seed.blueprint else -1
-        sums = SeedStats(*self.sums)  # views
+        sums = SeedStats(*self.sums_of_rollout)  # views
         if before is not after and after is Stage.GERMINATED:
             self.last_contributions[seed.host, k] = np.nan
             sums.germinated[b, k] += 1.0
@@ -282,7 +291,12 @@ class Observer:
         self.silent[measured & (slots["norm"] != 0.0)] = -1  # NaN is not the absence of a gradient
 
     def _refusals(self, tick: Tick) -> list[Event]:
-        """Return refusals of gates once per seed and stage, until the gate has opened in between."""
+        """Return the closed gates that were not closed one tick ago.
+
+        No action is needed: a gate counts as closed while it keeps a seed from its next stage after the minimum time. A
+        gate that stays closed is reported once; it is reported again after it has opened, and in the first tick of an
+        episode.
+        """
         before, self.refused = self.refused, np.zeros_like(self.refused)
         events: list[Event] = []
         for refusal in tick.refusals:
@@ -295,7 +309,7 @@ class Observer:
     @property
     def run_stats(self) -> SeedStats:
         """Statistics since the run began, arrays [B, K]."""
-        return SeedStats(*(self.earlier + self.sums))
+        return SeedStats(*(self.sums_of_earlier_rollouts + self.sums_of_rollout))
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of a finished rollout by tag; undefined ones are left out."""
@@ -303,7 +317,7 @@ class Observer:
         if self.health[1]:
             found["rollout/gradient_health"] = self.health[0] / self.health[1]
         silent = self.dead + np.bincount(self.silent[self.silent >= 0], minlength=len(self.blueprints))
-        of_blueprint = SeedStats(*self.sums.sum(2))  # [B]
+        of_blueprint = SeedStats(*self.sums_of_rollout.sum(2))  # [B]
         for b, name in enumerate(self.blueprints):
             if self.born[b] >= LEAST_SEEDS:
                 found[f"rollout/dead_seeds.{name}"] = silent[b] / self.born[b]
@@ -317,19 +331,21 @@ class Observer:
 
     def state_dict(self) -> dict[str, Any]:
         trace = {name: torch.from_numpy(getattr(self.trace, name).copy()) for name in TRACED}
-        own = {name: torch.from_numpy(getattr(self, name).copy()) for name in ARRAYS}
+        own = {key: torch.from_numpy(getattr(self, name).copy()) for key, name in ARRAYS.items()}
         return trace | own | {"terms": dict(self.terms), "ticks": [self.seen, self.trace.length]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state; with other hosts only the sums of finished rollouts, since episodes then start again."""
-        self.earlier[:] = state["earlier"]
+        self.sums_of_earlier_rollouts[:] = state["earlier"]
         seen, length = state["ticks"]
         if state["op"].shape == self.trace.op.shape:
-            for name in (*TRACED, *ARRAYS):
-                getattr(self.trace if name in TRACED else self, name)[:] = state[name]
+            for name in TRACED:
+                getattr(self.trace, name)[:] = state[name]
+            for key, name in ARRAYS.items():
+                getattr(self, name)[:] = state[key]
             self.terms, self.seen, self.trace.length = dict(state["terms"]), seen, length
         elif length == len(state["op"]):
-            self.earlier += state["sums"].numpy()
+            self.sums_of_earlier_rollouts += state["sums"].numpy()
 
 
 def contributions(tick: Tick, slots: Sequence[str]) -> list[Event]:

@@ -63,9 +63,7 @@ def test_a_run_is_continued_by_its_like_alone() -> None:
     ):
         with pytest.raises(ValueError, match=f"{name}: {said}"):
             check_identity(ours | {name: value}, ours)
-    with pytest.raises(
-        ValueError, match="host: the checkpoint has nothing, this run CNN; give the checkpoint the config"
-    ):
+    with pytest.raises(ValueError, match="host: the checkpoint has nothing, this run CNN; resume it with the config"):
         check_identity(without(ours, "host"), ours)
 
 

@@ -236,7 +236,7 @@ def test_static_hosts_are_the_same_hosts_with_fossils_from_the_first_tick_to_the
         assert all(slot.alpha.item() == 1.0 for slot in env.slots if slot.occupied)
         learned = {id(p) for group in env.optimizer.param_groups for p in group["params"]}
         assert {id(p) for p in env.network.parameters()} <= learned
-        env.roll_back(ended=False, cause="test")
+        env.roll_back(stop=False, cause="test")
         assert sum(slot.stage is Stage.FOSSILIZED for slot in env.slots) > 0, "a rollback goes back to this network"
 
     played = play_episode(pool, "static", StaticController(TOPOLOGIES), rng_seeds=SEEDS)

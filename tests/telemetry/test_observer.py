@@ -133,7 +133,7 @@ def test_with_other_hosts_the_sums_of_finished_rollouts_go_on_alone(run: tuple[O
         begun.update(one.seen)
     other = Observer(observer.slots, observer.blueprints, horizon=HORIZON, n_envs=HOSTS + 1)
     other.load_state_dict(begun.state_dict())
-    assert np.array_equal(np.array(other.run_stats), begun.earlier)
+    assert np.array_equal(np.array(other.run_stats), begun.sums_of_earlier_rollouts)
 
 
 def test_an_episode_that_was_not_seen_from_its_start_is_not_shown(run: tuple[Observer, list[Played]]) -> None:

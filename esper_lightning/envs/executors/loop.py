@@ -156,7 +156,8 @@ class HostEpoch:
     def __init__(self, env: HostEnv, task: Task, data: Split) -> None:
         self.env, self.task, self.data = env, task, data
         self.micro_batches = env.training.micro_batches
-        self.frozen_parameters = [parameter for slot in env.failing_slots for parameter in slot.seed.parameters()]
+        # Seeds that fail in this episode on purpose get zero gradients: see `HostContext.failing_slots`.
+        self.failing_parameters = [parameter for slot in env.failing_slots for parameter in slot.seed.parameters()]
         self.batches = env.draw_batches(data.samples).split(self.micro_batches)  # [batches · parts, B / parts]
         self.totals = torch.zeros(2, device=env.device, dtype=env.score_dtype)  # loss, accuracy
         self.skipped_steps = torch.zeros_like(self.totals[0])  # steps with non-finite gradients
@@ -168,15 +169,18 @@ class HostEpoch:
         return len(self.batches.indices) // self.micro_batches
 
     def step(self, i: int) -> None:
-        """Train on the i-th minibatch. The last one also stores the gradient statistics."""
+        """Train on the i-th minibatch, in `micro_batches` parts.
+
+        On the last one also keep the gradient statistics, before clipping.
+        """
         env, optimizer = self.env, self.env.optimizer
         optimizer.zero_grad()
         for part in range(i * self.micro_batches, (i + 1) * self.micro_batches):
             self._accumulate_gradients(self.batches.minibatch(part))
-        for parameter in self.frozen_parameters:
+        for parameter in self.failing_parameters:
             if parameter.grad is not None:
                 parameter.grad.zero_()
-        finite = None
+        finite = None  # fp16 only: bool tensor, whether this step is taken
         if env.loss_scale is not None:
             env.loss_scale.unscale(optimizer)
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -187,9 +191,10 @@ class HostEpoch:
         if env.training.max_grad_norm is not None:
             for group in optimizer.param_groups:
                 clip_grad_norm_(group["params"], env.training.max_grad_norm)
-        if env.loss_scale is None or finite is None:
+        if env.loss_scale is None:
             optimizer.step()
         else:
+            assert finite is not None, "computed with every loss scale"
             env.loss_scale.step(optimizer, finite)
 
     def _accumulate_gradients(self, batch: Batches) -> None:

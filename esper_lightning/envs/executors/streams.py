@@ -31,7 +31,11 @@ class StreamsExecutor(LoopExecutor):
     def train_and_validate(
         self, envs: Sequence[HostEnv], train: Split, validation: Split, *, clock: PhaseClock
     ) -> tuple[Tensor, Tensor]:
-        """Train and validate every environment; one host is validated while others still train."""
+        """Queue the epoch of every host minibatch by minibatch, and each host's validation behind its last minibatch.
+
+        A validation overlaps with the last minibatches of other hosts. Returns what `LoopExecutor.train_and_validate`
+        returns; validation counts as phase "train", because the two overlap.
+        """
         validated: list[Tensor] = []
         with clock.measure("train"), self.kernels(envs[0].device):
             trained = self._train_all(envs, train, lambda env: validated.append(self._validate(env, validation)))
@@ -50,7 +54,10 @@ class StreamsExecutor(LoopExecutor):
         return self._gather_rows(envs, rows)
 
     def _train_all(self, envs: Sequence[HostEnv], data: Split, after_epoch: Callable[[HostEnv], None]) -> list[Tensor]:
-        """Return one row per environment, each still in its own stream; `after_epoch` is queued behind each epoch."""
+        """Return one row per environment, each still in its own stream.
+
+        What `after_epoch` does is queued behind its host's last step; it is called in the order of `envs`.
+        """
         epochs: dict[HostEnv, HostEpoch] = {}
         results = []
         with self._ordered_streams(envs):

@@ -51,39 +51,45 @@ class HostDescription(NamedTuple):
     parameters: Tensor  # [K, B] parameters of a seed
 
 
-def describe(env: Subject) -> HostDescription:
-    """Describe the slots of a host, and each blueprint in each slot."""
-    described = [[_describe_blueprint(env, slot, blueprint) for blueprint in env.space.blueprint] for slot in env.slots]
+def describe(subject: Subject) -> HostDescription:
+    """Return numbers that describe each slot, and each blueprint in each slot.
+
+    They let one policy read any host.
+    """
+    described = [
+        [_describe_blueprint(subject, slot, blueprint) for blueprint in subject.space.blueprint]
+        for slot in subject.slots
+    ]
     return HostDescription(
-        slots=torch.tensor([_describe_slot(env, slot) for slot in env.slots]),
+        slots=torch.tensor([_describe_slot(subject, slot) for slot in subject.slots]),
         blueprints=torch.tensor([[numbers for numbers, _ in row] for row in described]),
         parameters=torch.tensor([[float(parameters) for _, parameters in row] for row in described]),
     )
 
 
-def _describe_slot(env: Subject, slot: SeedSlot) -> list[float]:
-    depth = 1.0 - env.flops.behind.get(slot.name, 0) / max(env.flops.host, 1)
+def _describe_slot(subject: Subject, slot: SeedSlot) -> list[float]:
+    depth = 1.0 - subject.flops.behind.get(slot.name, 0) / max(subject.flops.host, 1)
     layout = [float(slot.layout == layout) for layout in LAYOUTS]
-    return [depth, *layout, math.log(slot.width) / LOG_SIZE_SCALE, math.log(_positions(env, slot)) / LOG_SIZE_SCALE]
+    return [depth, *layout, math.log(slot.width) / LOG_SIZE_SCALE, math.log(_positions(subject, slot)) / LOG_SIZE_SCALE]
 
 
-def _positions(env: Subject, slot: SeedSlot) -> int:
+def _positions(subject: Subject, slot: SeedSlot) -> int:
     """Return the largest number of positions with which the forward pass reaches a slot; 1 if it does not."""
-    return max(env.flops.positions.get(slot.name) or [1])
+    return max(subject.flops.positions.get(slot.name) or [1])
 
 
-def _describe_blueprint(env: Subject, slot: SeedSlot, name: str) -> tuple[list[float], int]:
+def _describe_blueprint(subject: Subject, slot: SeedSlot, name: str) -> tuple[list[float], int]:
     """Return the description of a blueprint in a slot, and the parameters of such a seed."""
     if slot.layout == ABSENT or name not in blueprint_names(slot.layout):
         return [0.0] * len(BLUEPRINT_DESCRIPTION), 0
-    blueprint, width, n = get_blueprint(name, slot.layout), slot.width, _positions(env, slot)
+    blueprint, width, n = get_blueprint(name, slot.layout), slot.width, _positions(subject, slot)
     parameters = blueprint.parameters(width)
-    flops = sum(blueprint.flops(width, positions) for positions in env.flops.positions.get(slot.name, ()))
+    flops = sum(blueprint.flops(width, positions) for positions in subject.flops.positions.get(slot.name, ()))
     once, twice = blueprint.flops(width, n), blueprint.flops(width, 2 * n)
     kinds, widths = read_layers(name, slot.layout, width)
     numbers = [
-        math.log1p(parameters / env.host_parameters) / LOG_SIZE_SCALE,
-        math.log1p(flops / max(env.flops.host, 1)) / LOG_SIZE_SCALE,
+        math.log1p(parameters / subject.host_parameters) / LOG_SIZE_SCALE,
+        math.log1p(flops / max(subject.flops.host, 1)) / LOG_SIZE_SCALE,
         math.log1p(parameters) / (2 * LOG_SIZE_SCALE),
         *(float(kinds[kind]) for kind in LAYER_KINDS),
         math.log2(twice / once) if once else 0.0,
@@ -98,16 +104,16 @@ def _describe_blueprint(env: Subject, slot: SeedSlot, name: str) -> tuple[list[f
 def read_layers(name: str, layout: str, width: int) -> tuple[dict[str, bool], list[int]]:
     """Return the kinds of layers in a blueprint's module, and the width behind each linear layer or convolution.
 
-    The module is built on the meta device, without memory.
+    The policy sees these in place of the blueprint's name. The module is built on the meta device, without memory.
     """
     with torch.device("meta"):
         modules = list(get_blueprint(name, layout).build(width).modules())
     convs = [module for module in modules if isinstance(module, CONVOLUTIONS)]
     linear = [module for module in modules if isinstance(module, nn.Linear)]
-    wide = [conv for conv in convs if max(conv.kernel_size) > 1]
+    spatial = [conv for conv in convs if max(conv.kernel_size) > 1]
     kinds = {
-        "kernel": bool(wide),
-        "dense_kernel": any(conv.groups == 1 for conv in wide),
+        "kernel": bool(spatial),
+        "dense_kernel": any(conv.groups == 1 for conv in spatial),
         "channel_mixing": bool(linear) or any(conv.groups == 1 for conv in convs),
         "norm": any(isinstance(module, NORMS) for module in modules),
         "gating": any(isinstance(module, nn.GLU) for module in modules),

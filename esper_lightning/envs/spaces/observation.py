@@ -49,7 +49,10 @@ class ObservationConfig:
     the action that it chose."""
 
     def select(self, names: Sequence[str]) -> list[bool]:
-        """Return True for each observed name. Raises ValueError if a pattern matches no name or no feature remains."""
+        """Return for each name whether it is observed.
+
+        Raises ValueError if a pattern matches no name or no feature remains.
+        """
         for pattern in (*self.shown, *self.hidden):
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ValueError(f"env.sight: no feature is called {pattern!r}; {suggest_name(pattern, names)}")

@@ -175,8 +175,14 @@ def test_a_resumed_run_equals_one_that_never_stopped(run: Run, epoch: int) -> No
     ("options", "message"),
     [
         ({"decider": "periodic"}, "the checkpoint is of decider: Plan, the run of decider: periodic; give the same"),
-        ({"slots": ["5", "0"]}, r"of slots \['3', '5'\], the run of \['5', '0'\]; give the same"),
-        ({"blueprints": ["norm"]}, r"of blueprints .*, the run of \['norm'\]; give the same"),
+        (
+            {"slots": ["5", "0"]},
+            r"slots are \['5', '0'\] in this run and \['3', '5'\] in the checkpoint; give the run the same",
+        ),
+        (
+            {"blueprints": ["norm"]},
+            r"blueprints are \['norm'\] in this run and .* in the checkpoint; give the run the same",
+        ),
     ],
 )
 def test_a_checkpoint_of_other_growth_is_refused(run: Run, options: dict[str, Any], message: str) -> None:

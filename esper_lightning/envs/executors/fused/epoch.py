@@ -33,21 +33,25 @@ class FusedEpoch:
         self.stack, self.envs, self.task, self.data = stack, envs, task, data
         self.training = envs[0].training
         networks, optimizers = [env.network for env in envs], [env.optimizer for env in envs]
-        self.weights = stack.settle(networks, optimizers, STATE_NAMES[self.training.optimizer])
+        # From here on the hosts' parameters and optimizer states are views of one flat memory.
+        self.weights = stack.move_into_arena(networks, optimizers, STATE_NAMES[self.training.optimizer])
         self.weights.bind(requires_grad=True)
+        # Parameter groups in the arena's order: all hosts first, then the seeds.
         groups = [(i, HOST_GROUP) for i in range(len(envs))]
         groups += [(host, seed_group_name(slot)) for owners in stack.seed_slots for host, slot in owners]
-        options = [find_group(envs[host].optimizer, name) for host, name in groups]
-        self.optimizer = StackedOptimizer(self.weights, self.training, [host for host, _ in groups], options)
+        param_groups = [find_group(envs[host].optimizer, name) for host, name in groups]
+        self.optimizer = StackedOptimizer(self.weights, self.training, [host for host, _ in groups], param_groups)
         # Loss scales of the hosts in fp16, [N] each; at the end of the epoch they are written back.
         self.scales = [env.loss_scale for env in envs if env.loss_scale is not None]
         self.scale = torch.stack([one.scale for one in self.scales]) if self.scales else None
         self.good_steps = torch.stack([one.good_steps for one in self.scales]) if self.scales else None
-        self.healthy: Tensor | None = None  # hosts that take the present step, [N] bool; None: all
+        # Hosts whose gradients are finite in this step, [N] bool; None without fp16: all.
+        self.healthy: Tensor | None = None
         failing = {(i, seed_group_name(slot.name)) for i, env in enumerate(envs) for slot in env.failing_slots}
-        # Mask of the weights of failing seeds, which get no gradient. None, the usual case: no seed fails.
-        is_frozen = upload([group in failing for group in groups], self.weights.values.device) if failing else None
-        self.frozen_mask = None if is_frozen is None else self.optimizer.per_weight(is_frozen)
+        # Mask of the weights of seeds that fail on purpose and get zero gradients, see `HostContext.failing_slots`.
+        # None, the usual case: no seed fails.
+        is_failing = upload([group in failing for group in groups], self.weights.values.device) if failing else None
+        self.failing_mask = None if is_failing is None else self.optimizer.per_weight(is_failing)
         self.micro_batches = self.training.micro_batches
         self.batches = Batches.concatenate([env.draw_batches(data.samples).split(self.micro_batches) for env in envs])
         self.totals = torch.zeros(2, len(envs), device=envs[0].device, dtype=envs[0].score_dtype)  # loss, accuracy
@@ -58,12 +62,15 @@ class FusedEpoch:
         return len(self.batches.indices) // self.micro_batches
 
     def step(self, i: int) -> None:
-        """Train every host on its i-th minibatch. The last one also stores the gradient statistics."""
+        """Train every host on its i-th minibatch, in `micro_batches` parts.
+
+        On the last one also keep the gradient statistics, before clipping.
+        """
         self.weights.grads.zero_()
         for part in range(i * self.micro_batches, (i + 1) * self.micro_batches):
             self._accumulate_gradients(part)
-        if self.frozen_mask is not None:
-            self.weights.grads.masked_fill_(self.frozen_mask, 0.0)
+        if self.failing_mask is not None:
+            self.weights.grads.masked_fill_(self.failing_mask, 0.0)
         if self.scale is not None:
             self.healthy = self.optimizer.unscale(self.scale)
             self.skipped_steps += ~self.healthy
@@ -116,20 +123,20 @@ class StackedOptimizer:
 
     Args:
         hosts: Index of the host of each group, [G]: all hosts first, then all seeds, as in the arena.
-        options: Parameter groups of the environments' optimizers, [G].
+        param_groups: Parameter groups of the environments' optimizers, [G].
     """
 
     @torch.no_grad()
     def __init__(
-        self, arena: Arena, training: HostTraining, hosts: Sequence[int], options: Sequence[Mapping[str, Any]]
+        self, arena: Arena, training: HostTraining, hosts: Sequence[int], param_groups: Sequence[Mapping[str, Any]]
     ) -> None:
         self.arena, self.training = arena, training
         device, dtype = arena.values.device, arena.values.dtype
         self.host_of_group = upload(hosts, device)  # [G] int64
-        self.learning_rates = upload([group["lr"] for group in options], device, dtype)
-        self.weight_decays = upload([group["weight_decay"] for group in options], device, dtype)
-        self.has_weight_decay = any(group["weight_decay"] for group in options)
-        self.options = options[0]
+        self.learning_rates = upload([group["lr"] for group in param_groups], device, dtype)
+        self.weight_decays = upload([group["weight_decay"] for group in param_groups], device, dtype)
+        self.has_weight_decay = any(group["weight_decay"] for group in param_groups)
+        self.options = param_groups[0]
         self.moments = [numbers for name, numbers in arena.states.items() if name != STEP]
 
     def per_weight(self, coefficients: Tensor) -> Tensor:  # [G] -> [numbers]

@@ -51,14 +51,21 @@ class HostStack:
         self._assign(hosts)
         return self.arena if self.arena.holds(self.assignments) else FlatWeights(self.assignments)
 
-    def settle(self, hosts: Sequence[nn.Module], optimizers: Sequence[Optimizer], state_names: Sequence[str]) -> Arena:
+    def move_into_arena(
+        self, hosts: Sequence[nn.Module], optimizers: Sequence[Optimizer], state_names: Sequence[str]
+    ) -> Arena:
         """Assign N hosts with their seeds, to train them. Returns the arena, where they live from now on."""
         self._assign(hosts)
         self.arena.assign(self.assignments, optimizers, state_names)
         return self.arena
 
     def _assign(self, hosts: Sequence[nn.Module]) -> None:
+        """Note which host, and which seed of which host, has which row of the stacked modules in the coming epoch.
+
+        No weights are moved: `FlatWeights` and `Arena` do that.
+        """
         self.release()
+        # `slots_of` walks the network; skip it for the hosts of the last call.
         if len(self.hosts) != len(hosts) or any(a is not b for a, b in zip(hosts, self.hosts, strict=True)):
             self.hosts, self.host_slots = list(hosts), [slots_of(host) for host in hosts]
         self.assignments = [Assignment(self.stacked_host, self.hosts, range(len(hosts)))]
@@ -67,8 +74,8 @@ class HostStack:
             slot.assign([slots[name] for slots in self.host_slots])
             for seeds in slot.active_seeds:
                 seed_hosts = list(seeds.row_of_host)
-                own = [self.host_slots[host][name].seed for host in seed_hosts]
-                self.assignments.append(Assignment(seeds.stacked, own, seed_hosts))
+                seeds_of_hosts = [self.host_slots[host][name].seed for host in seed_hosts]
+                self.assignments.append(Assignment(seeds.stacked, seeds_of_hosts, seed_hosts))
                 self.seed_slots.append([(host, name) for host in seed_hosts])
 
     def release(self) -> None:

@@ -30,7 +30,7 @@ SeedKind = tuple[str, BlendStyle]
 """Blueprint and style of seeds that one stacked module computes."""
 
 Flags = Tensor | bool
-"""One bool per stack entry, [V]; a Python bool where all are equal."""
+"""One bool per stack entry, [S]; a Python bool where all are equal."""
 
 
 def _compact_flags(values: Sequence[bool], device: torch.device) -> Flags:
@@ -62,15 +62,16 @@ class _Isolate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         (grad,) = grad_outputs
-        flags = ctx.flags if isinstance(ctx.flags, bool) else broadcast_per_entry(ctx.flags, grad)
+        isolated = ctx.flags if isinstance(ctx.flags, bool) else broadcast_per_entry(ctx.flags, grad)
         to_mixed = grad
         saved = ctx.saved_tensors  # read once: with recomputed activations a second reading is an error
-        if saved:
+        if saved:  # isolation "proximal": h is the host's feature x, s the seed's output
             (grads, axis), (h, _), (s, _) = (unflatten_entries(x, ctx.count) for x in (grad, *saved))
             dims = [dim for dim in range(grads.ndim) if dim != axis]
-            pulled = flatten_entries(proximal_gradient(grads, h, s, dims).to(grad.dtype), axis)
-            to_mixed = pulled if isinstance(flags, bool) else torch.where(flags, pulled, grad)
-        return grad if isinstance(flags, bool) else torch.where(flags, grad, 0.0), to_mixed, None, None, None
+            proximal = flatten_entries(proximal_gradient(grads, h, s, dims).to(grad.dtype), axis)
+            to_mixed = proximal if isinstance(isolated, bool) else torch.where(isolated, proximal, grad)
+        to_x = grad if isinstance(isolated, bool) else torch.where(isolated, grad, 0.0)
+        return to_x, to_mixed, None, None, None
 
 
 def _effective_alpha(slot: SeedSlot) -> float:
@@ -261,7 +262,7 @@ class StackedSlot:
         """Return a stacked feature with all seeds applied; `slot` is the slot in the stack's network."""
         if not self.active_seeds:
             return x
-        side_by_side = slot.layout == "vector" and x.shape[1] != slot.width  # [B, V·C], flattened from an image
+        side_by_side = slot.layout == "vector" and x.shape[1] != slot.width  # [B, S·C], flattened from an image
         x = columns_to_rows(x, self.index.count) if side_by_side else x
         x = self._train(x) if slot.training else self._evaluate(slot, x)
         return rows_to_columns(x, self.index.count) if side_by_side else x
@@ -283,27 +284,31 @@ class StackedSlot:
         return output.to(x.dtype) if weights is None else add(x, output, broadcast_per_entry(weights, x))
 
     def _evaluate(self, slot: SeedSlot, x: Tensor) -> Tensor:
-        """Apply seeds to the entries that use them; an entry that stands for both cases becomes two."""
+        """Apply each host's seed to the entries whose combination contains it.
+
+        An entry that stands for combinations with and without this seed is divided in two; off the trunk they were
+        divided at the input, and the order is restored.
+        """
         entry_hosts = self.entries.hosts
         groups = [seeds.blended_hosts for seeds in self.active_seeds]
         sources, sizes = self.entries.regroup(slot.name, groups, divide=slot.on_single_path)
         if not any(sizes[:-1]):
             return x
-        hosts = [entry_hosts[source] for source in sources]  # of each entry, by kind of seed
+        host_of_entry = [entry_hosts[source] for source in sources]  # ordered by kind of seed
         x = select_entries(x, len(entry_hosts), upload(sources, x.device))
         parts = [(seeds, size) for seeds, size in zip([*self.active_seeds, None], sizes, strict=True) if size]
-        part_sizes, remaining_hosts = [size for _, size in parts], iter(hosts)
+        part_sizes, remaining_hosts = [size for _, size in parts], iter(host_of_entry)
         outputs = [
             part if seeds is None else seeds.evaluate(part, list(islice(remaining_hosts, size)))
             for (seeds, size), part in zip(parts, split(x, part_sizes), strict=True)
         ]
         weights = None
         if self.blend_weights is not None:
-            seeded = [self.output_weights[host] for host in hosts[: len(hosts) - sizes[-1]]]
+            seeded = [self.output_weights[host] for host in host_of_entry[: len(sources) - sizes[-1]]]
             weights = upload(seeded + [0.0] * sizes[-1], x.device, self.blend_weights.dtype)
         output = self._blend(x, merge(outputs, part_sizes), weights)
         if slot.on_single_path:
-            self.index.select_rows(upload(hosts, x.device))
+            self.index.select_rows(upload(host_of_entry, x.device))
             return output
         inverse = sorted(range(len(sources)), key=sources.__getitem__)
         return select_entries(output, len(sources), upload(inverse, x.device))

@@ -216,7 +216,7 @@ def stacked_optimizer(stack: HostStack, pool: HostPool) -> StackedOptimizer:
     """Return the optimizer of an epoch of a pool's hosts."""
     envs, training = pool.envs, pool.config.training
     networks, optimizers = [env.network for env in envs], [env.optimizer for env in envs]
-    arena = stack.settle(networks, optimizers, STATE_NAMES[training.optimizer])
+    arena = stack.move_into_arena(networks, optimizers, STATE_NAMES[training.optimizer])
     arena.bind(requires_grad=True)
     groups = [(i, HOST_GROUP) for i in range(len(envs))]
     groups += [(i, seed_group_name(slot)) for members in stack.seed_slots for i, slot in members]
