@@ -40,13 +40,15 @@ def test_its_rows_are_those_of_the_kept_results() -> None:
 
 @pytest.mark.parametrize(
     ("page", "names"),
-    rest_is_slow([("digits", ["digits"]), ("family", ["family", "family_held_out"])], lambda case: case[0] == "digits"),
+    rest_is_slow(
+        [("digits", ["digits"]), ("family", ["family", "family_held_out", "failing"])], lambda case: case[0] == "digits"
+    ),
 )
 def test_the_tables_are_those_of_the_kept_results(page: str, names: list[str]) -> None:
     text = (RESULTS / f"{page}.md").read_text()
     shown = re.findall(r"^\| controller \| objective .*\n\|---.*\n((?:\|.*\n)+)", text, re.MULTILINE)
     for name, rows in zip(names, shown, strict=True):
-        assert len(rows.splitlines()) > 7
+        assert len(rows.splitlines()) > 5
         assert set(rows.splitlines()) <= set(kept(name))
 
 
