@@ -37,7 +37,8 @@ close = partial(torch.testing.assert_close, rtol=EXACT, atol=1e-12, equal_nan=Tr
 
 def tensors_of(env: HostEnv) -> Iterator[Tensor]:
     """Yield weights, statistics and optimizer state of a host and its seeds."""
-    yield from (value for value in env.network.state_dict().values() if isinstance(value, Tensor))
+    yield from env.network.parameters()
+    yield from env.network.buffers()  # not the state dict: it makes extra states anew in each call
     for group in env.optimizer.param_groups:
         for p in group["params"]:
             yield from (value for _, value in sorted(env.optimizer.state.get(p, {}).items()))
