@@ -1,4 +1,4 @@
-"""What telemetry records of every environment step, and its statistics over a rollout and over the run.
+"""Records that telemetry keeps of every environment step, and statistics of them over a rollout and over the run.
 
 N hosts, K slots, B blueprints, T ticks.
 """
