@@ -61,6 +61,28 @@ def through(
     return decisions, watch
 
 
+@pytest.mark.parametrize(
+    ("settings", "losses", "bound"),
+    [
+        ({"max_loss": 12.0, "max_ratio": 99.0}, (4.0,) * 4, 12.0),
+        ({"max_ratio": 3.0}, (1.0,) * 4, 3.0),
+        ({"guessing": 0.25, "max_ratio": 99.0}, (1.0,) * 4, 3.0),  # a quarter below the loss of guessing, 4
+    ],
+)
+def test_a_loss_is_suspicious_above_its_bound_and_not_at_it(
+    settings: dict[str, float], losses: tuple[float, ...], bound: float
+) -> None:
+    config, state = replace(CONFIG, **settings), GovernorState(losses)
+    for loss, outcome in ((bound, HEALTHY), (math.nextafter(bound, math.inf), SUSPICIOUS)):
+        assert judge(state, reading(loss), 4.0, config=config)[0].outcome is outcome
+
+
+@pytest.mark.parametrize(("mean", "outcome"), [(2.0, HEALTHY), (1.99, SUSPICIOUS)])
+def test_a_host_has_learned_once_its_normal_loss_is_below_a_share_of_guessing(mean: float, outcome: Verdict) -> None:
+    config = replace(CONFIG, learned=0.5, max_ratio=99.0)
+    assert judge(GovernorState((mean,) * 4), reading(4.0), 4.0, config=config)[0].outcome is outcome
+
+
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_leads_to_a_rollback_at_once(number: float) -> None:
     for wrong, name in (

@@ -14,6 +14,7 @@ from esper_lightning.growth.gates import (
     reasons_against_gradient,
     reasons_against_probation,
     reasons_against_training,
+    reasons_it_is_stuck,
     reasons_to_cull,
 )
 from tests.growth.grown import CALM
@@ -88,6 +89,24 @@ def test_a_seed_is_blended_after_its_time_and_if_it_would_not_harm(
     assert reasons_against_blending(FIT._replace(**measured), LifecycleConfig(**settings)) == reasons
 
 
+@pytest.mark.parametrize(
+    ("training_ticks", "ticks", "told"),
+    [(0, 0, False), (0, 1, True), (0, 2, False), (3, 5, False), (3, 6, True), (3, 7, False)],
+)
+def test_a_stuck_seed_is_told_once_when_its_time_in_training_is_over_twice(
+    training_ticks: int, ticks: int, told: bool
+) -> None:
+    config, dead = LifecycleConfig(training_ticks=training_ticks), CALM._replace(vanished=1.0)
+    reasons = reasons_it_is_stuck(FIT._replace(ticks_in_stage=ticks, gradient=dead), config)
+    assert reasons == (["gradient health 0.50 below 0.7"] if told else [])
+    assert reasons_it_is_stuck(FIT._replace(ticks_in_stage=ticks), config) == []  # a healthy one never
+
+
+@pytest.mark.parametrize(("alpha", "reasons"), [(0.949, ["alpha at 0.95, below 0.95"]), (0.95, []), (1.0, [])])
+def test_a_seed_is_on_probation_from_alpha_95_percent(alpha: float, reasons: list[str]) -> None:
+    assert reasons_against_probation(FIT._replace(alpha=alpha)) == reasons
+
+
 @pytest.mark.parametrize(("age", "reasons"), [(1, ["1 ticks old, younger than 2"]), (2, []), (9, [])])
 def test_a_seed_may_be_culled_once_it_is_old_enough(age: int, reasons: list[str]) -> None:
     assert reasons_against_culling(NEW._replace(age=age), LifecycleConfig(min_cull_age=2)) == reasons
@@ -130,6 +149,8 @@ def test_a_seed_on_probation_goes_when_it_is_useless_or_late(
 ) -> None:
     evidence = FIT._replace(contribution=contribution, ticks_in_stage=ticks)
     assert reasons_to_cull(evidence, CONFIG, horizon=50) == reasons
+    later = evidence._replace(ticks_in_stage=ticks + 5)  # a tenth of 100 ticks are five more
+    assert [reason.replace("10 ticks", "5 ticks") for reason in reasons_to_cull(later, CONFIG, horizon=100)] == reasons
     assert reasons_to_cull(evidence, LifecycleConfig(auto_cull=False), horizon=50) == []
     assert reasons_to_cull(evidence._replace(alpha=0.99), CONFIG, horizon=50) == []
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from esper_lightning.ppo.gae import gae, normalise
+from esper_lightning.ppo.gae import discounted_sums, gae, normalise
 
 
 class Sample(NamedTuple):
@@ -75,6 +75,16 @@ def test_gae_matches_a_hand_computed_rollout() -> None:
     # delta = [1 + 0.5*1 - 0.5, 2 + 0.5*3 - 1] = [1.0, 2.5];  A_0 = 1.0 + 0.25 * 2.5
     torch.testing.assert_close(advantages, column(1.625, 2.5))
     torch.testing.assert_close(returns, column(2.125, 3.5))
+
+
+def test_discounted_sums_go_on_from_the_rollout_before_and_begin_anew_with_an_episode() -> None:
+    sums = discounted_sums(
+        torch.tensor([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]),
+        torch.tensor([8.0, 8.0]),
+        starts=torch.tensor([[False, True], [False, False], [True, False]]),
+        gamma=0.5,
+    )
+    torch.testing.assert_close(sums, torch.tensor([[5.0, 1.0], [4.5, 2.5], [3.0, 4.25]]))
 
 
 def test_normalised_advantages_have_mean_0_and_deviation_1_over_the_counted_steps() -> None:

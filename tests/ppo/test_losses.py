@@ -163,7 +163,13 @@ def test_ppo_terms_measure_how_far_the_policy_has_moved(loop: RolloutCollector, 
     assert moved.ratio_error.item() == pytest.approx(0.5, rel=1e-4)
     assert moved.ratio_low.item() == pytest.approx(1.5, rel=1e-4) == moved.ratio_high.item()
     assert moved.kl.item() == pytest.approx(0.5 - math.log(1.5), rel=1e-4)
+    assert moved.kl_k1.item() == pytest.approx(-math.log(1.5), rel=1e-4)
     assert moved.clip_fraction == 1
+
+    forced = forced_everywhere(rollout, env=1)
+    forced.steps.log_prob[:, 1] -= math.log(1.5)  # what an action that was forced does, says nothing of the policy
+    moved = ppo_terms(loop.policy, forced, PPOConfig(clip=0.2))
+    assert moved.clip_fraction == 0 and abs(moved.kl_k1) < 1e-6 and moved.kl < 1e-9
 
 
 def test_the_metrics_of_an_update_leave_out_skipped_minibatches_and_heads_without_a_choice() -> None:
