@@ -31,6 +31,8 @@ from esper_lightning.callbacks.measuring import (
 )
 from esper_lightning.console import print_status
 from esper_lightning.controllers.learned import TrainingRules
+from esper_lightning.controllers.rules import WaitOnly
+from esper_lightning.controllers.static import FossilizedSeed, StaticController
 from esper_lightning.envs import ActionConfig, EnvConfig, HostEvent
 from esper_lightning.envs.flops import count_flops
 from esper_lightning.envs.host_env import Subject
@@ -51,11 +53,14 @@ from esper_lightning.rewards import ObjectiveConfig
 from esper_lightning.telemetry.events import EVENTS_FILE, SCHEMA, Contributed, Event, EventLog, Started
 from esper_lightning.telemetry.observer import seed_changes
 
-STATE_FORMAT = 4
+STATE_FORMAT = 5
 """Version of the callback's state in a checkpoint."""
 
 PROBE_ROWS = 4
 """Samples on which each blueprint is tried once, before training; two at least, for BatchNorm."""
+
+CHANCE_TICKS, CHANCE_RISE = 10, 0.01
+"""Ticks after which a warning comes if the metric has never risen by this, on the scale of an accuracy."""
 
 WRAPPED = ("on_load_checkpoint", "clip_gradients")
 """Methods of the LightningModule in whose place others run during a run of the Trainer."""
@@ -160,6 +165,8 @@ class Grow(Callback):
         self._train_loss: Tensor | float = 0.0  # sum over batches since the last tick
         self._train_batches = 0
         self._plateau_due = False
+        self.batches_seen, self.flops_spent = 0, 0
+        """Training batches so far, and their cost: the sum of the FLOPs of a forward pass for one sample, by batch."""
 
     def _config(self, horizon: int) -> EnvConfig:
         """Return the settings that deciders see."""
@@ -177,6 +184,23 @@ class Grow(Callback):
     def growing(self) -> GrowingNetwork:
         """The network with its optimizer and measurements, once training has begun."""
         return self._pool.subject.growing
+
+    @property
+    def controls(self) -> dict[str, Decider]:
+        """Deciders of the trainings with which growth is to be compared, by name, once training is over.
+
+        `ungrown`: nothing grows. `built in`, if something has grown: the seeds that are in the network now are in it
+        from the first batch on, with fresh weights.
+        """
+        blended = [slot for slot in self._pool.subject.slots if slot.blended]
+        seeds = tuple(FossilizedSeed(slot.name, str(slot.blueprint), slot.style) for slot in blended)
+        return {"ungrown": WaitOnly()} | ({"built in": StaticController([seeds])} if seeds else {})
+
+    @property
+    def affordable_batches(self) -> int:
+        """Training batches of the network as it is now that cost the FLOPs of the training so far."""
+        flops = self._pool.subject.flops.with_seeds(slot for slot in self._pool.subject.slots if slot.blended)
+        return round(self.flops_spent / max(1, flops))  # 0 for a network of operators that torch does not count
 
     @property
     def _blended(self) -> list[str]:
@@ -332,6 +356,7 @@ class Grow(Callback):
             if state:
                 self._log.discard_after(subject.tick)
             self._log.write([Started(subject.tick, SCHEMA, 1, horizon, space.slot, space.blueprint)])
+        self._step_flops = flops.with_seeds(subject.slots)
         self._tell(trainer, events, {})
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
@@ -362,6 +387,7 @@ class Grow(Callback):
         self._pending = None if state["pending"] is None else Measured(*state["pending"][:3])
         self._gradients = state["gradients"]
         self._train_loss, self._train_batches = state["train_loss"], state["train_batches"]
+        self.batches_seen, self.flops_spent = state["batches_seen"], state["flops_spent"]
         # Lightning steps these schedulers after the hooks that save checkpoints, and not again in a resumed run.
         for config, value in zip(trainer.lr_scheduler_configs, state["plateaus"], strict=False):
             if value is not None:
@@ -444,8 +470,15 @@ class Grow(Callback):
         # The accuracy on training data is unknown; deciders see that of validation.
         events = pool.record(EpochResult(TrainingStats(loss, score.accuracy, 0, host, seeds), validation), bool(broken))
         growing.lifecycle = self.lifecycle
+        accuracies = pool.subject.history.accuracy  # that of before the training is the first
+        if pool.subject.tick == CHANCE_TICKS and max(accuracies) < accuracies[0] + CHANCE_RISE:
+            rank_zero_warn(
+                f"Grow: after {CHANCE_TICKS} ticks {self.monitor} is hardly better than before training; growth does "
+                f"not help a network that does not learn: see to its data and learning rate first"
+            )
         if pool.subject.tick < pool.subject.horizon and not broken:
             events += self._decide(trainer)
+        self._step_flops = pool.subject.flops.with_seeds(pool.subject.slots)
         self._tell(trainer, events, pending.contributions)
         self._gradients, self._train_loss, self._train_batches = None, 0.0, 0
 
@@ -487,6 +520,8 @@ class Grow(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self.batches_seen += 1
+        self.flops_spent += self._step_flops
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             # This runs after every batch, so operations without effect are left out.
@@ -523,6 +558,8 @@ class Grow(Callback):
             "gradients": None if self._gradients is None else self._gradients.cpu(),
             "train_loss": float(self._train_loss),
             "train_batches": self._train_batches,
+            "batches_seen": self.batches_seen,
+            "flops_spent": self.flops_spent,
         }
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -556,6 +593,11 @@ class Grow(Callback):
             kept = sum(slot.stage is Stage.FOSSILIZED for slot in subject.slots)
             seeds = f"seeds: {kept} kept, {sum(slot.live for slot in subject.slots)} open"
             print_status(f"Grow: {self.network_name} has {sizes} without seeds; {seeds}")
+            if self._blended and not isinstance(self.decider, StaticController):
+                print_status(
+                    f"Grow: {self.batches_seen:,} training batches cost the FLOPs of {self.affordable_batches:,} with "
+                    f"these seeds built in; compare with the deciders in Grow.controls"
+                )
 
 
 def separate_clipping(clip: Callable[..., None], trainer: Trainer) -> Callable[..., None]:

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
 from esper_lightning.callbacks.checks import check_trainer
@@ -91,6 +92,11 @@ class Stack(Callback):
         self._told: str | None = None  # line about a change whose first loss is not known yet
         self._loss: Tensor | None = None
         self._handles: list[RemovableHandle] = []
+        self.flops: dict[tuple[int, ...], int] = {}
+        """FLOPs of the first training batch, forward and backward, by the depths of all lists that a `Stack` grows."""
+        self.batches: dict[tuple[int, ...], int] = {}
+        """Training batches so far by these depths."""
+        self._counter: FlopCounterMode | None = None  # of a batch whose FLOPs are counted
 
     @property
     def state_key(self) -> str:
@@ -113,6 +119,7 @@ class Stack(Callback):
             self._check(trainer, pl_module)
             self.depths, self.lr_peak, self._steps = [], 0.0, -1
             self._loaded, self._told, self._loss = None, None, None
+            self.flops, self.batches = {}, {}
         for each in lists if begins else ():
             place(each, list(each)[: self.start])
 
@@ -163,14 +170,28 @@ class Stack(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for handle in self._handles:
             handle.remove()
+        self._stop_counting()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._stop_counting()
+
+    def _stop_counting(self) -> int:
+        """Return the FLOPs since counting began; 0 if they are not counted."""
+        counter, self._counter = self._counter, None
+        if counter is None:
+            return 0
+        counter.__exit__(None, None, None)
+        return counter.get_total_flops()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"depths": self.depths, "lr_peak": self.lr_peak}
+        counts = [list(self.flops.items()), list(self.batches.items())]
+        return {"depths": self.depths, "lr_peak": self.lr_peak, "counts": counts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not self._in_fit:
             return
         self.depths, self.lr_peak = list(state_dict["depths"]), state_dict["lr_peak"]
+        self.flops, self.batches = ({tuple(at): n for at, n in counted} for counted in state_dict["counts"])
         if len(self.depths) > 1:  # the optimizer is made for the first depth, as it was, and takes the rest again
             self._loaded = {name: value.clone() for name, value in self.blocks.state_dict().items()}
             place(self.blocks, self.final[: self.depths[0]])
@@ -211,6 +232,12 @@ class Stack(Callback):
             if between_steps and depth > len(self.blocks):
                 self._grow(trainer, depth, lr)
         pl_module.log(f"stack/{self.name}", float(len(self.blocks)))
+        self._stop_counting()  # another callback may have skipped the batch before
+        depths = depths_of(trainer)
+        self.batches[depths] = self.batches.get(depths, 0) + 1
+        if depths not in self.flops and not is_compiled(pl_module):  # a compiled part would run without its code
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()
 
     def _grow(self, trainer: Trainer, to: int, lr: float) -> None:
         before = len(self.blocks)
@@ -233,6 +260,8 @@ class Stack(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self._counter is not None:
+            self.flops[depths_of(trainer)] = self._stop_counting()
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         self._loss = None
         if isinstance(loss, Tensor):  # Lightning has divided it by the number of accumulated batches
@@ -241,6 +270,31 @@ class Stack(Callback):
             if trainer.is_global_zero:
                 print_status(f"{self._told} → {text(self._loss)}")
             self._told = None
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Name the trainings of fixed depth that cost as much as this one."""
+        ends = list(self.batches)[-1:] + list(self.batches)[:1]
+        spent = sum(self.flops.get(depths, 0) * count for depths, count in self.batches.items())
+        if trainer.is_global_zero and len(self.batches) > 1 and all(self.flops.get(depths) for depths in self.batches):
+            fixed = " or ".join(f"{spent // self.flops[depths]:,} at {' + '.join(map(str, depths))}" for depths in ends)
+            print_status(
+                f"Stack: {sum(self.batches.values()):,} training batches cost the FLOPs of {fixed} blocks throughout; "
+                f"compare with such trainings, without Stack"
+            )
+
+
+def depths_of(trainer: Trainer) -> tuple[int, ...]:
+    """Return the present numbers of blocks of all lists that a `Stack` grows."""
+    stacks = [callback for callback in trainer.callbacks if isinstance(callback, Stack)]  # type: ignore[attr-defined]
+    return tuple(len(each.blocks) for each in stacks)
+
+
+def is_compiled(module: LightningModule) -> bool:
+    """Return True if the module or a part of it is compiled as a whole."""
+    parts = module.modules()
+    return module._compiler_ctx is not None or any(
+        hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in parts
+    )
 
 
 def can_grow(part: nn.Module) -> bool:

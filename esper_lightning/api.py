@@ -5,6 +5,7 @@ All of them can be imported from `esper_lightning`. They raise ValueError where 
 
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from esper_lightning.callbacks import Governor, Grow, Telemetry, default_callbac
 from esper_lightning.callbacks.measuring import Decider
 from esper_lightning.checkpoint import AtomicCheckpointIO
 from esper_lightning.cli import CHECKPOINTS_FOLDER, run_logger
-from esper_lightning.console import quieter_lightning
+from esper_lightning.console import print_status, quieter_lightning
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.comparison import ComparisonResult, EvaluationConfig
@@ -164,6 +165,8 @@ class GrownNetwork(NamedTuple):
     """Validation accuracy after each epoch, 0 … 1."""
     seeds: dict[str, str]
     """Blueprint and stage of the seed in each slot that has one."""
+    controls: dict[str, list[float]]
+    """Validation accuracy after each epoch of the controls, by name; see `grow`."""
 
 
 class _Classifier(LightningModule):
@@ -209,6 +212,7 @@ def grow(
     blueprints: list[str] | None = None,
     lr: float = 0.001,
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+    controls: bool = False,
     accelerator: str = "auto",
     rng_seed: int = 0,
 ) -> GrownNetwork:
@@ -227,6 +231,10 @@ def grow(
         blueprints: Kinds of seeds, by name or import path. None: all of this package that fit.
         lr: Learning rate.
         loss: Function of outputs and targets.
+        controls: Train copies of the network as it is given, too, with the same data in the same order, and print how
+            they end. `ungrown`: nothing grows. `built in`: the seeds that the network ends with are in it from the
+            first batch on. `built in, equal FLOPs`: the same, for as many batches as have the training FLOPs of
+            growth; its last value is that of the end.
         accelerator: Device, as Lightning's Trainer names it.
         rng_seed: RNG seed of the order of data and of the seeds' weights.
 
@@ -237,25 +245,53 @@ def grow(
     """
     if epochs < 1:
         raise ValueError(f"epochs must be at least 1, got {epochs}")
-    seed_everything(rng_seed, verbose=False)
-    network.train()  # Lightning keeps the mode that it finds, and in evaluation mode no seed would learn
-    module = _Classifier(network, loss, lr)
-    growing = Grow(
-        slots, network="network", blueprints=blueprints, decider=controller, loss="val_loss", rng_seed=rng_seed
-    )
-    files: dict[str, Any] = {"logger": False, "enable_checkpointing": False}
-    trainer = Trainer(accelerator=accelerator, max_epochs=epochs, callbacks=[growing], **files, **ALONE)
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        trainer.fit(module, loader_of(training), loader_of(validation))
-    except SystemExit as end:  # at Ctrl-C Lightning exits and ignores further ones; a program may want to go on
-        if not isinstance(end.__context__, KeyboardInterrupt):
-            raise
-        signal.signal(signal.SIGINT, handler)
-        raise end.__context__ from None
-    weights_are_finite = all(bool(parameter.isfinite().all()) for parameter in network.parameters())
-    if not (weights_are_finite and bool(trainer.callback_metrics["val_loss"].isfinite())):
-        raise ValueError(f"grow: the training has diverged: weights or loss are not finite; lower lr, which is {lr:g}")
+    batches = loader_of(training), loader_of(validation)
+
+    def train(network: nn.Module, decider: str | Decider, *, max_steps: int = -1) -> tuple[Grow, list[float]]:
+        seed_everything(rng_seed, verbose=False)
+        network.train()  # Lightning keeps the mode that it finds, and in evaluation mode no seed would learn
+        module = _Classifier(network, loss, lr)
+        growing = Grow(
+            slots,
+            network="network",
+            blueprints=blueprints,
+            decider=decider,
+            loss="val_loss",
+            horizon=None if max_steps == -1 else epochs,
+            rng_seed=rng_seed,
+        )
+        limits = {"max_epochs": epochs} if max_steps == -1 else {"max_steps": max_steps, "max_epochs": -1}
+        files: dict[str, Any] = {"logger": False, "enable_checkpointing": False}
+        trainer = Trainer(accelerator=accelerator, callbacks=[growing], **limits, **files, **ALONE)
+        handler = signal.getsignal(signal.SIGINT)
+        try:
+            trainer.fit(module, *batches)
+        except SystemExit as end:  # at Ctrl-C Lightning exits and ignores further ones; a program may want to go on
+            if not isinstance(end.__context__, KeyboardInterrupt):
+                raise
+            signal.signal(signal.SIGINT, handler)
+            raise end.__context__ from None
+        if max_steps != -1:  # the last epoch may have ended before its validation
+            module.accuracy.append(trainer.validate(module, batches[1], verbose=False)[0]["val_acc"])
+        weights_are_finite = all(bool(parameter.isfinite().all()) for parameter in network.parameters())
+        if not (weights_are_finite and bool(trainer.callback_metrics["val_loss"].isfinite())):
+            raise ValueError(
+                f"grow: the training has diverged: weights or loss are not finite; lower lr, which is {lr:g}"
+            )
+        return growing, module.accuracy
+
+    original = deepcopy(network) if controls else network
+    growing, accuracy = train(network, controller)
     filled = {name: slot for name, slot in growing.growing.slots.items() if slot.stage in OCCUPIED}
     seeds = {name: f"{slot.blueprint} {slot.stage.name}" for name, slot in filled.items()}
-    return GrownNetwork(network, module.accuracy, seeds)
+    found: dict[str, list[float]] = {}
+    for name, decider in growing.controls.items() if controls else ():
+        print_status(f"control: {name}")
+        _, found[name] = train(deepcopy(original), decider)
+        if name == "built in":
+            limit, equal = growing.affordable_batches, f"{name}, equal FLOPs"
+            print_status(f"control: {equal}")
+            _, found[equal] = train(deepcopy(original), decider, max_steps=limit)
+    for name, values in {"grown": accuracy, **found}.items() if controls else ():
+        print_status(f"{name}: validation accuracy {values[-1]:.4f}")
+    return GrownNetwork(network, accuracy, seeds, found)

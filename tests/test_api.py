@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import esper_lightning
 from esper_lightning import EnvConfig, HostPoolData, HostTraining, PolicyConfig, PPOConfig, evaluate, grow, train
-from esper_lightning.api import TrainedRun
+from esper_lightning.api import GrownNetwork, TrainedRun
 from esper_lightning.controllers.learned import Hosts
 from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.datamodules.hosts import TaskConfig
@@ -239,6 +239,25 @@ def test_the_ungrown_control_of_a_network_has_its_parameters_alone() -> None:
     grown = grow(network, batches(64)[:4], batches(64)[20:22], ["2"], epochs=3, controller="wait", accelerator="cpu")
 
     assert grown.seeds == {} and [name for name, _ in network.named_parameters()] == names
+
+
+def test_the_controls_are_trained_on_copies_and_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    def grown(**settings: Any) -> GrownNetwork:
+        data = batches(64)
+        return grow(network_of_digits(), data[:8], data[20:22], ["2"], epochs=6, lr=0.01, accelerator="cpu", **settings)
+
+    growing: dict[str, Any] = {"controller": "periodic", "blueprints": ["lora"]}
+    alone, compared, ungrown = grown(**growing), grown(**growing, controls=True), grown(controller="wait")
+
+    assert compared.accuracy == alone.accuracy and compared.seeds == alone.seeds and alone.controls == {}
+    assert list(compared.controls) == ["ungrown", "built in", "built in, equal FLOPs"]
+    assert compared.controls["ungrown"] == ungrown.accuracy
+    whole, equal = compared.controls["built in"], compared.controls["built in, equal FLOPs"]
+    assert len(whole) == 6 and equal[:5] == whole[:5], "the same training, which ends at another batch"
+    said = capsys.readouterr().out
+    for name, values in {"grown": compared.accuracy, **compared.controls}.items():
+        assert f"\n{name}: validation accuracy {values[-1]:.4f}\n" in said
+    assert list(grown(controller="wait", controls=True).controls) == ["ungrown"]
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ SLOW_PROGRAMS = [
     Programs("docs/guides/ppo.md", needs=("gymnasium",)),
 ]
 FAST_PROGRAMS = [
-    Programs("README.md", slice(1, 2), said=("{'2': 'norm FOSSILIZED'}",)),
+    Programs("README.md", slice(1, 2), said=("norm PROBATIONARY → FOSSILIZED", "built in, equal FLOPs: ")),
     Programs("docs/guides/growing.md", said=(*guide("growing").blocks(""), "target_layer='2', reason='')")),
     Programs("docs/guides/your_own.md", said=("'layer1', 'layer2'",)),
 ]
@@ -235,7 +235,8 @@ def test_stack_prints_the_line_of_its_page_and_its_checkpoint_is_that_of_the_pla
 
     exec(page.files["train.py"].replace("max_steps=100", f"max_steps=100, {', '.join(CPU)}"), names)
 
-    (told,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Stack"))
+    told, costs = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Stack"))
+    assert costs == page.blocks("text")[1].strip()
     (words, numbers), (told_words, told_numbers) = (
         line.strip().split("loss ") for line in (page.blocks("text")[0], told)
     )

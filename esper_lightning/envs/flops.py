@@ -1,6 +1,6 @@
 """FLOPs of a host's forward pass: those of the host are counted in a run, those of its seeds computed by formulas."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -35,6 +35,10 @@ class HostFlops(NamedTuple):
         if isinstance(slot.seed, GatedSeed):
             gate_flops = 2 * sum(weight.numel() for weight in slot.seed.gate.parameters() if weight.ndim == 2)
         return sum(flops_of_pass(slot.width, n_positions) + gate_flops for n_positions in self.positions[slot.name])
+
+    def with_seeds(self, slots: Iterable[SeedSlot]) -> int:
+        """Return the FLOPs of host and seeds for one sample."""
+        return self.host + sum(map(self.seed_flops, slots))
 
 
 def measure_flops(host: nn.Module, inputs: Tensor) -> HostFlops:

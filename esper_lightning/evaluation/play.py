@@ -20,13 +20,11 @@ from typing import NamedTuple
 import numpy as np
 
 from esper_lightning.controllers.learned import Controller
-from esper_lightning.controllers.rules import WaitOnly
-from esper_lightning.envs import Action, HostPool, StepResult
+from esper_lightning.controllers.static import FossilizedSeed, StaticController, Topology
+from esper_lightning.envs import HostPool, StepResult
 from esper_lightning.envs.device_transfer import download
 from esper_lightning.envs.flops import HostFlops
-from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.spaces.actions import ActionError
-from esper_lightning.growth.blend import BlendStyle, Ramp
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.registry import is_of_this_package
@@ -35,20 +33,6 @@ from esper_lightning.tasks import Batches
 PASSES_PER_STEP = 3
 """Cost of a training step in forward passes: the forward pass and one backward pass each for inputs and weights.
 Source: Kaplan et al., 2020, https://arxiv.org/abs/2001.08361."""
-
-STAGES_TO_FOSSILIZED = (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED)
-
-
-class FossilizedSeed(NamedTuple):
-    """One fossilized seed, described without its weights."""
-
-    slot: str
-    blueprint: str
-    style: BlendStyle
-
-
-Topology = tuple[FossilizedSeed, ...]
-"""All fossilized seeds of one host, in the order of its slots."""
 
 
 class PoolTrace(NamedTuple):
@@ -151,7 +135,7 @@ def play_episode(
 
 def step_flops(compute: HostFlops, slots: Sequence[SeedSlot]) -> int:
     """Return the FLOPs of a training step for one sample, of the host and of its seeds."""
-    return PASSES_PER_STEP * (compute.host + sum(compute.seed_flops(slot) for slot in slots))
+    return PASSES_PER_STEP * compute.with_seeds(slots)
 
 
 def epoch_rng_seed(host_rng_seed: int, tick: int) -> int:
@@ -168,37 +152,6 @@ def named_controller(name: str, controller: Controller) -> Iterator[None]:
         if is_of_this_package(type(controller)):
             raise
         raise ValueError(f"controller {name!r}: {error}") from error
-
-
-class StaticController:
-    """Gives every host its final network, the topology with its index, before the first tick and then only waits.
-
-    The weights of the seeds come from the host's own generator, right after the host's weights, and are initialised
-    according to `lifecycle.birth`. Alpha is 1 and every seed is fossilized, so all of the network learns from the first
-    minibatch, on the same data as in any other episode.
-    """
-
-    def __init__(self, topologies: Sequence[Topology]) -> None:
-        self.topologies = topologies
-
-    def reset(self, pool: HostPool) -> None:
-        for env, topology in zip(pool.envs, self.topologies, strict=True):
-            build_topology(env, topology)
-
-    def act(self, pool: HostPool) -> Action:
-        return WaitOnly().act(pool)
-
-
-def build_topology(env: HostEnv, topology: Topology) -> None:
-    """Put fossilized seeds with fresh weights into the empty slots of a host that has not trained yet."""
-    for name, blueprint, style in topology:
-        env.growing.germinate(name, blueprint, style=style)
-        slot = env.growing.slots[name]
-        slot.start_ramp(Ramp())
-        for stage in STAGES_TO_FOSSILIZED:
-            slot.move_to(stage)
-    if env.monitor is not None:
-        env.take_snapshot()  # a rollback restores this network, not the bare host
 
 
 def play_static(pool: HostPool, name: str, grown: Outcome, *, rng_seeds: Sequence[int]) -> list[Outcome]:

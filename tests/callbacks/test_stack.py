@@ -19,6 +19,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.flop_counter import FlopCounterMode
 
 from esper_lightning.callbacks import Grow, Stack
 from tests.callbacks.gpt import BATCHES, EPOCHS, GPT, LitGPT, make, small, train, trainer
@@ -222,7 +223,42 @@ def test_the_change_is_told_with_the_losses_of_the_batches_around_it(
 
     before, after = losses.values[batches - 1 : batches + 1]
     told = f"Stack, step {steps}: net.blocks 2 → 4, training loss {before:.3f} → {after:.3f}"
-    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("Stack")] == [told]
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("Stack, ")] == [told]
+
+
+def test_the_flops_of_a_training_are_told_in_batches_of_a_fixed_depth(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def flops_of(depth: int) -> int:
+        with FlopCounterMode(display=False) as counter:
+            small(depth).loss([0, 1]).backward()
+        return counter.get_total_flops()
+
+    callback, steps, total = stacked(), EachStep(tmp_path), BATCHES * EPOCHS
+    train(make(), callback, steps)
+
+    assert callback.flops == {(2,): flops_of(2), (4,): flops_of(4)} and flops_of(2) < flops_of(4)
+    assert callback.batches == {(2,): CHANGE, (4,): total - CHANGE}
+    spent = CHANGE * flops_of(2) + (total - CHANGE) * flops_of(4)
+    told = f"{total} training batches cost the FLOPs of {spent // flops_of(4)} at 4 or {spent // flops_of(2)} at 2"
+    assert told in capsys.readouterr().out
+    for batches in (2, CHANGE, CHANGE + 2):
+        resumed = stacked()
+        train(make(), resumed, resume_from=steps.path(batches))
+        assert resumed.state_dict() == callback.state_dict()
+
+
+def test_a_step_that_fails_leaves_no_counter_behind() -> None:
+    class Failing(LitGPT):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            raise RuntimeError("no memory")
+
+    callback = stacked()
+    with pytest.raises(RuntimeError, match="no memory"):
+        train(Failing(), callback)
+    with FlopCounterMode(display=False) as counter:
+        torch.ones(2, 3) @ torch.ones(3, 4)
+    assert counter.get_total_flops() == 48 and callback.flops == {}
 
 
 def test_a_rate_that_has_begun_to_fall_is_warned_of() -> None:

@@ -15,14 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.rules import RandomValid, WaitOnly
+from esper_lightning.controllers.static import FossilizedSeed, StaticController, Topology
 from esper_lightning.envs import Action, HostPool, Op
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.evaluation.networks import fossilized_copy
 from esper_lightning.evaluation.play import (
-    FossilizedSeed,
-    StaticController,
-    Topology,
     affordable_ticks,
     epoch_rng_seed,
     play_episode,

@@ -421,6 +421,16 @@ def test_nothing_grows_and_no_seed_is_removed_while_a_number_is_not_finite(
     assert said == {f"Grow: {what} is not finite; seeds stay as they are until it is"}
 
 
+@pytest.mark.parametrize(("metric", "warned"), [("metric", 1), ("val_acc", 0)])
+def test_a_metric_that_stays_where_it_was_before_training_is_warned_of_once(
+    metric: str, warned: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    train(Breaks("nothing"), grow(decider="wait", monitor=metric, batches=1), epochs=13)
+
+    said = [warning for warning in recwarn if "is hardly better than before training" in str(warning.message)]
+    assert len(said) == warned
+
+
 def test_a_schedule_that_is_too_long_is_refused_before_grow_writes_anything(tmp_path: Path) -> None:
     plan = Schedule(("3", "5"), (ScheduledAction(3, "GERMINATE", "5", blueprint="bottleneck"),))
     write_schedule(plan, tmp_path / "plan.json")

@@ -8,8 +8,12 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from esper_lightning.checkpoint import NAMED_POLICIES, POLICIES
+from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.controllers.schedules import Schedule, ScheduledAction, write_schedule
 from esper_lightning.envs import Action
 from esper_lightning.envs.single_pool import SinglePool
@@ -17,7 +21,7 @@ from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.growth.stages import Stage
 from tests.callbacks.grow.modules import Classifier
 from tests.callbacks.grow.trainings import classifier, grow, train
-from tests.decisions import cull
+from tests.decisions import cull, germinate
 
 SLOTS = ("3", "5")
 
@@ -40,6 +44,33 @@ def test_nothing_grows_by_wait_which_also_goes_on_from_a_checkpoint(tmp_path: Pa
     weights = control.state_dict()
     assert all(weights[name].shape == weight.shape for name, weight in plain.state_dict().items())
     assert not any("seed." in name for name in weights)
+
+
+def flops_of(network: nn.Module) -> int:
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        network.eval()(torch.zeros(1, 1, 8, 8))
+    return counter.get_total_flops()
+
+
+def test_the_controls_are_the_ungrown_network_and_the_grown_one_complete_from_the_first_batch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    grown, callback = classifier(), grow({3: germinate(0)})
+    train(grown, callback, epochs=6)
+    told, controls = capsys.readouterr().out, callback.controls
+
+    assert list(controls) == ["ungrown", "built in"] and isinstance(controls["ungrown"], WaitOnly)
+    host, whole = (flops_of(network) for network in (classifier().net, grown.net))
+    batches = callback.batches_seen // 6
+    assert callback.affordable_batches == round((3 * batches * host + 3 * batches * whole) / whole)
+    assert f"{callback.batches_seen} training batches cost the FLOPs of {callback.affordable_batches} with" in told
+
+    static, again = classifier(), grow(decider=controls["built in"])
+    train(static, again, epochs=2)
+    slot, _ = again.growing.slots.values()
+    assert (slot.stage, slot.blueprint, slot.age, slot.alpha_now) == (Stage.FOSSILIZED, "conv_light", 1, 1.0)
+    assert again.affordable_batches == again.batches_seen
+    assert "cost the FLOPs" not in capsys.readouterr().out
 
 
 def test_a_schedule_from_a_file_is_played(tmp_path: Path) -> None:

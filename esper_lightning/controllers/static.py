@@ -1,0 +1,47 @@
+"""Static controls: the network that growth ended with, complete before the first tick."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from esper_lightning.controllers.learned import Hosts
+from esper_lightning.controllers.rules import WaitOnly
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.growth.blend import BlendStyle, Ramp
+from esper_lightning.growth.stages import Stage
+
+STAGES_TO_FOSSILIZED = (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED)
+
+
+class FossilizedSeed(NamedTuple):
+    """One fossilized seed, described without its weights."""
+
+    slot: str
+    blueprint: str
+    style: BlendStyle
+
+
+Topology = tuple[FossilizedSeed, ...]
+"""All fossilized seeds of one host, in the order of its slots."""
+
+
+class StaticController(WaitOnly):
+    """Gives every host its final network, the topology with its index, before the first tick and then only waits.
+
+    The weights of the seeds come from the host's own generator, right after the host's weights, and are initialised
+    according to `lifecycle.birth`. Alpha is 1 and every seed is fossilized, so all of the network learns from the first
+    minibatch, on the same data as in any other episode.
+    """
+
+    def __init__(self, topologies: Sequence[Topology]) -> None:
+        self.topologies = topologies
+
+    def reset(self, pool: Hosts) -> None:
+        for env, topology in zip(pool.envs, self.topologies, strict=True):
+            for name, blueprint, style in topology:
+                env.growing.germinate(name, blueprint, style=style)
+                slot = env.growing.slots[name]
+                slot.start_ramp(Ramp())
+                for stage in STAGES_TO_FOSSILIZED:
+                    slot.move_to(stage)
+            if isinstance(env, HostEnv) and env.monitor is not None:
+                env.take_snapshot()  # a rollback restores this network, not the bare host
