@@ -29,11 +29,10 @@ import torch
 from matplotlib import pyplot as plt
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models.vision_transformer import VisionTransformer
 
 from benchmarks.rows import appended_rows, read_rows
+from esper_lightning.envs.flops import count_training_flops
 from esper_lightning.growth import stack
 from esper_lightning.growth.stack import Content, Order, State
 from esper_lightning.hosts import GPT
@@ -182,8 +181,7 @@ def evaluate(net: nn.Module, split: Split, most: int) -> tuple[float, float]:
 def step_flops(host: Host, depth: int) -> int:
     """Return the FLOPs of one training step, forward and backward."""
     net, split = host.make(depth), host.load().train
-    # The counter knows the matrix products of attention, and not the fused kernel of a CPU.
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    with count_training_flops() as counter:
         loss_of(net, split.inputs[: host.batch], split.targets[: host.batch])[0].backward()
     return counter.get_total_flops()
 

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from esper_lightning.callbacks.checks import check_trainer
 from esper_lightning.callbacks.grow import Grow
 from esper_lightning.console import print_status
+from esper_lightning.envs.flops import count_training_flops
 from esper_lightning.growth import stack
 from esper_lightning.growth.stack import Blocks, Content, Order, State, check_blocks, check_optimizers, place
 
@@ -236,7 +237,7 @@ class Stack(Callback):
         depths = depths_of(trainer)
         self.batches[depths] = self.batches.get(depths, 0) + 1
         if depths not in self.flops and not is_compiled(pl_module):  # a compiled part would run without its code
-            self._counter = FlopCounterMode(display=False)
+            self._counter = count_training_flops()
             self._counter.__enter__()
 
     def _grow(self, trainer: Trainer, to: int, lr: float) -> None:
