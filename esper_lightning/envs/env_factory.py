@@ -12,6 +12,7 @@ from esper_lightning.envs.config import EnvConfig, HostFactory
 from esper_lightning.envs.family import TRAINING, Context, ContextDistribution, HostContext, select_offer
 from esper_lightning.envs.flops import measure_flops
 from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.host_training import MAX_BATCHES
 from esper_lightning.envs.spaces.action_discovery import (
     SharedSpace,
     describe_host,
@@ -137,6 +138,14 @@ class EnvFactory:
             )
             for context in contexts
         }
+        for one in self.host_contexts.values():
+            budget, architecture = one.training.flops, self.host_flops[one.context.architecture_name]
+            batch = architecture.of_step([]) * one.training.batch_size
+            if budget is not None and not batch <= budget <= batch * MAX_BATCHES:
+                raise ValueError(
+                    f"training.flops is {budget:g}, but a minibatch of a host costs {batch:g}, and a host epoch has at "
+                    f"least one and at most {MAX_BATCHES:,}"
+                )
         self.governor: GovernorConfig | None = None
         self.envs: dict[tuple[int, str], HostEnv] = {}  # by host index and architecture
 

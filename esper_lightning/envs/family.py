@@ -30,7 +30,7 @@ TRANSFORM, PRICE, HORIZON = "data.transform", "objective.price", "horizon"
 OFFERED_SLOTS, OFFERED_BLUEPRINTS = "offer.slots", "offer.blueprints"
 """Variables that limit what an episode offers."""
 
-TRAINING_VARIABLES = ("lr", "lr_schedule", "seed_lr_factor", "weight_decay")
+TRAINING_VARIABLES = ("lr", "lr_schedule", "seed_lr_factor", "weight_decay", "flops")
 """Settings of host training that may be variables: those that may differ between hosts trained together."""
 
 MAX_CONTEXTS = 2_000
@@ -106,10 +106,10 @@ class HostContext:
         grown = [slot for slot in slots if slot.occupied and slot.blueprint is not None]
         return [slot for slot in grown if self.context.seed_fails(rng_seed, slot.name, slot.blueprint or "")]
 
-    def draw_batches(self, samples: int, generator: torch.Generator) -> Batches:  # [batches, B], on its device
-        """Draw the minibatches of one epoch: shuffled passes over the `samples` of the data, as many as needed."""
+    def draw_batches(self, samples: int, count: int, generator: torch.Generator) -> Batches:  # [count, B]
+        """Draw `count` minibatches on the generator's device: shuffled passes over the `samples` of the data."""
         size, device = self.training.batch_size, generator.device
-        needed = size * self.training.steps_per_epoch(samples)
+        needed = size * count
         orders = [torch.randperm(samples, generator=generator, device=device) for _ in range(-(-needed // samples))]
         indices = torch.cat(orders)[:needed].view(-1, size) + self.variant_index * samples
         return Batches(indices, draw_augment_params(self.training.augment, indices.shape, generator))
@@ -120,7 +120,7 @@ class FamilyConfig:
     """Contexts of episodes: the variables that differ between episodes, and their values.
 
     Names of variables are `host.<argument of the host>`, `data.transform`, `training.lr` (or lr_schedule,
-    seed_lr_factor, weight_decay), `objective.price`, `horizon`: the length of the episode, at most env.horizon,
+    seed_lr_factor, weight_decay, flops), `objective.price`, `horizon`: the length of the episode, at most env.horizon,
     `offer.slots` and `offer.blueprints`: numbers of slots and of blueprints on offer, which the RNG seed of the episode
     selects, and `fail` or `fail.<blueprint>`: the probability that a slot gives a blueprint's seeds no gradient for the
     whole episode.

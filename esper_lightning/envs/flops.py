@@ -14,6 +14,10 @@ from esper_lightning.growth.blend import GatedSeed
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.slot import SeedSlot
 
+PASSES_PER_STEP = 3
+"""Cost of a training step in forward passes: the forward pass and one backward pass each for inputs and weights.
+Source: Kaplan et al., 2020, https://arxiv.org/abs/2001.08361."""
+
 
 class HostFlops(NamedTuple):
     """FLOPs of the forward pass for one sample."""
@@ -39,6 +43,10 @@ class HostFlops(NamedTuple):
     def with_seeds(self, slots: Iterable[SeedSlot]) -> int:
         """Return the FLOPs of host and seeds for one sample."""
         return self.host + sum(map(self.seed_flops, slots))
+
+    def of_step(self, slots: Iterable[SeedSlot]) -> int:
+        """Return the FLOPs of a training step for one sample, of the host and of its seeds."""
+        return PASSES_PER_STEP * self.with_seeds(slots)
 
 
 def count_training_flops() -> FlopCounterMode:

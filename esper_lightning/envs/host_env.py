@@ -251,6 +251,7 @@ class HostEnv(Subject):
     def _clear(self) -> None:
         super()._clear()
         self.objective = 0.0  # J at the last measurement
+        self.flops_spent = 0  # by the training of the episode, where `training.flops` limits it
         self.failure: str | None = None  # out-of-memory message of the last host epoch
 
     def reset(self, rng_seed: int) -> None:
@@ -303,11 +304,27 @@ class HostEnv(Subject):
             SlotStatus(slot.stage, slot.ticks_in_stage, slot.age, count_parameters(slot.seed)) for slot in self.slots
         ]
 
+    def num_batches(self, samples: int) -> int:
+        """Return the number of minibatches in the coming epoch; `samples` is the size of each data variant."""
+        if self.training.flops is None:
+            return self.training.steps_per_epoch(samples)
+        # What earlier epochs left is added, and epochs that were rolled back have cost theirs.
+        return max(1, int(((self.tick + 1) * self.training.flops - self.flops_spent) // self._batch_flops))
+
+    @property
+    def _batch_flops(self) -> int:
+        return self.flops.of_step(self.slots) * self.training.batch_size
+
     def draw_batches(self, samples: int) -> Batches:  # [batches, B], on the generator's device
-        """Draw the sample indices of the next epoch; `samples` is the size of each data variant."""
+        """Draw the sample indices of the coming epoch; `samples` is the size of each data variant."""
         if self.data_order is not None:
             self.generator.manual_seed(self.data_order(self.rng_seed, self.tick))
-        batches = self.context.draw_batches(samples, self.generator)
+        count = self.num_batches(samples)
+        batches = self.context.draw_batches(samples, count, self.generator)
+        if self.training.flops is not None:
+            self.flops_spent += count * self._batch_flops
+        if self.monitor is not None:
+            self.monitor.steps_per_epoch = count
         if self.on_batches is not None:
             self.on_batches(batches)
         return batches
@@ -440,10 +457,10 @@ class HostEnv(Subject):
         assert self.monitor is not None, "only watched hosts have snapshots"
         before = zip(self.slots, self.records, strict=True)
         events = [replace(unchanged_stage(slot, cause), contribution=record.contribution) for slot, record in before]
-        tick = self.tick
+        tick, flops_spent = self.tick, self.flops_spent
         # A copy: optimizer state loaded from a view would keep the snapshot's whole memory alive.
         self._load_host(self.monitor.snapshot.copy())
-        self.tick, self.stopped = tick + 1, stop
+        self.tick, self.stopped, self.flops_spent = tick + 1, stop, flops_spent
         self._set_optimizer_options()
         self.growing.cull_live_seeds(cause)
         pairs = zip(events, self.slots, strict=True)
@@ -465,6 +482,7 @@ class HostEnv(Subject):
         return self.record_state() | {
             "rng_seed": self.rng_seed,
             "objective": self.objective,
+            "flops_spent": self.flops_spent,
             "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
             "growing": self.growing.state_dict(),
         }
@@ -487,6 +505,6 @@ class HostEnv(Subject):
         self.load_record_state(state)
         if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
-        self.objective = state["objective"]
+        self.objective, self.flops_spent = state["objective"], state.get("flops_spent", 0)  # none in earlier versions
         self.growing.load_state_dict(state["growing"])
         self._set_optimizer_options()

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
@@ -24,6 +24,16 @@ PRECISIONS: dict[str, torch.dtype] = {
     "fp16": torch.float16,
 }
 """Data types of matrix products and convolutions by name of the precision."""
+
+DECAY = 0.2
+"""Share of an episode over which the learning rate of the schedule decay falls."""
+
+LR_SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "cosine": lambda progress: (1.0 + math.cos(math.pi * progress)) / 2,
+    "decay": lambda progress: min(1.0, (1.0 - progress) / DECAY),
+}
+"""Learning rate as a share of its nominal value after a share of the episode, 0 to 1."""
 
 MAX_BATCHES = 100_000
 """Largest number of minibatches in a host epoch; their indices are drawn before the epoch and kept in memory."""
@@ -92,9 +102,10 @@ class HostTraining:
     lr: float = 0.001
     """Learning rate of the host. Tiny hosts learn faster with a larger one, as in configs/digits.yaml."""
 
-    lr_schedule: Literal["constant", "cosine"] = "constant"
+    lr_schedule: Literal["constant", "cosine", "decay"] = "constant"
     """Learning rate over an episode. cosine lowers it after every host epoch along half a period of a cosine, from lr
-    in the first one to nearly 0 in the last (Loshchilov and Hutter 2017, SGDR, eq. 5, without restarts)."""
+    in the first one to nearly 0 in the last (Loshchilov and Hutter 2017, SGDR, eq. 5, without restarts). decay keeps it
+    for four fifths of the episode, and lowers it linearly over the rest, to nearly 0 in the last epoch."""
 
     seed_lr_factor: float = 1.0
     """Ratio of the learning rate of seeds to that of the host."""
@@ -107,7 +118,11 @@ class HostTraining:
 
     batches: int | None = None
     """Minibatches in a host epoch, at most 100,000. None: one pass over the training data, without an incomplete last
-    batch."""
+    batch, or as many as `flops` allows."""
+
+    flops: float | None = None
+    """FLOPs of training in a host epoch, forward and backward: a larger host trains on fewer minibatches. What is left
+    of it is added to the next epoch's. None: `batches` holds for hosts of every size."""
 
     micro_batches: int = 1
     """Number of parts into which a minibatch is split to save memory; BatchNorm then normalises each separately."""
@@ -129,9 +144,12 @@ class HostTraining:
     """Augmentation of training images."""
 
     def __post_init__(self) -> None:
-        if self.lr_schedule not in ("constant", "cosine"):  # variables of a family are not checked by their type
-            raise ValueError(f"training.lr_schedule must be constant or cosine, got {self.lr_schedule!r}")
-        for name in ("lr", "seed_lr_factor", "batch_size", "batches", "micro_batches", "max_grad_norm"):
+        if self.lr_schedule not in LR_SCHEDULES:  # variables of a family are not checked by their type
+            known = ", ".join(LR_SCHEDULES)
+            raise ValueError(f"training.lr_schedule must be one of {known}, got {self.lr_schedule!r}")
+        if self.batches is not None and self.flops is not None:
+            raise ValueError("training.batches and training.flops both say how long a host epoch is; give one of them")
+        for name in ("lr", "seed_lr_factor", "batch_size", "batches", "flops", "micro_batches", "max_grad_norm"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"training.{name} must be {'finite' if value > 0 else 'positive'}, got {value}")
@@ -145,12 +163,12 @@ class HostTraining:
             raise ValueError(f"training.weight_decay must not be negative, got {self.weight_decay}")
 
     def steps_per_epoch(self, samples: int) -> int:
-        """Return the number of minibatches in a host epoch on `samples` training samples."""
+        """Return the number of minibatches in a host epoch on `samples` training samples, where `flops` is None."""
         return self.batches or samples // self.batch_size
 
     def lr_share(self, progress: float) -> float:
         """Return the learning rate as a share of `lr`, 0 to 1, after a share `progress` of the episode."""
-        return 1.0 if self.lr_schedule == "constant" else (1.0 + math.cos(math.pi * min(1.0, progress))) / 2
+        return LR_SCHEDULES[self.lr_schedule](min(1.0, progress))
 
     def group_options(self, group: str) -> dict[str, float]:
         """Return the optimizer options of a parameter group: that of the host, or of a seed for any other name."""

@@ -23,16 +23,10 @@ from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.static import FossilizedSeed, StaticController, Topology
 from esper_lightning.envs import HostPool, StepResult
 from esper_lightning.envs.device_transfer import download
-from esper_lightning.envs.flops import HostFlops
 from esper_lightning.envs.spaces.actions import ActionError
-from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.registry import is_of_this_package
 from esper_lightning.tasks import Batches
-
-PASSES_PER_STEP = 3
-"""Cost of a training step in forward passes: the forward pass and one backward pass each for inputs and weights.
-Source: Kaplan et al., 2020, https://arxiv.org/abs/2001.08361."""
 
 
 class PoolTrace(NamedTuple):
@@ -84,7 +78,7 @@ def play_episode(
     pool.reset(rng_seeds)
 
     def count_epoch(host: int, batches: Batches) -> None:
-        flops[host] += step_flops(pool.envs[host].flops, pool.envs[host].slots) * batches.indices.numel()
+        flops[host] += pool.envs[host].flops.of_step(pool.envs[host].slots) * batches.indices.numel()
         ticks[host] += 1
 
     # All executors ask each host for its batches once per tick, after the actions and before it trains.
@@ -131,11 +125,6 @@ def play_episode(
         contexts=[str(env.context.context) for env in pool.envs],
         metrics={name: values.numpy() for name, values in pool.test_metrics().items()},
     )
-
-
-def step_flops(compute: HostFlops, slots: Sequence[SeedSlot]) -> int:
-    """Return the FLOPs of a training step for one sample, of the host and of its seeds."""
-    return PASSES_PER_STEP * compute.with_seeds(slots)
 
 
 def epoch_rng_seed(host_rng_seed: int, tick: int) -> int:

@@ -155,7 +155,7 @@ def test_learning_rates_fall_as_those_of_pytorchs_cosine_over_the_episode(make_p
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr_schedule": "linear"}, "training.lr_schedule must be constant or cosine, got 'linear'"),
+        ({"lr_schedule": "linear"}, "training.lr_schedule must be one of constant, cosine, decay, got 'linear'"),
         ({"lr": 0.0}, "training.lr must be positive, got 0.0"),
         ({"seed_lr_factor": -1.0}, "seed_lr_factor must be positive"),
         ({"batch_size": 0}, "batch_size must be positive"),

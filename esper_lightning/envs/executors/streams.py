@@ -64,10 +64,10 @@ class StreamsExecutor(LoopExecutor):
             for env in envs:
                 with torch.cuda.stream(self._stream(env)), isolate_oom(env):
                     epochs[env] = HostEpoch(env, self.task, data.to(env.device))
-            # The same for all: they share data and settings.
-            last_batch = envs[0].training.steps_per_epoch(data.samples) - 1
-            for i in range(last_batch):
+            for i in range(max(map(len, epochs.values()), default=1) - 1):
                 for env, epoch in epochs.items():
+                    if i >= len(epoch) - 1:  # a host with fewer minibatches: its last one comes below
+                        continue
                     # One context from fetching the batch to summing its loss. The backward pass runs on the stream of
                     # the forward pass. So do the nodes that accumulate gradients: each forward pass creates new ones on
                     # its own stream, whatever stream created the parameters.
@@ -79,7 +79,7 @@ class StreamsExecutor(LoopExecutor):
                     result = nan_training_row(env)
                     with isolate_oom(env):
                         if env.failure is None:
-                            epochs[env].step(last_batch)
+                            epochs[env].step(len(epochs[env]) - 1)
                             result = epochs[env].result()
                     results.append(result)
                     after_epoch(env)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import methodcaller
 
 import torch
 from torch import Tensor
@@ -63,7 +64,9 @@ class FusedExecutor(LoopExecutor):
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         with self.kernels(envs[0].device), raise_oom(envs):
-            return map_by_kind(lambda groups: self._train_all(groups, data), envs)
+            # Hosts with other numbers of minibatches are trained after one another.
+            count = methodcaller("num_batches", data.samples)
+            return map_by_kind(lambda groups: self._train_all(groups, data), envs, count)
 
     def _train_all(self, groups: Sequence[Sequence[HostEnv]], data: Split) -> list[Tensor]:
         """Train hosts of one kind, one group for each device, minibatch by minibatch, so that all devices work."""
@@ -109,14 +112,18 @@ class FusedExecutor(LoopExecutor):
         return (sum(sums[1:], sums[0]) / data.samples)[:, entry_index].transpose(0, 1)
 
 
-def map_by_kind(work: Callable[[Sequence[Sequence[HostEnv]]], list[Tensor]], envs: Sequence[HostEnv]) -> Tensor:
-    """Run `work` on the hosts of each kind, in groups by device. Returns its rows in the order of `envs`.
+def map_by_kind(
+    work: Callable[[Sequence[Sequence[HostEnv]]], list[Tensor]],
+    envs: Sequence[HostEnv],
+    key: Callable[[HostEnv], int] = lambda env: 0,
+) -> Tensor:
+    """Run `work` on the hosts of each kind and `key`, in groups by device. Returns its rows in the order of `envs`.
 
     `work` returns one tensor for each group, with a row for each host. The result is on the first host's device.
     """
-    groups_by_kind: dict[str, dict[torch.device, list[int]]] = {}
+    groups_by_kind: dict[tuple[str, int], dict[torch.device, list[int]]] = {}
     for i, env in enumerate(envs):
-        groups_by_kind.setdefault(env.architecture, {}).setdefault(env.device, []).append(i)
+        groups_by_kind.setdefault((env.architecture, key(env)), {}).setdefault(env.device, []).append(i)
     rows, order = [], []
     for groups in groups_by_kind.values():
         rows += work([[envs[i] for i in indices] for indices in groups.values()])

@@ -73,9 +73,10 @@ def test_twenty_ticks_of_any_life_equal_the_loop(host: str) -> None:
             {"weight_decay": 0.1, "lr_schedule": "cosine"},
             {"optimizer": "sgd", "weight_decay": 0.01, "max_grad_norm": 0.05},
             {"max_grad_norm": None, "seed_lr_factor": 3.0, "lr_schedule": "cosine"},
+            {"batches": None, "flops": 4e6},
             {"micro_batches": 4, "augment": AugmentConfig(pad=1, flip=True, cutout=3)},
         ],
-        lambda changes: "micro_batches" in changes or changes.get("optimizer") == "adamw",
+        lambda changes: bool({"micro_batches", "flops"} & {*changes}) or changes.get("optimizer") == "adamw",
     ),
     ids=str,
 )
