@@ -127,12 +127,12 @@ class Programs(NamedTuple):
 
 
 SLOW_PROGRAMS = [
-    Programs("README.md", slice(1), (("digits", "smoke"), ("max_epochs=30", "max_epochs=1"))),
+    Programs("README.md", slice(1, 2), (("digits", "smoke"), ("max_epochs=30", "max_epochs=1"))),
     Programs("docs/guides/lightning.md", said=("last.ckpt", "tamiyo", "periodic ahead", "{'2': ")),
     Programs("docs/guides/ppo.md", needs=("gymnasium",)),
 ]
 FAST_PROGRAMS = [
-    Programs("README.md", slice(1, 2), said=("norm PROBATIONARY → FOSSILIZED", "built in, equal FLOPs: ")),
+    Programs("README.md", slice(1), said=("norm PROBATIONARY → FOSSILIZED", "built in, equal FLOPs: ")),
     Programs("docs/guides/growing.md", said=(*guide("growing").blocks(""), "target_layer='2', reason='')")),
     Programs("docs/guides/your_own.md", said=("'layer1', 'layer2'",)),
 ]
