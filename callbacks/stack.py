@@ -236,9 +236,11 @@ class Stack(Callback):
         self._stop_counting()  # another callback may have skipped the batch before
         depths = depths_of(trainer)
         self.batches[depths] = self.batches.get(depths, 0) + 1
-        if depths not in self.flops and not is_compiled(pl_module):  # a compiled part would run without its code
-            self._counter = count_training_flops()
-            self._counter.__enter__()
+        if depths not in self.flops:
+            self.flops[depths] = 0  # unknown, as where a part is compiled, which would run without its code
+            if not is_compiled(pl_module):
+                self._counter = count_training_flops()
+                self._counter.__enter__()
 
     def _grow(self, trainer: Trainer, to: int, lr: float) -> None:
         before = len(self.blocks)
