@@ -51,14 +51,15 @@ class HostFlops(NamedTuple):
 
 def count_training_flops() -> FlopCounterMode:
     """Return a context that counts FLOPs; unlike torch's own it knows the fused attention of the CPU."""
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    mapping = {
+    fused = "_scaled_dot_product_flash_attention_for_cpu"
+    formulas = {
         fused: lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value),
         # Two products for each of the forward pass; that which the kernel computes anew is not counted.
-        fused_backward: lambda _, query, key, value, *__, **___: 2 * sdpa_flop_count(query, key, value),
+        f"{fused}_backward": lambda _, query, key, value, *__, **___: 2 * sdpa_flop_count(query, key, value),
     }
-    return FlopCounterMode(display=False, custom_mapping=mapping)
+    operators = torch.ops.aten  # by name, because another version of torch may lack one
+    known = {getattr(operators, name): formula for name, formula in formulas.items() if hasattr(operators, name)}
+    return FlopCounterMode(display=False, custom_mapping=known)
 
 
 def measure_flops(host: nn.Module, inputs: Tensor) -> HostFlops:
