@@ -50,6 +50,7 @@ class Twins:
     def __init__(self) -> None:
         self.fused, self.loop = make("fused", "mlp", N), make("loop", "mlp", N)
         self.executors = [self.fused.executor, FusedExecutor(self.fused.task, self.fused.config.training)]
+        self.executors[1].prepare(self.fused.envs, self.fused.data.train)  # while no host is broken
         self.executors.append(LoopExecutor(self.fused.task, self.fused.config.training))
 
     def begin(self) -> None:

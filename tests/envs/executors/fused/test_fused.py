@@ -30,7 +30,7 @@ EXACT = 1e-9
 """Relative tolerance in float64."""
 
 LEARNING_SEEDS = 1e-6
-"""Relative tolerance in float64 where seeds learn behind GPT for several ticks, which amplifies rounding."""
+"""Relative tolerance in float64 of GPT over many ticks, and where seeds learn behind it: both amplify rounding."""
 
 
 HALVES = {"bf16": (torch.bfloat16, 2e-2), "fp16": (torch.float16, 5e-3)}
@@ -60,8 +60,9 @@ def test_twenty_ticks_of_any_life_equal_the_loop(host: str) -> None:
     fused, loop = both(host, 4)
     ours, theirs = play(fused), play(loop)
 
-    assert_same(ours, theirs, EXACT)
-    assert distance(fused, loop) < EXACT
+    tolerance = LEARNING_SEEDS if host.startswith("gpt") else EXACT
+    assert_same(ours, theirs, tolerance)
+    assert distance(fused, loop) < tolerance
     assert ours.stages >= {Stage.GERMINATED, Stage.BLENDING, Stage.FOSSILIZED, Stage.CULLED}
 
 
