@@ -57,7 +57,7 @@ def assert_equal(fused: HostPool, loop: HostPool) -> None:
 
 @pytest.mark.parametrize("host", rest_is_slow(HOSTS, {"residual"}))
 def test_twenty_ticks_of_any_life_equal_the_loop(host: str) -> None:
-    fused, loop = both(host, 4)
+    fused, loop = both(host, 6 if host == "gpt, rotary" else 4)  # with one slot, few hosts fossilize anything
     ours, theirs = play(fused), play(loop)
 
     tolerance = LEARNING_SEEDS if host.startswith("gpt") else EXACT
