@@ -52,6 +52,9 @@ class RunRecord(Callback):
         text = json.dumps(record, indent=1) + "\n"
         replace_and_keep(Path(self._lock.lock_file).with_name(RUN_FILE), text)
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")  # a program may go on, and Lightning calls no teardown then
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._lock is not None:
             self._lock.release()
