@@ -112,3 +112,5 @@ def test_the_page_on_a_policy_for_any_network_shows_the_kept_results() -> None:
     rows = read_rows(zero_shot.RESULTS, zero_shot.Row)
     for table in (zero_shot.table, zero_shot.seed_table):
         assert "\n".join(table(rows, zero_shot.GENERAL)) in page
+    clipped = zero_shot.table(read_rows(zero_shot.RESULTS.with_stem("zero_shot_clipped"), zero_shot.Row), "general")
+    assert "\n".join(clipped[: clipped.index("")]) in page
