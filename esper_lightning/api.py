@@ -185,8 +185,9 @@ class _Classifier(LightningModule):
         measured = {"val_acc": (outputs.argmax(1) == batch[1]).float().mean(), "val_loss": self.loss(outputs, batch[1])}
         self.log_dict(measured, batch_size=len(batch[1]), on_epoch=True)
 
-    def on_train_epoch_end(self) -> None:
-        self.accuracy.append(float(self.trainer.callback_metrics["val_acc"]))
+    def on_validation_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.accuracy.append(float(self.trainer.callback_metrics["val_acc"]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.network.parameters(), lr=self.lr)
@@ -272,7 +273,7 @@ def grow(
             signal.signal(signal.SIGINT, handler)
             raise end.__context__ from None
         if max_steps != -1:  # the last epoch may have ended before its validation
-            module.accuracy.append(trainer.validate(module, batches[1], verbose=False)[0]["val_acc"])
+            trainer.validate(module, batches[1], verbose=False)
         weights_are_finite = all(bool(parameter.isfinite().all()) for parameter in network.parameters())
         if not (weights_are_finite and bool(trainer.callback_metrics["val_loss"].isfinite())):
             raise ValueError(

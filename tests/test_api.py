@@ -25,6 +25,8 @@ from esper_lightning.evaluation.search import SearchConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.hosts import CNN, MLP
 from esper_lightning.tasks import Digits, Tabular
+from tests.callbacks.grow.trainings import Plan
+from tests.decisions import germinate
 from tests.runs import HORIZON, ROOT, Run, differences, fit, load, only_run
 
 HOST = partial(
@@ -246,14 +248,14 @@ def test_the_controls_are_trained_on_copies_and_change_nothing(capsys: pytest.Ca
         data = batches(64)
         return grow(network_of_digits(), data[:8], data[20:22], ["2"], epochs=6, lr=0.01, accelerator="cpu", **settings)
 
-    growing: dict[str, Any] = {"controller": "periodic", "blueprints": ["lora"]}
+    growing: dict[str, Any] = {"controller": Plan({3: germinate(0)}), "blueprints": ["lora"]}
     alone, compared, ungrown = grown(**growing), grown(**growing, controls=True), grown(controller="wait")
 
     assert compared.accuracy == alone.accuracy and compared.seeds == alone.seeds and alone.controls == {}
     assert list(compared.controls) == ["ungrown", "built in", "built in, equal FLOPs"]
     assert compared.controls["ungrown"] == ungrown.accuracy
     whole, equal = compared.controls["built in"], compared.controls["built in, equal FLOPs"]
-    assert len(whole) == 6 and equal[:5] == whole[:5], "the same training, which ends at another batch"
+    assert len(whole) == len(equal) == 6 and equal[:5] == whole[:5], "the same training, which ends within an epoch"
     said = capsys.readouterr().out
     for name, values in {"grown": compared.accuracy, **compared.controls}.items():
         assert f"\n{name}: validation accuracy {values[-1]:.4f}\n" in said
