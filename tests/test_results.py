@@ -74,10 +74,8 @@ def test_the_page_says_the_lead_over_the_best_schedule_that_is_known(name: str) 
     results = tables.read(ROOT / "benchmarks" / "results" / f"{name}.csv")
     schedules = [theirs for other in SCHEDULES for theirs in results[other].values()]
     best = max(schedules, key=lambda theirs: theirs.mean())
-    first, second, third = (
-        tables.shown(mean_interval(ours - best), signed=True) for ours in results["tamiyo"].values()
-    )
-    assert f"{first}, {second} and {third}" in (RESULTS / "family.md").read_text()
+    *leads, last = (tables.shown(mean_interval(ours - best), signed=True) for ours in results["tamiyo"].values())
+    assert f"{', '.join(leads)} and {last}" in (RESULTS / "family.md").read_text()
 
 
 def test_the_returns_on_the_page_of_ppo_are_those_of_the_kept_results() -> None:
