@@ -128,6 +128,19 @@ def is_of_this_package(made: Any) -> bool:
     return made.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
+def plain_factory(factory: Any) -> partial:
+    """Return a class or function with its arguments as one `partial` of itself.
+
+    A config gives partial(make, …, class), where `make` calls the class, and holds the command line: such a factory
+    cannot be sent to another process.
+    """
+    arguments: dict[str, Any] = {}
+    while isinstance(factory, partial):
+        arguments = {**factory.keywords, **arguments}
+        factory = next((arg for arg in reversed(factory.args) if callable(arg)), factory.func)
+    return partial(factory, **arguments)
+
+
 def describe_factory(factory: Any, architecture: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return a class or function with its arguments, as in a config; both are plain text and numbers.
 
@@ -135,11 +148,8 @@ def describe_factory(factory: Any, architecture: Mapping[str, Any] | None = None
         factory: A class or function, or one with arguments, as a config or `functools.partial` gives it.
         architecture: Further arguments, such as those by which hosts of a family differ.
     """
-    arguments: dict[str, Any] = {}
-    while isinstance(factory, partial):
-        arguments = {**factory.keywords, **arguments}
-        # A config gives partial(make, …, class), where `make` calls the class.
-        factory = next((arg for arg in reversed(factory.args) if callable(arg)), factory.func)
+    plain = plain_factory(factory)
+    factory, arguments = plain.func, plain.keywords
     module, name = factory.__module__, factory.__qualname__
     package = module.rpartition(".")[0]
     if package and getattr(importlib.import_module(package), name, None) is factory:

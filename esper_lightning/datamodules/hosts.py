@@ -20,7 +20,7 @@ from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.envs.vector_env import VectorEnv
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.ranks import Ranks, share_machine
-from esper_lightning.registry import describe_factory
+from esper_lightning.registry import describe_factory, plain_factory
 from esper_lightning.tasks import Task, TaskData, check_data, fingerprint
 
 
@@ -189,7 +189,8 @@ class HostPoolData(LightningDataModule):
         if first_name in (also or {}):
             raise ValueError(f"data.also: {first_name!r} is the name of data.task; choose another one")
         first = TaskConfig(task=task, host=host, n_envs=n_envs, blueprints=env.actions.blueprints, family=env.family)
-        self.task_configs = {first_name: first, **(also or {})}
+        configs = {first_name: first, **(also or {})}
+        self.task_configs = {name: replace(one, host=plain_factory(one.host)) for name, one in configs.items()}
         for name, config in self.task_configs.items():
             check_host_count("data.n_envs" if name == first_name else f"data.also.{name}.n_envs", config.n_envs)
         self.ranks = Ranks([one.n_envs for one in self.task_configs.values()])
