@@ -41,13 +41,14 @@ from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.action_discovery import probe_action_space
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.growth import GrowingNetwork, SeedEvent, attach_from_state_dict, attach_slots, slots_of
-from esper_lightning.growth.attach import attach_at, attached_places, check_new_slots
+from esper_lightning.growth.attach import attach_at, attached_places, check_new_slots, is_compiled
 from esper_lightning.growth.counterfactual import ScoreFunction, leave_one_out
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.nested import call_network, iter_tensors
 from esper_lightning.growth.param_groups import check_optimizer, follow, host_groups, seed_groups
+from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import ObjectiveConfig
 from esper_lightning.telemetry.events import EVENTS_FILE, SCHEMA, Contributed, Event, EventLog, Started
@@ -192,19 +193,22 @@ class Grow(Callback):
         `ungrown`: nothing grows. `built in`, if something has grown: the seeds that are in the network now are in it
         from the first batch on, with fresh weights.
         """
-        blended = [slot for slot in self._pool.subject.slots if slot.blended]
-        seeds = tuple(FossilizedSeed(slot.name, str(slot.blueprint), slot.style) for slot in blended)
+        seeds = tuple(FossilizedSeed(slot.name, str(slot.blueprint), slot.style) for slot in self._blended_slots)
         return {"ungrown": WaitOnly()} | ({"built in": StaticController([seeds])} if seeds else {})
 
     @property
     def affordable_batches(self) -> int:
         """Training batches of the network as it is now that cost the FLOPs of the training so far."""
-        flops = self._pool.subject.flops.with_seeds(slot for slot in self._pool.subject.slots if slot.blended)
+        flops = self._pool.subject.flops.with_seeds(self._blended_slots)
         return round(self.flops_spent / max(1, flops))  # 0 for a network of operators that torch does not count
 
     @property
+    def _blended_slots(self) -> list[SeedSlot]:
+        return [slot for slot in self._pool.subject.slots if slot.blended]
+
+    @property
     def _blended(self) -> list[str]:
-        return [slot.name for slot in self._pool.subject.slots if slot.blended]
+        return [slot.name for slot in self._blended_slots]
 
     # The network is found, and takes the slots of a checkpoint before its weights are loaded.
 
@@ -235,7 +239,7 @@ class Grow(Callback):
         check_trainer("Grow", trainer, module, CONFLICTING_CALLBACKS)
         parts = {"": module, **{f"{self.network_name}.{name}": part for name, part in self.network.named_modules()}}
         for name, part in parts.items():
-            if part._compiled_call_impl is not None or hasattr(part, "_orig_mod") or module._compiler_ctx is not None:
+            if is_compiled(part) or module._compiler_ctx is not None:
                 raise ValueError(
                     f"Grow: {name.rstrip('.') or type(module).__name__} is compiled, which hides its parts; compile "
                     f"training_step, or a function that calls the network"

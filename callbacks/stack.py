@@ -29,6 +29,7 @@ from esper_lightning.callbacks.grow import Grow
 from esper_lightning.console import print_status
 from esper_lightning.envs.flops import count_training_flops
 from esper_lightning.growth import stack
+from esper_lightning.growth.attach import is_compiled
 from esper_lightning.growth.stack import Blocks, Content, Order, State, check_blocks, check_optimizers, place
 
 CONFLICTING_CALLBACKS = (BaseFinetuning, BatchSizeFinder, LearningRateFinder)
@@ -238,7 +239,7 @@ class Stack(Callback):
         self.batches[depths] = self.batches.get(depths, 0) + 1
         if depths not in self.flops:
             self.flops[depths] = 0  # unknown, as where a part is compiled, which would run without its code
-            if not is_compiled(pl_module):
+            if pl_module._compiler_ctx is None and not any(map(is_compiled, pl_module.modules())):
                 self._counter = count_training_flops()
                 self._counter.__enter__()
 
@@ -276,13 +277,13 @@ class Stack(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Name the trainings of fixed depth that cost as much as this one."""
-        ends = list(self.batches)[-1:] + list(self.batches)[:1]
-        spent = sum(self.flops.get(depths, 0) * count for depths, count in self.batches.items())
-        if trainer.is_global_zero and len(self.batches) > 1 and all(self.flops.get(depths) for depths in self.batches):
-            fixed = " or ".join(f"{spent // self.flops[depths]:,} at {' + '.join(map(str, depths))}" for depths in ends)
+        if trainer.is_global_zero and len(self.batches) > 1 and all(self.flops.values()):
+            first, *_, last = self.batches
+            spent = sum(self.flops[depths] * count for depths, count in self.batches.items())
+            fixed = (f"{spent // self.flops[depths]:,} at {' + '.join(map(str, depths))}" for depths in (last, first))
             print_status(
-                f"Stack: {sum(self.batches.values()):,} training batches cost the FLOPs of {fixed} blocks throughout; "
-                f"compare with such trainings, without Stack"
+                f"Stack: {sum(self.batches.values()):,} training batches cost the FLOPs of {' or '.join(fixed)} blocks "
+                f"throughout; compare with such trainings, without Stack"
             )
 
 
@@ -290,14 +291,6 @@ def depths_of(trainer: Trainer) -> tuple[int, ...]:
     """Return the present numbers of blocks of all lists that a `Stack` grows."""
     stacks = [callback for callback in trainer.callbacks if isinstance(callback, Stack)]  # type: ignore[attr-defined]
     return tuple(len(each.blocks) for each in stacks)
-
-
-def is_compiled(module: LightningModule) -> bool:
-    """Return True if the module or a part of it is compiled as a whole."""
-    parts = module.modules()
-    return module._compiler_ctx is not None or any(
-        hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in parts
-    )
 
 
 def can_grow(part: nn.Module) -> bool:

@@ -286,13 +286,14 @@ def grow(
     filled = {name: slot for name, slot in growing.growing.slots.items() if slot.stage in OCCUPIED}
     seeds = {name: f"{slot.blueprint} {slot.stage.name}" for name, slot in filled.items()}
     found: dict[str, list[float]] = {}
-    for name, decider in growing.controls.items() if controls else ():
-        print_status(f"control: {name}")
-        _, found[name] = train(deepcopy(original), decider)
-        if name == "built in":
-            limit, equal = growing.affordable_batches, f"{name}, equal FLOPs"
-            print_status(f"control: {equal}")
-            _, found[equal] = train(deepcopy(original), decider, max_steps=limit)
-    for name, values in {"grown": accuracy, **found}.items() if controls else ():
-        print_status(f"{name}: validation accuracy {values[-1]:.4f}")
+    if controls:
+        for name, decider in growing.controls.items():
+            print_status(f"control: {name}")
+            _, found[name] = train(deepcopy(original), decider)
+            if name == "built in":
+                limit, equal = growing.affordable_batches, f"{name}, equal FLOPs"
+                print_status(f"control: {equal}")
+                _, found[equal] = train(deepcopy(original), decider, max_steps=limit)
+        for name, values in {"grown": accuracy, **found}.items():
+            print_status(f"{name}: validation accuracy {values[-1]:.4f}")
     return GrownNetwork(network, accuracy, seeds, found)

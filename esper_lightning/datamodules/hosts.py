@@ -77,9 +77,7 @@ class PolicyData(Protocol):
     @property
     def pool(self) -> VectorEnv: ...  # environments of this process, once they are built
 
-    def resume_identity(
-        self,
-    ) -> dict[str, Any]: ...  # what a resumed run must share with the saved one, by setting name
+    def resume_identity(self) -> dict[str, Any]: ...  # what a resumed run must share with the saved one, by name
 
     def growth_rules(self) -> dict[str, Any] | None: ...  # by which the policy grows other networks later
 

@@ -323,8 +323,8 @@ class HostEnv(Subject):
         batches = self.context.draw_batches(samples, count, self.generator)
         if self.training.flops is not None:
             self.flops_spent += count * self._batch_flops
-        if self.monitor is not None:
-            self.monitor.steps_per_epoch = count
+            if self.monitor is not None:
+                self.monitor.steps_per_epoch = count
         if self.on_batches is not None:
             self.on_batches(batches)
         return batches

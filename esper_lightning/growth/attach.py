@@ -117,7 +117,7 @@ def attach_slots(
         ValueError: A name is unknown or given twice; a module does not run, or does not return features [B, C, H, W],
             [B, T, C] or [B, C]; the example has only one sample. The network is then unchanged.
     """
-    if hasattr(network, "_orig_mod") or network._compiled_call_impl is not None:
+    if is_compiled(network):
         raise ValueError("the network is compiled, and would not see its slots; attach them first, compile then")
     check_new_slots(network, names)
     for name in channels_last:
@@ -157,6 +157,11 @@ def attach_slots(
     for place, (_, feature) in zip(places, features.values(), strict=True):
         _attach(network, place, feature)
     return slots_of(network)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return True if torch.compile has wrapped this module, or replaced its call."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def check_new_slots(network: nn.Module, names: Sequence[str]) -> None:
