@@ -161,7 +161,7 @@ def build_in(network: nn.Module, rng_seed: int) -> None:
 def run(plan: str, rng_seed: int, data: TaskData, *, schedule: Path, policy: Path) -> Row:
     """Train and test one network."""
     L.seed_everything(rng_seed, verbose=False)
-    network = ResNet18(data.classes)
+    network = ResNet18(data.outputs)
     if plan == BUILT_IN:
         build_in(network, rng_seed)
     grow = make_grow(plan, rng_seed, schedule=schedule, policy=policy)

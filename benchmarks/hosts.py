@@ -120,7 +120,7 @@ class RawLoop:
 
         def build() -> nn.Module:
             generator = torch.Generator(self.device).manual_seed(0)
-            return build_on(self.device, lambda: case.host(data.input_shape, data.classes, slots=[]), generator)
+            return build_on(self.device, lambda: case.host(data.input_shape, data.outputs, slots=[]), generator)
 
         self.hosts = [build() for _ in range(hosts)]
         self.optimizers = [torch.optim.Adam(host.parameters(), lr=0.001) for host in self.hosts]

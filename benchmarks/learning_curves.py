@@ -72,7 +72,7 @@ def draw(runs: dict[Path, EventAccumulator], out: Path) -> None:
     for rule, means in rules.items():
         axes.axhline(sum(means) / len(means), ls="--", lw=1, color=RULE_COLOURS[rule], label=f"{rule}, test")
     axes.set_xlabel("environment steps (host epochs)")
-    axes.set_ylabel("objective: accuracy - rent")
+    axes.set_ylabel("objective: score - rent")
     axes.set_title("Learning to grow. Dots: Tamiyo, greedy, fresh hosts, test images, 95 % interval", fontsize=10)
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)

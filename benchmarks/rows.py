@@ -27,6 +27,7 @@ def appended_rows(path: Path, kind: type[Row]) -> Iterator[Callable[[Iterable[Ro
         writer = csv.writer(file, lineterminator="\n")
         if not file.tell():
             writer.writerow(list(kind.__annotations__))
+            file.flush()  # before another process opens the file
 
         def append(rows: Iterable[Row]) -> None:
             writer.writerows(list(rows))  # all rows are measured before the first one is written

@@ -2,7 +2,7 @@
 
     python -m benchmarks.tables keep RUN/evaluation/evaluation.csv benchmarks/results/NAME.csv
     python -m benchmarks.tables show benchmarks/results/NAME.csv
-    python -m benchmarks.tables by benchmarks/results/NAME.csv VARIABLE ... --cells tamiyo 'best fixed:accuracy'
+    python -m benchmarks.tables by benchmarks/results/NAME.csv VARIABLE ... --cells tamiyo 'best fixed:score'
 
 `keep` copies the columns that the tables need. `show` prints a Markdown table of the objective on test images, and the
 lead of the policy over every row, paired by host, for each training run and for all together. `by` prints
@@ -20,7 +20,7 @@ import numpy as np
 
 from esper_lightning.evaluation.statistics import Interval, mean_interval
 
-KEPT_COLUMNS = ("controller", "training_seed", "host", "objective", "accuracy", "parameters", "fossils", "flops")
+KEPT_COLUMNS = ("controller", "training_seed", "host", "objective", "score", "parameters", "fossils", "flops")
 """Columns that `keep` copies."""
 
 TAMIYO = "tamiyo"

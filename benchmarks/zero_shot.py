@@ -196,7 +196,7 @@ class Row(NamedTuple):
     training_seed: str  # empty for controllers without training
     host: int
     objective: float
-    accuracy: float
+    score: float
     fossils: int
 
 
@@ -327,9 +327,9 @@ def play(pool: HostPool, setting: str, name: str, training_seed: str, controller
     seconds = time.process_time() - begin
     print(f"{setting}, {name} {training_seed}: {outcome.objective.mean():.3f}, {seconds:.0f} s", flush=True)
     return [
-        Row(setting, name, training_seed, host, float(f"{objective:.6g}"), float(f"{accuracy:.6g}"), int(fossils))
-        for host, (objective, accuracy, fossils) in enumerate(
-            zip(outcome.objective, outcome.accuracy, outcome.fossils, strict=True)
+        Row(setting, name, training_seed, host, float(f"{objective:.6g}"), float(f"{score:.6g}"), int(fossils))
+        for host, (objective, score, fossils) in enumerate(
+            zip(outcome.objective, outcome.score, outcome.fossils, strict=True)
         )
     ]
 

@@ -61,7 +61,7 @@ PROBE_ROWS = 4
 """Samples on which each blueprint is tried once, before training; two at least, for BatchNorm."""
 
 CHANCE_TICKS, CHANCE_RISE = 10, 0.01
-"""Ticks after which a warning comes if the metric has never risen by this, on the scale of an accuracy."""
+"""Ticks after which a warning comes if the metric has never risen by this, on the scale of a score."""
 
 WRAPPED = ("on_load_checkpoint", "clip_gradients")
 """Methods of the LightningModule in whose place others run during a run of the Trainer."""
@@ -471,11 +471,11 @@ class Grow(Callback):
         if broken:
             rank_zero_warn(f"Grow: {' and '.join(broken)} is not finite; seeds stay as they are until it is")
             growing.lifecycle = replace(self.lifecycle, auto_cull=False)
-        # The accuracy on training data is unknown; deciders see that of validation.
-        events = pool.record(EpochResult(TrainingStats(loss, score.accuracy, 0, host, seeds), validation), bool(broken))
+        # The score on training data is unknown; deciders see that of validation.
+        events = pool.record(EpochResult(TrainingStats(loss, score.score, 0, host, seeds), validation), bool(broken))
         growing.lifecycle = self.lifecycle
-        accuracies = pool.subject.history.accuracy  # that of before the training is the first
-        if pool.subject.tick == CHANCE_TICKS and max(accuracies) < accuracies[0] + CHANCE_RISE:
+        scores = pool.subject.history.score  # that of before the training is the first
+        if pool.subject.tick == CHANCE_TICKS and max(scores) < scores[0] + CHANCE_RISE:
             rank_zero_warn(
                 f"Grow: after {CHANCE_TICKS} ticks {self.monitor} is hardly better than before training; growth does "
                 f"not help a network that does not learn: see to its data and learning rate first"

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from esper_lightning.controllers import check_methods
-from esper_lightning.envs.measurements import POINTS_PER_UNIT, Score, Validation
+from esper_lightning.envs.measurements import POINTS_PER_UNIT, LossAndScore, Validation
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.actions import Action
 from esper_lightning.evaluation.checkpoints import find_controller
@@ -46,7 +46,7 @@ class Measured(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """Name of the monitored metric, and its conversion to what deciders see: points of a seed, and an accuracy."""
+    """Name of the monitored metric, and its conversion to what deciders see: points of a seed, and a score."""
 
     monitor: str
     mode: Literal["max", "min"]
@@ -68,7 +68,7 @@ class Scale(NamedTuple):
             return POINTS_PER_UNIT * (better - worse)
         return POINTS_PER_UNIT * (worse - better) / max(abs(worse), TINY)
 
-    def accuracy(self, metric: float) -> float:
+    def score(self, metric: float) -> float:
         """Return the metric as a number from 0 to 1 that grows with quality; 0 for one that is not finite.
 
         Raises ValueError if a metric of mode `max` is no share.
@@ -86,12 +86,12 @@ class Scale(NamedTuple):
 
     def validation(self, measured: Measured, slots: Sequence[str]) -> Validation:
         """Return a validation in the form in which deciders see it."""
-        accuracy, loss = self.accuracy(measured.metric), measured.loss
+        score, loss = self.score(measured.metric), measured.loss
         if loss is None:
-            loss = measured.metric if self.mode == "min" else -math.log(max(accuracy, TINY))
+            loss = measured.metric if self.mode == "min" else -math.log(max(score, TINY))
 
-        def moved(points: float) -> Score:
-            return Score(loss, accuracy + points / POINTS_PER_UNIT)
+        def moved(points: float) -> LossAndScore:
+            return LossAndScore(loss, score + points / POINTS_PER_UNIT)
 
         without = [moved(-measured.contributions.get(name, 0.0)) for name in slots]
         return Validation(all_seeds=moved(0.0), without=without, fossilized=moved(0.0))

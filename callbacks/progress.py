@@ -21,7 +21,7 @@ class ProgressLines(Callback):
             return
         means = ", ".join(
             f"{name} {pl_module.metrics[tag]:.3f}"
-            for name in ("objective", "accuracy", "return")
+            for name in ("objective", "score", "return")
             if (tag := f"rollout/{name}") in pl_module.metrics
         )
         speed = (collector.ticks - self._first_tick) / (time.perf_counter() - self._start)  # ticks per second

@@ -206,7 +206,7 @@ def grow(config: str, controller: str, *, out: str = "runs/grown") -> None:
         config: Path of a config, or the name of one of the package, as `digits`.
         controller: A rule (`periodic`, `climbing`, `heuristic`, `wait` …), the import path of your own, the file of a
             schedule (.json), a trained policy (.ckpt or .safetensors), or `tamiyo`, the one of the package.
-        out: Folder for the network, its exported program, the network with folded seeds, accuracies and a figure.
+        out: Folder for the network, its exported program, the network with folded seeds, scores and a figure.
     """
     made = load_config(config)
     data, rules = made.datamodule, Comparison(made.model.evaluation).make_controllers()

@@ -320,7 +320,7 @@ class TamiyoModule(LightningModule):
                 finals.append(steps[-1].metrics)
         logged = {
             f"val/{name}": torch.cat([getattr(final, name).double().cpu() for final in finals]).mean().float()
-            for name in ("objective", "accuracy")
+            for name in ("objective", "score")
         }
         logged["hp_metric"] = logged["val/objective"]
         if self.trainer.state.fn == TrainerFn.FITTING:
@@ -341,7 +341,7 @@ class TamiyoModule(LightningModule):
         for task, result in results.items():
             prefix = f"test/{task}/" if len(results) > 1 else "test/"
             means = result.reference.mean_metrics() | {
-                name: float(result.reference.values(name).mean()) for name in ("objective", "accuracy")
+                name: float(result.reference.values(name).mean()) for name in ("objective", "score")
             }
             logged = {f"{prefix}{name}": mean for name, mean in means.items() if isfinite(mean)}
             self.log_dict(logged, batch_size=1, rank_zero_only=True)

@@ -19,10 +19,10 @@ from esper_lightning.console import print_status, wide_console
 from esper_lightning.evaluation.statistics import mean_interval
 from esper_lightning.parallel import check_jobs
 
-COLUMNS = ("objective", "accuracy", "parameters", "fossils")
+COLUMNS = ("objective", "score", "parameters", "fossils")
 """Columns of the table: means over hosts and RNG seeds of the trained policy."""
 
-WITH_INTERVAL = ("objective", "accuracy")
+WITH_INTERVAL = ("objective", "score")
 
 OUTPUT_FILE, RUNS_FILE, TABLE_FILE = "output.txt", "runs.csv", "table.csv"
 """Output of a run in its folder; all runs, and the table, in the folder of the sweep."""

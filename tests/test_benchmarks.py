@@ -22,7 +22,7 @@ def test_a_benchmark_can_be_imported(name: str) -> None:
 
 def test_the_readmes_tables_come_from_the_kept_results(tmp_path: Path) -> None:
     source, kept = tmp_path / "evaluation.csv", tmp_path / "kept.csv"
-    rows = ["controller,training_seed,host,host_seed,member,accuracy,parameters,objective,fossils,flops"]
+    rows = ["controller,training_seed,host,host_seed,member,score,parameters,objective,fossils,flops"]
     worth = {("tamiyo", "0"): [0.6, 0.8], ("tamiyo", "1"): [0.7, 0.9], ("wait", ""): [0.2, 0.6]}
     for (name, seed), objectives in worth.items():
         rows += [f"{name},{seed},{host},9,a,0.5,390,{value},1,{1e9 + host}" for host, value in enumerate(objectives)]
@@ -46,9 +46,7 @@ def test_results_are_grouped_by_the_variables_in_which_hosts_differ(
 ) -> None:
     source, kept = tmp_path / "evaluation.csv", tmp_path / "kept.csv"
     members = ["host.widths [4, 8], price 0.1", "host.widths [4, 8], price 0.3", "host.widths [2, 2], price 0.3"]
-    rows = [
-        ["controller", "training_seed", "host", "member", "objective", "accuracy", "parameters", "fossils", "flops"]
-    ]
+    rows = [["controller", "training_seed", "host", "member", "objective", "score", "parameters", "fossils", "flops"]]
     for name, seed, objectives in (
         ("tamiyo", 0, (0.1, 0.3, 0.6)),
         ("tamiyo", 1, (0.3, 0.5, 0.8)),

@@ -142,7 +142,7 @@ OURS = {"rollout/return", "rollout/objective", "train/lr", "train/kl", "train/ex
 def test_both_loggers_get_every_tag_once_per_tick(trained: tuple[Trainer, Run]) -> None:
     run = trained[1]
     points = run.scalars()
-    assert set(points) >= OURS and "hosts/accuracy" in points
+    assert set(points) >= OURS and "hosts/score" in points
     for tag, of_tag in points.items():
         assert max(Counter(step for step, _ in of_tag).values()) == 1, tag
     assert [step for step, _ in points["val/objective"]] == [HORIZON, 2 * HORIZON]
@@ -185,7 +185,7 @@ def test_validate_and_test_read_a_checkpoint(trained: tuple[Trainer, Run], tmp_p
     (tested,) = other.test(module(), datamodule=hosts(), ckpt_path=run.last, verbose=False)
 
     assert validated["val/objective"] == pytest.approx(run.scalars()["val/objective"][-1][1], abs=1e-6)
-    assert math.isfinite(tested["test/objective"]) and 0.0 <= tested["test/accuracy"] <= 1.0
+    assert math.isfinite(tested["test/objective"]) and 0.0 <= tested["test/score"] <= 1.0
     assert list(tmp_path.rglob("evaluation.csv"))
 
 

@@ -250,6 +250,6 @@ def test_an_update_is_adam_on_the_loss_of_one_minibatch_after_the_other(
     torch.testing.assert_close(module.report.ratios, module.ratios, equal_nan=True)
     assert reported["minibatches"] == learned_from
     assert reported["grad_norm"] > 0.2, "else nothing was clipped"
-    rollout = {f"rollout/{name}" for name in ("accuracy", "reward", "objective", "return")}
+    rollout = {f"rollout/{name}" for name in ("score", "reward", "objective", "return")}
     logged = rollout | {"train/explained_variance", "train/value_error"}
     assert logged <= set(module.trainer.callback_metrics), "for ModelCheckpoint and EarlyStopping"

@@ -56,7 +56,7 @@ def mixer(channels):
 
 @rewards.register("thrifty", ["gain", "size"])
 def thrifty(step, config):
-    return {"size": -0.01 * sum(slot.growth for slot in step.slots), "gain": step.accuracy - step.accuracy_before}
+    return {"size": -0.01 * sum(slot.growth for slot in step.slots), "gain": step.score - step.score_before}
 
 
 @controllers.register("first slot")
@@ -87,7 +87,7 @@ class Counting(executors.LoopExecutor):
 class ParityOfDigits(Task):
     def load(self):
         data = Digits(validation=100, test=100).load()
-        return TaskData(*(Split(split.inputs, 1 - split.targets % 2) for split in data[:3]), classes=2)
+        return TaskData(*(Split(split.inputs, 1 - split.targets % 2) for split in data[:3]), outputs=2)
 
 
 class OneLayer(nn.Module):

@@ -92,9 +92,9 @@ def break_live(kind: str, name: str, break_at: int, hosts: int) -> list[BreakOut
         for host_verdict in pool.step(wait.act(pool)).verdicts
         if host_verdict.verdict.diverged
     }
-    learned = [fmean(env.history.loss[-3:]) < 0.6 * math.log(pool.data.classes) for env in pool.envs]
+    learned = [fmean(env.history.loss[-3:]) < 0.6 * pool.data.chance_loss for env in pool.envs]
     if name in WRONG_LABELS:
-        wrong = WRONG_LABELS[name](pool.data.train, pool.data.classes)
+        wrong = WRONG_LABELS[name](pool.data.train, pool.data.outputs)
         pool.data = pool.data._replace(train=wrong)
     else:
         for env in pool.envs:

@@ -88,7 +88,7 @@ class Rule(ABC):
 class Heuristic(Rule):
     """Germinates blueprints in rotation when the host is on a stable plateau, and fossilizes what the gate allows.
 
-    Changes of accuracy are in points of 100, times in host epochs. Another heuristic is a subclass with other numbers.
+    Changes of score are in points of 100, times in host epochs. Another heuristic is a subclass with other numbers.
     """
 
     stable_loss = 0.03  # relative fall of the validation loss in a tick below which the host counts as stable
@@ -96,15 +96,15 @@ class Heuristic(Rule):
     min_age = 5  # ticks before the first germination
     plateau_points, plateau_ticks = 0.5, 3  # so many ticks with a smaller gain are a plateau
     cull_points, cull_ticks = -2.0, 5  # change since germination below which a seed of this age is culled
-    # A seed that claims to contribute while accuracy fell appears useful only because the host depends on it by now.
+    # A seed that claims to contribute while score fell appears useful only because the host depends on it by now.
     ransom_contribution, ransom_points = 0.1, -0.2
 
     def reset(self, pool: Hosts) -> None:
-        self.memories = [{"next_blueprint": 0, "is_stable": False, "accuracy_before": {}} for _ in pool.envs]
+        self.memories = [{"next_blueprint": 0, "is_stable": False, "score_before": {}} for _ in pool.envs]
 
     def choose(self, pool: Hosts, host: int, memory: dict[str, Any]) -> tuple[int, ...]:
         env, allowed = pool.envs[host], pool.masks_on_cpu.slot[host].tolist()
-        accuracy = 100.0 * env.history.accuracy[-1]
+        score = 100.0 * env.history.score[-1]
         losses = env.history.loss[-self.stable_ticks - 1 :]
         memory["is_stable"] |= len(losses) > self.stable_ticks and all(
             after > (1.0 - self.stable_loss) * before for before, after in pairwise(losses)
@@ -114,11 +114,11 @@ class Heuristic(Rule):
             if allowed[Op.FOSSILIZE][k] and is_worth_fossilizing(contribution, env.lifecycle):
                 return Op.FOSSILIZE, k
             if allowed[Op.CULL][k]:
-                change = accuracy - memory["accuracy_before"][k]
+                change = score - memory["score_before"][k]
                 is_ransom = (contribution or 0.0) > self.ransom_contribution and change < self.ransom_points
                 if is_ransom or (slot.ticks_in_stage >= self.cull_ticks and change < self.cull_points):
                     return Op.CULL, k
-        recent = env.history.accuracy[-self.plateau_ticks - 1 :]
+        recent = env.history.score[-self.plateau_ticks - 1 :]
         gains = [100.0 * (after - before) for before, after in pairwise(recent)]
         is_on_plateau = len(gains) == self.plateau_ticks and max(gains) < self.plateau_points
         is_growing = any(slot.live for slot in env.slots)
@@ -129,7 +129,7 @@ class Heuristic(Rule):
                 for blueprint in (*range(first, len(growable[k])), *range(first)):
                     if growable[k][blueprint]:
                         memory["next_blueprint"] = (blueprint + 1) % len(growable[k])
-                        memory["accuracy_before"][k] = accuracy
+                        memory["score_before"][k] = score
                         return Op.GERMINATE, k, blueprint
         return WAIT_ACTION
 
@@ -309,7 +309,7 @@ def min_ticks_to_judge(lifecycle: LifecycleConfig, blending: int) -> int:
 
 
 def net_gain(env: Subject, k: int) -> float:
-    """Return the net gain of the objective from the seed in slot k: its contribution to accuracy minus its rent."""
+    """Return the net gain of the objective from the seed in slot k: its contribution to score minus its rent."""
     slot, contribution = env.slots[k], env.records[k].contribution
     assert contribution is not None, "the caller asks for the gain of measured seeds only"
     parameters = torch.tensor([env.fossilized_parameters]) + torch.tensor([0, count_parameters(slot.seed)])

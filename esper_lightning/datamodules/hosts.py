@@ -241,7 +241,7 @@ class HostPoolData(LightningDataModule):
         own, data, name = config.env_config(self.env), config.task.load(), type(config.task).__name__
         if not isinstance(data, TaskData):
             raise ValueError(f"task {name}: load returned a {type(data).__name__}; return a TaskData")
-        check_data(data, name)
+        check_data(data, name, config.task.score)
         host_devices = find_host_devices(own.devices, own.executor, self.device, alone=alone)
         return LoadedTask(own, data.copy_to(host_devices), host_devices, fingerprint(data))
 

@@ -54,7 +54,7 @@ class EnvConfig:
     """Actions on offer."""
 
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    """Objective J of a grown network, accuracy minus the price of growth."""
+    """Objective J of a grown network: its score minus the price of growth."""
 
     reward: RewardConfig = field(default_factory=RewardConfig)
     """Reward of a step."""

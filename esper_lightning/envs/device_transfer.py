@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper_lightning.envs.measurements import EpochResult, Score, TrainingStats, Validation
+from esper_lightning.envs.measurements import EpochResult, LossAndScore, TrainingStats, Validation
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.slot import SeedSlot
@@ -50,7 +50,7 @@ def download(tensor: Tensor) -> Tensor:
 
 
 def pack_training(
-    means: Tensor,  # [..., 2] mean loss and accuracy
+    means: Tensor,  # [..., 2] mean loss and score
     skipped_steps: Tensor,  # [...]
     gradients: Tensor,  # [..., 1 + K, 4] GradientStats of the host, then of the seed in each slot
 ) -> Tensor:  # [..., 3 + 4·(1 + K)]
@@ -83,18 +83,18 @@ def unpack_epochs(packed: Tensor, slots: int) -> list[EpochResult]:  # [N, …],
     return [EpochResult(_training_stats(*row), validated) for row, validated in zip(rows, validations, strict=True)]
 
 
-def _training_stats(loss: float, accuracy: float, skipped_steps: float, *numbers: float) -> TrainingStats:
+def _training_stats(loss: float, score: float, skipped_steps: float, *numbers: float) -> TrainingStats:
     host, *seeds = (
         GradientStats(*numbers[i : i + NUM_GRADIENT_STATS]) for i in range(0, len(numbers), NUM_GRADIENT_STATS)
     )
-    return TrainingStats(loss, accuracy, int(skipped_steps), host, seeds)
+    return TrainingStats(loss, score, int(skipped_steps), host, seeds)
 
 
 def unpack_validations(validated: Tensor, slots: int) -> list[Validation]:  # [N, 2, V], on the CPU
-    """Unpack losses and accuracies of all variants (see `variants_to_validate`) for hosts with K = `slots` slots."""
+    """Unpack losses and scores of all variants (see `variants_to_validate`) for hosts with K = `slots` slots."""
     validations = []
-    for losses, accuracies in validated.tolist():
-        all_seeds, *scores = (Score(*pair) for pair in zip(losses, accuracies, strict=True))
+    for losses, scores in validated.tolist():
+        all_seeds, *scores = (LossAndScore(*pair) for pair in zip(losses, scores, strict=True))
         without, (*host_only, fossilized) = scores[:slots], scores[slots:]
         validations.append(Validation(all_seeds, without, fossilized, *host_only))
     return validations

@@ -1,6 +1,5 @@
 """Factory of environments, which creates one per host index and architecture when first needed and reuses it."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -31,13 +30,13 @@ def build_host(
     """Return a host with empty slots. Raises ValueError if it cannot be made with the arguments of the context."""
     try:
         generator = torch.Generator(device).manual_seed(0)
-        built = build_on(device, lambda: host(data.input_shape, data.classes, **context.architecture), generator)
+        built = build_on(device, lambda: host(data.input_shape, data.outputs, **context.architecture), generator)
     except TypeError as error:
         if context.architecture:
             raise ValueError(f"family: the host cannot be made with {context.architecture}: {error}") from error
         raise ValueError(
             f"data.host cannot be made with its arguments behind the shape of an input, {list(data.input_shape)}, "
-            f"and the number of classes, {data.classes}: {error}; for a network with other arguments use "
+            f"and the number of outputs, {data.outputs}: {error}; for a network with other arguments use "
             f"esper_lightning.hosts.Attached"
         ) from error
     return built if shared_space is None else pad_slots(built, shared_space.slots, device)
@@ -62,7 +61,7 @@ def discover_spaces(
             build_host(host, data, context, device, shared_space),
             task,
             Split(*(part[: config.training.batch_size] for part in data.train.to(device))),
-            classes=data.classes,
+            outputs=data.outputs,
             actions=config.actions,
             birth=config.lifecycle.birth,
             shared_space=shared_space,
@@ -163,7 +162,7 @@ class EnvFactory:
         if self.governor is not None:
             env.monitor = HostMonitor(
                 self.governor,
-                chance_loss=math.log(self.data.classes),
+                chance_loss=self.data.chance_loss,
                 steps_per_epoch=self.steps_per_epoch,
                 device=env.device,
             )

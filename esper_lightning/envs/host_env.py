@@ -11,7 +11,7 @@ from esper_lightning.blueprints import initialise
 from esper_lightning.envs.device_transfer import variants_to_validate
 from esper_lightning.envs.family import HostContext
 from esper_lightning.envs.flops import HostFlops
-from esper_lightning.envs.measurements import EpochResult, History, Score, Validation
+from esper_lightning.envs.measurements import EpochResult, History, LossAndScore, Validation
 from esper_lightning.envs.spaces.actions import STYLES, ActionConfig, ActionSpace, Op
 from esper_lightning.governor.judge import EpochStats, HostMonitor, Judgement, Verdict, veto_reasons
 from esper_lightning.governor.snapshot import clone_tensors, pack, unpack
@@ -65,8 +65,8 @@ class Subject:
         self.tick = 0  # recorded epochs
         self.last_op = Op.WAIT
         self.history = History()  # metrics of each epoch
-        self.accuracy_at_germination = [0.0 for _ in self.growing.slots]  # of the network, for the last seed of a slot
-        # Last measured contribution of each blueprint that was blended in a slot, in accuracy points, by name, [K].
+        self.score_at_germination = [0.0 for _ in self.growing.slots]  # of the network, for the last seed of a slot
+        # Last measured contribution of each blueprint that was blended in a slot, in points, by name, [K].
         self.trials: list[dict[str, float]] = [{} for _ in self.growing.slots]
         self.validated: Validation | None = None
         self.host_gradient: GradientStats | None = None
@@ -118,7 +118,7 @@ class Subject:
                 ticks = self.actions.tempos[chosen.tempo]
                 event = growing.germinate(chosen.slot, chosen.blueprint, ticks=ticks, style=style, curve=curve)
                 k = list(growing.slots).index(chosen.slot)
-                self.accuracy_at_germination[k] = (self.history.accuracy or [0.0])[-1]
+                self.score_at_germination[k] = (self.history.score or [0.0])[-1]
                 return [event]
             case Op.CULL:
                 return [growing.cull(chosen.slot)]
@@ -133,13 +133,13 @@ class Subject:
         """Record a validation of the current host."""
         self.validated = validation
         self.history.loss.append(validation.all_seeds.loss)
-        self.history.accuracy.append(validation.all_seeds.accuracy)
+        self.history.score.append(validation.all_seeds.score)
 
     def record_epoch(self, result: EpochResult, hold_stages: bool = False) -> list[SeedEvent]:
         """Record the result of an epoch and advance the lifecycle of the seeds; `hold_stages` keeps their stages."""
         training, validation = result
         self.history.train_loss.append(training.loss)
-        self.history.train_accuracy.append(training.accuracy)
+        self.history.train_score.append(training.score)
         self.host_gradient = training.host_gradient
         self.skipped_steps += training.skipped_steps
         self.record_validation(validation)
@@ -165,7 +165,7 @@ class Subject:
         return {
             "tick": self.tick,
             "last_op": int(self.last_op),
-            "accuracy_at_germination": list(self.accuracy_at_germination),
+            "score_at_germination": list(self.score_at_germination),
             "trials": [dict(trials) for trials in self.trials],
             "history": {name: list(values) for name, values in vars(self.history).items()},
             "validated": self.validated.state() if self.validated else None,
@@ -176,7 +176,7 @@ class Subject:
     def load_record_state(self, state: Mapping[str, Any]) -> None:
         """Restore the record of a training from `record_state`."""
         self.tick, self.last_op = state["tick"], Op(state["last_op"])
-        self.accuracy_at_germination = list(state["accuracy_at_germination"])
+        self.score_at_germination = list(state["score_at_germination"])
         self.trials = [dict(trials) for trials in state["trials"]]
         self.history = History(**{name: list(values) for name, values in state["history"].items()})
         self.validated = Validation.from_state(state["validated"]) if state["validated"] else None
@@ -361,14 +361,14 @@ class HostEnv(Subject):
             self._set_optimizer_options()
         return events
 
-    def update_objective(self) -> Score:
+    def update_objective(self) -> LossAndScore:
         """Update the objective J from the last validation.
 
         Returns the score that J is computed from: with all seeds, or at the horizon with the fossilized ones only.
         """
         assert self.validated is not None, "an episode begins with a validation"
         score = self.validated.fossilized if self.tick >= self.horizon else self.validated.all_seeds
-        self.objective = self.objective_at(score.accuracy)
+        self.objective = self.objective_at(score.score)
         return score
 
     @property
@@ -377,25 +377,25 @@ class HostEnv(Subject):
 
     @property
     def score_dtype(self) -> torch.dtype:
-        """Data type of losses, accuracies and objectives: that of the network, at least float32."""
+        """Data type of losses, scores and objectives: that of the network, at least float32."""
         return torch.promote_types(next(self.network.parameters()).dtype, torch.float32)
 
-    def objective_at(self, accuracy: float) -> float:
-        """Return the objective J of the host with its fossilized seeds for a given accuracy in 0 … 1."""
+    def objective_at(self, score: float) -> float:
+        """Return the objective J of the host with its fossilized seeds for a given score."""
         parameters, host = torch.tensor([[self.fossilized_parameters], [self.host_parameters]])
-        accuracies = torch.tensor([accuracy], dtype=self.score_dtype)
-        return objective(accuracies, parameters, host, torch.tensor([self.price])).item()
+        scores = torch.tensor([score], dtype=self.score_dtype)
+        return objective(scores, parameters, host, torch.tensor([self.price])).item()
 
     def reward_step(self, diverged: bool) -> HostStep:
         """Return the finished step in the numbers that rewards are computed from, after `update_objective`."""
         (op, ended, first, objective_before, before), last = self._before, self.validated
         assert last is not None, "an episode begins with a validation"
         at_horizon = self.tick >= self.horizon
-        # J with fossilized seeds only: the charge is the same, so J differs by the accuracy.
-        kept_before = objective_before - first.all_seeds.accuracy + first.fossilized.accuracy
-        kept = self.objective - last.all_seeds.accuracy + last.fossilized.accuracy
+        # J with fossilized seeds only: the charge is the same, so J differs by the score.
+        kept_before = objective_before - first.all_seeds.score + first.fossilized.score
+        kept = self.objective - last.all_seeds.score + last.fossilized.score
         host = max(self.host_parameters, SMALLEST_HOST)
-        seeds = zip(before, self._acted, self._slot_statuses(), self.accuracy_at_germination, strict=True)
+        seeds = zip(before, self._acted, self._slot_statuses(), self.score_at_germination, strict=True)
         contributions = zip(first.contributions, last.contributions, strict=True)
         slots = (
             SlotStep(*seed, *both, growth=seed[1].parameters / host)
@@ -410,11 +410,11 @@ class HostEnv(Subject):
             objective=self.objective,
             fossilized_objective_before=kept_before,
             fossilized_objective=self.objective if at_horizon else kept,
-            accuracy_before=first.all_seeds.accuracy,
-            accuracy=last.all_seeds.accuracy,
-            fossilized_accuracy=last.fossilized.accuracy,
-            host_only_accuracy_before=(first.host_only or first.all_seeds).accuracy,
-            host_only_accuracy=(last.host_only or last.all_seeds).accuracy,
+            score_before=first.all_seeds.score,
+            score=last.all_seeds.score,
+            fossilized_score=last.fossilized.score,
+            host_only_score_before=(first.host_only or first.all_seeds).score,
+            host_only_score=(last.host_only or last.all_seeds).score,
             loss=last.all_seeds.loss,
             slots=tuple(slots) if before else (),
         )

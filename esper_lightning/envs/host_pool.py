@@ -85,7 +85,7 @@ class HostVeto(NamedTuple):
 class PoolMetrics(NamedTuple):
     """Measurements of a step, [N] each, on the CPU."""
 
-    accuracy: Tensor  # with all seeds; after the last step: with the fossilized ones only
+    score: Tensor  # with all seeds; after the last step: with the fossilized ones only
     loss: Tensor
     objective: Tensor
     parameters: Tensor  # of the host and its fossilized seeds
@@ -112,14 +112,14 @@ class StepResult(NamedTuple):
     @property
     def log(self) -> dict[str, Tensor]:
         """Scalars to log: means over hosts."""
-        return {name: getattr(self.metrics, name).mean() for name in ("accuracy", "reward", "objective")}
+        return {name: getattr(self.metrics, name).mean() for name in ("score", "reward", "objective")}
 
 
 class HostPool:
     """A vector environment of N hosts, built once and reset in place.
 
     Args:
-        task: Computes loss and accuracy of outputs on `data`.
+        task: Computes loss and score of outputs on `data`.
         data: The data set; all hosts on one device share one copy.
         host: Factory of host networks.
         config: Settings of the environments.
@@ -320,9 +320,9 @@ class HostPool:
             scores = [env.update_objective() for env in self.envs]
             diverged = [i in rolled_back for i in range(self.n_envs)]
             terms = self._reward_terms(diverged)
-            loss, accuracy = torch.tensor(scores, dtype=self._score_dtype).unbind(1)
+            loss, score = torch.tensor(scores, dtype=self._score_dtype).unbind(1)
             metrics = PoolMetrics(
-                accuracy=accuracy,
+                score=score,
                 loss=loss,
                 objective=torch.tensor([env.objective for env in self.envs], dtype=self._score_dtype),
                 parameters=self.parameter_counts,
@@ -407,15 +407,15 @@ class HostPool:
         self.observation_builder.update()
 
     def test_scores(self) -> tuple[Tensor, Tensor]:
-        """Return test loss and accuracy [N] of each host with its fossilized seeds only.
+        """Return test loss and score [N] of each host with its fossilized seeds only.
 
         Raises MemoryError if a host runs out of memory.
         """
         validated = self.executor.validate(self.envs, self.data.test)
         self._raise_failures()
         scores = [one.fossilized for one in unpack_validations(download(validated), len(self.space.slot))]
-        loss, accuracy = torch.tensor(scores, dtype=validated.dtype).unbind(1)
-        return loss, accuracy
+        loss, score = torch.tensor(scores, dtype=validated.dtype).unbind(1)
+        return loss, score
 
     def test_metrics(self) -> dict[str, Tensor]:
         """Return the task's further test metrics by name, [N] each, of each host with its fossilized seeds only."""

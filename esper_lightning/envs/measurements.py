@@ -7,28 +7,28 @@ from typing import Any, NamedTuple
 from esper_lightning.growth.gradient_stats import GradientStats
 
 POINTS_PER_UNIT = 100.0
-"""Accuracy points in an accuracy of 1."""
+"""Points in a score of 1: contributions and gains of scores are in points."""
 
 
-class Score(NamedTuple):
-    """Mean loss, and accuracy in 0 … 1, over one split of the data."""
+class LossAndScore(NamedTuple):
+    """Mean loss and score over one split of the data."""
 
     loss: float
-    accuracy: float
+    score: float
 
 
 class Validation(NamedTuple):
     """Scores of one host in one validation pass, by the active seeds."""
 
-    all_seeds: Score  # all blended ones
-    without: list[Score]  # leave-one-out, [K]: all seeds except the one in this slot
-    fossilized: Score  # fossilized seeds only, which are the ones that remain at the horizon
-    host_only: Score | None = None  # every seed switched off. None: not measured
+    all_seeds: LossAndScore  # all blended ones
+    without: list[LossAndScore]  # leave-one-out, [K]: all seeds except the one in this slot
+    fossilized: LossAndScore  # fossilized seeds only, which are the ones that remain at the horizon
+    host_only: LossAndScore | None = None  # every seed switched off. None: not measured
 
     @property
     def contributions(self) -> list[float]:
-        """Accuracy points (of 100) lost without the seed in each slot, [K]; 0 for a seed that is not blended."""
-        return [POINTS_PER_UNIT * (self.all_seeds.accuracy - rest.accuracy) for rest in self.without]
+        """Points (of 100) lost without the seed in each slot, [K]; 0 for a seed that is not blended."""
+        return [POINTS_PER_UNIT * (self.all_seeds.score - rest.score) for rest in self.without]
 
     def state(self) -> dict[str, Any]:
         """Return the scores in types that `torch.load(weights_only=True)` accepts."""
@@ -43,10 +43,10 @@ class Validation(NamedTuple):
     def from_state(cls, state: Mapping[str, Any]) -> "Validation":
         """Return the validation of which `state` made plain data."""
         return cls(
-            all_seeds=Score(*state["all_seeds"]),
-            without=[Score(*score) for score in state["without"]],
-            fossilized=Score(*state["fossilized"]),
-            host_only=state["host_only"] and Score(*state["host_only"]),
+            all_seeds=LossAndScore(*state["all_seeds"]),
+            without=[LossAndScore(*score) for score in state["without"]],
+            fossilized=LossAndScore(*state["fossilized"]),
+            host_only=state["host_only"] and LossAndScore(*state["host_only"]),
         )
 
 
@@ -54,7 +54,7 @@ class TrainingStats(NamedTuple):
     """Statistics of one epoch of host training. Gradients are those of the last minibatch, before clipping."""
 
     loss: float  # mean over minibatches
-    accuracy: float  # mean over minibatches, 0 … 1
+    score: float  # mean over minibatches
     skipped_steps: int  # because gradients overflowed fp16
     host_gradient: GradientStats
     seed_gradients: list[GradientStats]  # [K]
@@ -69,9 +69,9 @@ class EpochResult(NamedTuple):
 
 @dataclass(kw_only=True)
 class History:
-    """Metrics of each epoch of the episode; validation loss and accuracy also have an entry before the first epoch."""
+    """Metrics of each epoch of the episode; validation loss and score also have an entry before the first epoch."""
 
     train_loss: list[float] = field(default_factory=list)
-    train_accuracy: list[float] = field(default_factory=list)
+    train_score: list[float] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
-    accuracy: list[float] = field(default_factory=list)
+    score: list[float] = field(default_factory=list)

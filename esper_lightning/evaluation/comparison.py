@@ -45,6 +45,7 @@ from esper_lightning.evaluation.search import (
 )
 from esper_lightning.evaluation.statistics import Interval, mean_interval
 from esper_lightning.parallel import check_jobs, processes, run_all
+from esper_lightning.tasks import Score
 
 TAMIYO = "tamiyo"
 """Name of the compared policy, taking its most likely action."""
@@ -152,6 +153,8 @@ class ComparisonResult(NamedTuple):
     """Schedules to save, by file name without suffix: the most frequent one of each policy, and the best of the search.
     """
     notes: list[str]
+    score: Score
+    """What `Outcome.score` is."""
 
     @property
     def reference(self) -> Entry:
@@ -370,6 +373,7 @@ class Comparison:
             sorted(entries, key=lambda entry: entry.name != reference),
             common | best,
             notes,
+            pool.task.score,
         )
 
     def _common_schedules(

@@ -41,7 +41,7 @@ FORMAT_VERSION = 1
 NUM_SAMPLES = 8
 """Test samples that are saved beside a network."""
 
-PROGRAM_FILE, FOLDED_FOLDER, STEPS_FILE, TIMELINE_FILE = "network.pt2", "folded", "accuracy.csv", "timeline.png"
+PROGRAM_FILE, FOLDED_FOLDER, STEPS_FILE, TIMELINE_FILE = "network.pt2", "folded", "scores.csv", "timeline.png"
 """Files of a host that `grow` has grown, beside those of every saved host."""
 
 PREDICTED_SAMPLES = 256
@@ -55,12 +55,12 @@ def describe_host(pool: HostPool, host: int, outcome: Outcome) -> dict[str, Any]
         "format": FORMAT_VERSION,
         "host": describe_factory(factory.host, env.context.context.architecture),
         "input_shape": list(factory.data.input_shape),
-        "outputs": factory.data.classes,
+        "outputs": factory.data.outputs,
         "slots": None if factory.shared_space is None else list(factory.shared_space.slots),
         "controller": outcome.controller,
         "rng_seed": env.rng_seed,
         "context": outcome.contexts[host],
-        "test_accuracy": float(outcome.accuracy[host]),
+        "test_score": float(outcome.score[host]),
         "objective": float(outcome.objective[host]),
         "parameters": int(outcome.parameters[host]),
         "seeds": [seed._asdict() for seed in outcome.topologies[host]],
@@ -140,7 +140,7 @@ def grow_host(pool: HostPool, name: str, controller: Controller, *, rng_seed: in
     """Train the host of a pool of one while a controller grows it, and write what it has become.
 
     The folder gets the grown network, its `torch.export` program, the network with its seeds folded into its layers,
-    test accuracies after each step, and a figure of the seeds' lives.
+    test scores after each step, and a figure of the seeds' lives.
     """
     pool.reset([rng_seed])
     before, epochs = fossilized_copy(pool.envs[0]), count(1)
@@ -148,7 +148,7 @@ def grow_host(pool: HostPool, name: str, controller: Controller, *, rng_seed: in
     def report(step: StepResult) -> None:
         events = "".join(f"; {event.seed_event}" for event in step.events)
         print_status(
-            f"epoch {next(epochs)} of {pool.config.horizon}: validation accuracy {step.metrics.accuracy[0]:.4f}, "
+            f"epoch {next(epochs)} of {pool.config.horizon}: validation score {step.metrics.score[0]:.4f}, "
             f"{step.metrics.parameters[0]} parameters{events}"
         )
 
@@ -166,9 +166,9 @@ def grow_host(pool: HostPool, name: str, controller: Controller, *, rng_seed: in
     def measure(step: str, network: nn.Module) -> None:
         outputs, parameters = predict(network), count_parameters(network)
         measures = pool.task.measure(outputs, targets)
-        accuracy, loss = (part.double().mean().item() for part in (measures.correct, measures.loss))
-        rows.append([step, accuracy, loss, parameters, (outputs.double() - expected.double()).abs().max().item()])
-        print_status(f"{step}: test accuracy {accuracy:.4f}, {parameters} parameters")
+        score, loss = (part.double().mean().item() for part in (measures.score, measures.loss))
+        rows.append([step, score, loss, parameters, (outputs.double() - expected.double()).abs().max().item()])
+        print_status(f"{step}: test score {score:.4f}, {parameters} parameters")
 
     measure("before training", before)
     measure("grown", network)
@@ -184,7 +184,7 @@ def grow_host(pool: HostPool, name: str, controller: Controller, *, rng_seed: in
     measure("folded", folded)
     with (folder / STEPS_FILE).open("w", newline="") as file:
         # The last column is the largest difference of an output from those of the grown network.
-        header = ["step", "test_accuracy", "test_loss", "parameters", "max_difference"]
+        header = ["step", "test_score", "test_loss", "parameters", "max_difference"]
         csv.writer(file).writerows([header, *rows])
     timeline(outcome.trace.ops, outcome.trace.stages, pool.space.slot, title=name).savefig(folder / TIMELINE_FILE)
 

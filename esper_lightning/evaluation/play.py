@@ -39,11 +39,11 @@ class PoolTrace(NamedTuple):
 class Outcome(NamedTuple):
     """Results of one controller at the end of its episode, one value per host [H].
 
-    Accuracy, loss, objective and metrics are measured on the test split, with the fossilized seeds of each host only.
+    Score, loss, objective and metrics are measured on the test split, with the fossilized seeds of each host only.
     """
 
     controller: str
-    accuracy: np.ndarray  # in [0, 1]
+    score: np.ndarray  # see Task
     loss: np.ndarray
     parameters: np.ndarray
     objective: np.ndarray
@@ -104,17 +104,17 @@ def play_episode(
         for env in pool.envs:
             env.data_order = env.on_batches = None
     seconds = perf_counter() - started
-    loss, accuracy = pool.test_scores()
+    loss, score = pool.test_scores()
     topologies = [
         tuple(FossilizedSeed(s.name, str(s.blueprint), s.style) for s in env.slots if s.stage is Stage.FOSSILIZED)
         for env in pool.envs
     ]
     return Outcome(
         controller=name,
-        accuracy=accuracy.double().numpy(),
+        score=score.double().numpy(),
         loss=loss.double().numpy(),
         parameters=pool.parameter_counts.numpy(),
-        objective=np.array([env.objective_at(share) for env, share in zip(pool.envs, accuracy.tolist(), strict=True)]),
+        objective=np.array([env.objective_at(share) for env, share in zip(pool.envs, score.tolist(), strict=True)]),
         flops=flops,
         ticks=ticks,
         fossils=np.array([len(topology) for topology in topologies]),

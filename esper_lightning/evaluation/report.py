@@ -27,7 +27,7 @@ from esper_lightning.serialization import replace_file
 from esper_lightning.telemetry.events import replace_non_finite
 from esper_lightning.telemetry.figures import timeline
 
-COLUMNS = ("accuracy", "loss", "parameters", "objective", "flops", "ticks", "fossils", "rollbacks")
+COLUMNS = ("score", "loss", "parameters", "objective", "flops", "ticks", "fossils", "rollbacks")
 """Columns of an outcome, with one number per host."""
 
 RESULTS_FILE, SUMMARY_FILE = "evaluation.csv", "evaluation.json"
@@ -107,19 +107,19 @@ def make_tables(result: ComparisonResult) -> list[Table]:
     grouped = list(dict.fromkeys(name.partition(".")[0] for name in metrics if "." in name))
     over = f"; mean over {len(result.policies)} training seeds" if len(result.policies) > 1 else ""
     results = Table(
-        title=f"{len(result.rng_seeds)} fresh hosts, test images, mean ± 95 % interval",
+        title=f"{len(result.rng_seeds)} fresh hosts, test data, mean ± 95 % interval",
         caption=f"{reference} ahead: objective of {reference} minus this row's, paired by host{over}",
     )
     costs = Table(
         title="costs, mean per host",
-        caption="loss: on test images; MFLOP of training; epochs: host epochs; seconds: all hosts' whole episode",
+        caption="loss: on test data; MFLOP of training; epochs: host epochs; seconds: all hosts' whole episode",
     )
     further = Table(
         title="further test metrics, mean over hosts",
         caption="lowest: the class with the lowest mean, its number in brackets" if grouped else "",
     )
     for table, names in (
-        (results, ("test accuracy", "objective", f"{reference} ahead")),
+        (results, (f"test {result.score}", "objective", f"{reference} ahead")),
         (costs, ("loss", "parameters", "MFLOP", "epochs", "fossils", "rollbacks", "seconds")),
         (further, (*(name.replace("_", " ") for name in single), *(f"lowest {name}" for name in grouped))),
     ):
@@ -127,7 +127,7 @@ def make_tables(result: ComparisonResult) -> list[Table]:
         for name in names:
             table.add_column(name, justify="right", no_wrap=True)
     for entry in result.entries:
-        measured = [mean_interval(entry.values(column)) for column in ("accuracy", "objective")]
+        measured = [mean_interval(entry.values(column)) for column in ("score", "objective")]
         ahead = "" if entry is result.reference else format_interval(result.mean_lead(entry))
         results.add_row(entry.name, *map(format_interval, measured), ahead)
         means = {column: float(entry.values(column).mean()) for column in (*COLUMNS, "seconds")}
@@ -224,14 +224,14 @@ def entry_style(number: int, entry: Entry) -> dict[str, Any]:
 
 
 def pareto_figure(result: ComparisonResult) -> Figure:
-    """Plot mean accuracy against parameters and against training FLOPs, with intervals; up and left is better."""
+    """Plot mean score against parameters and against training FLOPs, with intervals; up and left is better."""
     figure = Figure(figsize=(12, 5.5), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     columns = (("parameters", "final parameters"), ("flops", "FLOP of training"))
     sizes = np.linspace(13.0, 5.0, len(result.entries))  # hollow and ever smaller: controllers at one point all show
     for axes, (column, heading) in zip(panels, columns, strict=True):
         for number, entry in enumerate(result.entries):
-            x, y = mean_interval(entry.values(column)), mean_interval(entry.values("accuracy"))
+            x, y = mean_interval(entry.values(column)), mean_interval(entry.values("score"))
             errors = ([[one.mean - one.low], [one.high - one.mean]] for one in (y, x))
             look = {"ls": "", "ms": sizes[number], "mfc": "none", "mew": 1.6, "elinewidth": 0.8}
             axes.errorbar(x.mean, y.mean, *errors, **entry_style(number, entry), **look)
@@ -242,7 +242,7 @@ def pareto_figure(result: ComparisonResult) -> Figure:
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel(f"{heading}, mean per host")
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("test accuracy")
-    figure.suptitle(f"{len(result.rng_seeds)} hosts, test images, mean and 95 % interval", fontsize=10)
+    panels[0].set_ylabel(f"test {result.score}")
+    figure.suptitle(f"{len(result.rng_seeds)} hosts, test data, mean and 95 % interval", fontsize=10)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     return figure

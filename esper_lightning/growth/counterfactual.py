@@ -148,7 +148,7 @@ def measure_variants(
 def contributions(network: nn.Module, batches: Iterable[Batch], score: ScoreFunction) -> dict[str, float]:
     """Return the contribution of each blended seed by slot: 100·(score with all seeds - score without this seed).
 
-    If the score is 1.0 for a correct prediction, contributions are accuracy points. Arguments: see `measure_variants`.
+    If the score is 1.0 for a correct prediction, contributions are points. Arguments: see `measure_variants`.
     """
     blended = [name for name, slot in slots_of(network).items() if slot.blended]
     if not blended:

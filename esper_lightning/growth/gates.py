@@ -42,7 +42,7 @@ class LifecycleConfig:
     """Minimum gradient health (1: every tensor learns) for blending and for fossilization."""
 
     min_contribution: float | None = 1.0
-    """Minimum contribution for fossilization, in accuracy points (of 100). None: no minimum."""
+    """Minimum contribution for fossilization, in points (of 100). None: no minimum."""
 
     auto_cull: bool = True
     """Cull probationary seeds automatically if their contribution is not positive or they time out."""
@@ -78,7 +78,7 @@ class Evidence(NamedTuple):
     gradient: GradientStats | None = None
     """Gradient statistics of the seed's parameters."""
     contribution: float | None = None
-    """Accuracy with the seed minus accuracy without it, in points (of 100), on the same validation pass."""
+    """Score with the seed minus score without it, in points (of 100), on the same validation pass."""
 
 
 def reasons_against_gradient(evidence: Evidence, config: LifecycleConfig) -> list[str]:

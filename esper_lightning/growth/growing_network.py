@@ -44,7 +44,7 @@ RNG_SEED_MASK = 0x5EED
 class SeedMeasurements:
     """Measurements of the seed in a slot. None: not measured."""
 
-    contribution: float | None = None  # accuracy points of 100
+    contribution: float | None = None  # points of 100
     previous_contribution: float | None = None
     gradient: GradientStats | None = None
 
@@ -202,7 +202,7 @@ class GrowingNetwork:
         """End a host epoch: store its measurements, move alpha and apply the automatic changes of stage.
 
         Args:
-            contributions: Contributions of blended seeds by slot, in accuracy points (of 100); see the function
+            contributions: Contributions of blended seeds by slot, in points (of 100); see the function
                 `contributions`.
             gradients: Gradient statistics of each seed by slot. None: computed now from the gradients of the last
                 backward pass, so call this before `zero_grad`.

@@ -38,7 +38,7 @@ class SeedEvent:
     age: int = field(default=0, compare=False)
     """Host epochs since germination."""
     contribution: float | None = field(default=None, compare=False)
-    """Last measured contribution, in accuracy points (of 100). None: never measured."""
+    """Last measured contribution, in points (of 100). None: never measured."""
 
     def __str__(self) -> str:
         """Return a line like `layer1: conv_light DORMANT → GERMINATED (germinate)`."""

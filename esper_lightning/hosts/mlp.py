@@ -15,7 +15,7 @@ class MLP(nn.Module):
 
     Args:
         input_shape: Shape of one input; it is flattened.
-        outputs: Number of classes.
+        outputs: Number of classes or quantities.
         width: Units of each hidden layer.
         layers: Number of hidden layers.
         slots: Slots in which seeds may grow: `layer1`, `layer2` … None: one after every hidden layer.

@@ -1,6 +1,6 @@
 """The rewards of this package.
 
-`objective`, `kept` and `sparse` are in accuracy 0 … 1, as J is; `shaped` is in accuracy points of 100. The Governor's
+`objective`, `kept` and `sparse` are in units of the score, as J is; `shaped` is in points of 100. The Governor's
 penalty is the same in every mode.
 """
 
@@ -10,7 +10,7 @@ from esper_lightning.growth.stages import BLENDED, LIVE, Stage
 from esper_lightning.rewards.reward import HostStep, RewardConfig, SlotStatus, register
 
 POINTS = 100.0
-"""Accuracy points in an accuracy of 1."""
+"""Points in a score of 1."""
 
 POTENTIALS = (0.0, 1.0, 2.0, 3.5, 5.5, 6.0, 0.0, 0.0)
 """Potential by stage: DORMANT, GERMINATED, TRAINING, BLENDING, PROBATIONARY, FOSSILIZED, CULLED, EMBARGOED."""
@@ -19,13 +19,13 @@ POTENTIAL_PER_TICK, MAX_POTENTIAL_FOR_TICKS = 0.3, 2.0
 """Potential added by each tick in a stage whose potential is not 0, and the largest sum of these additions."""
 
 GOOD_POINTS = 1.0
-"""Least contribution of a good seed, in accuracy points; equals the default of the gate before fossilization."""
+"""Least contribution of a good seed, in points; equals the default of the gate before fossilization."""
 
 RELIANCE_DECAY_PER_POINT = 3.0
-"""Steepness, per accuracy point, with which attributions shrink where all seeds together make the host worse."""
+"""Steepness, per point, with which attributions shrink where all seeds together make the host worse."""
 
 RANSOM_POINTS, RANSOM_GAIN = 0.1, -0.2
-"""A seed holds the host to ransom if it contributes more, though all seeds together gain less, in accuracy points."""
+"""A seed holds the host to ransom if it contributes more, though all seeds together gain less, in points."""
 
 SHAPING, RENT, MAX_RENT = 0.3, 0.5, 1.0
 """Weight of the shaping by stages, cost per tick of a growth by a factor of e, and its maximum."""
@@ -58,20 +58,20 @@ def objective_at_end(step: HostStep, config: RewardConfig) -> dict[str, float]:
     taken_back=["shaping"],
 )
 def shaped(step: HostStep, config: RewardConfig) -> dict[str, float]:
-    """Accuracy points attributed to seeds, potential-based shaping, rent, and costs of ops and of bad habits."""
-    gain = POINTS * (step.accuracy - step.host_only_accuracy)  # of all seeds together
-    gain_before = POINTS * (step.accuracy_before - step.host_only_accuracy_before)
+    """Points attributed to seeds, potential-based shaping, rent, and costs of ops and of bad habits."""
+    gain = POINTS * (step.score - step.host_only_score)  # of all seeds together
+    gain_before = POINTS * (step.score_before - step.host_only_score_before)
     attributed = ransom = warnings = auto_cull = 0.0
     for slot in step.slots:
         acted = slot.after_action
-        progress = POINTS * (step.accuracy - slot.accuracy_at_germination)
+        progress = POINTS * (step.score - slot.score_at_germination)
         if acted.stage in BLENDED:  # a seed that is culled automatically is paid a last time
             attributed += attribution(slot.contribution, progress, gain)
         # A cull takes the last payment back.
         if slot.culled_by_action and slot.before.stage in BLENDED:
-            progress_before = POINTS * (step.accuracy_before - slot.accuracy_at_germination)
+            progress_before = POINTS * (step.score_before - slot.score_at_germination)
             attributed -= attribution(slot.contribution_before, progress_before, gain_before)
-        # The host depends on the seed although all seeds together reduce its accuracy.
+        # The host depends on the seed although all seeds together reduce its score.
         if acted.stage in LIVE and slot.contribution > RANSOM_POINTS and gain < RANSOM_GAIN:
             ransom += RANSOM_COST
         # It is blended although the host has become worse since it was germinated.
@@ -97,7 +97,7 @@ def shaped(step: HostStep, config: RewardConfig) -> dict[str, float]:
         "warnings": -warnings,
         "op": -OP_COSTS.get(step.op, 0.0),
         "auto_cull": -auto_cull,
-        "end": END_WEIGHT * POINTS * step.fossilized_accuracy if step.at_horizon else 0.0,
+        "end": END_WEIGHT * POINTS * step.fossilized_score if step.at_horizon else 0.0,
     }
 
 
@@ -108,12 +108,12 @@ def potential(slot: SlotStatus) -> float:
 
 
 def attribution(contribution: float, progress: float, gain: float) -> float:
-    """Return the accuracy points of the host that are attributed to one seed.
+    """Return the points of the host that are attributed to one seed.
 
     Args:
-        contribution: Accuracy with the seed minus accuracy without it.
-        progress: Accuracy now minus accuracy when the seed was germinated.
-        gain: Accuracy now minus accuracy with every seed switched off. If it is negative, the host depends on seeds
+        contribution: Score with the seed minus score without it.
+        progress: Score now minus score when the seed was germinated.
+        gain: Score now minus score with every seed switched off. If it is negative, the host depends on seeds
             that have not made it better, so that each seed's contribution looks too large: a positive attribution is
             then less than half, and tends to 0 the further the gain is below 0. A negative one is kept.
     """

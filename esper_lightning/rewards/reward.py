@@ -22,7 +22,7 @@ class SlotStatus(NamedTuple):
 
 
 class SlotStep(NamedTuple):
-    """One slot in one environment step. Contributions are in accuracy points of 100, 0 for a seed that is not blended.
+    """One slot in one environment step. Contributions are in points of 100, 0 for a seed that is not blended.
 
     The state `before` the action, right `after_action`, before the host trains, and `after` the step.
     """
@@ -30,7 +30,7 @@ class SlotStep(NamedTuple):
     before: SlotStatus
     after_action: SlotStatus
     after: SlotStatus
-    accuracy_at_germination: float  # of the host, 0 … 1; 0: the slot has had no seed
+    score_at_germination: float  # of the host; 0: the slot has had no seed
     contribution_before: float  # as last measured before the action
     contribution: float
     growth: float
@@ -78,11 +78,11 @@ class HostStep(NamedTuple):
     fossilized_objective_before: float
     fossilized_objective: float
     """J as if the episode ended here."""
-    accuracy_before: float
-    accuracy: float
-    fossilized_accuracy: float
-    host_only_accuracy_before: float
-    host_only_accuracy: float
+    score_before: float
+    score: float
+    fossilized_score: float
+    host_only_score_before: float
+    host_only_score: float
     loss: float
     slots: tuple[SlotStep, ...]
     """One record per slot, [K]; empty in modes that do not depend on seeds."""
@@ -119,7 +119,7 @@ def register(
     Args:
         name: Name of the reward.
         terms: Names of the terms, which appear in plots as `reward/<name>`. `rollback` is the Governor's penalty.
-        needs_host_only: Validate every host with all seeds switched off, too: `HostStep.host_only_accuracy`.
+        needs_host_only: Validate every host with all seeds switched off, too: `HostStep.host_only_score`.
         depends_on_seeds: False for a reward that does not read `HostStep.slots`, which is then left empty.
         taken_back: Terms that count in a step in which the host is rolled back, because they take back what earlier
             steps lent. All others are then 0, and without any the function is not called.
@@ -147,7 +147,7 @@ class RewardConfig:
     mode: str = "objective"
     """Name or import path of the reward. objective: the change of the objective in each tick. kept: the change of the
     objective with fossilized seeds only: the same sum, but a seed is rewarded when it is fossilized, not when it is
-    blended. sparse: the objective at the end only. shaped: accuracy points attributed to seeds, shaping, rent,
+    blended. sparse: the objective at the end only. shaped: points attributed to seeds, shaping, rent,
     warnings, costs of ops. See docs/concepts/environment.md; docs/guides/extending.md shows how to add your own."""
 
     gamma: float = 1.0

@@ -7,6 +7,7 @@ from esper_lightning.tasks.images import CIFAR10, Digits
 from esper_lightning.tasks.tabular import Tabular
 from esper_lightning.tasks.task import (
     Measures,
+    Score,
     Split,
     Synthetic,
     Task,
@@ -28,6 +29,7 @@ __all__ = [
     "FromDataModule",
     "Glyphs",
     "Measures",
+    "Score",
     "Source",
     "Split",
     "Synthetic",

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from esper_lightning.parallel import seeded_generators
-from esper_lightning.tasks.task import Split, Task, TaskData
+from esper_lightning.tasks.task import Score, Split, Task, TaskData
 
 LOADERS = {"training": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
 """Name of the loader method for each split."""
@@ -19,18 +19,20 @@ RNG_SEED = 0
 
 
 class FromDataModule(Task):
-    """Classification with the data of a LightningDataModule, whose batches are pairs of inputs and class numbers.
+    """The data of a LightningDataModule, whose batches are pairs of inputs, and class numbers or quantities.
 
     The data are read once and kept in memory on the hosts' device. A random transform is therefore applied only once;
     use data.env.training.augment for augmentation that differs each time.
 
     Args:
         data: Data module with loaders for training, validation and test.
-        classes: Number of classes. None: one more than the largest class number in the data.
+        classes: Number of classes. None: one more than the largest class number in the data. Not for quantities.
+        score: accuracy or likelihood for classes or tokens, r2 for quantities; see `Score`.
     """
 
-    def __init__(self, data: LightningDataModule, classes: int | None = None) -> None:
+    def __init__(self, data: LightningDataModule, classes: int | None = None, score: Score = "accuracy") -> None:
         self.data = data
+        self.score: Score = score
         self.classes = classes
 
     def load(self) -> TaskData:
@@ -42,29 +44,37 @@ class FromDataModule(Task):
             self.data.prepare_data()
             self.data.setup("fit")
             self.data.setup("test")
-            splits = [concatenate(getattr(self.data, loader)(), f"{kind}'s {name}") for name, loader in LOADERS.items()]
+            splits = [
+                concatenate(getattr(self.data, loader)(), f"{kind}'s {name}", quantities=self.score == "r2")
+                for name, loader in LOADERS.items()
+            ]
+        if self.score == "r2":
+            return TaskData(*splits, outputs=splits[0].targets[0].numel())
         classes_in_data = 1 + max(int(split.targets.max()) for split in splits if split.samples)
-        return TaskData(*splits, classes=self.classes or max(2, classes_in_data))
+        return TaskData(*splits, outputs=self.classes or max(2, classes_in_data))
 
 
-def concatenate(batches: Iterable[Any], source: str) -> Split:
-    """Concatenate all batches of a loader. Raises ValueError unless they are pairs of inputs and class numbers."""
+def concatenate(batches: Iterable[Any], source: str, *, quantities: bool) -> Split:
+    """Concatenate all batches of a loader. Raises ValueError unless they are pairs of tensors that fit."""
     pairs: list[Any] = list(batches)
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(part, Tensor) for part in pair):
             raise ValueError(f"FromDataModule: {source} batches must be pairs of tensors, inputs and class numbers")
         inputs, targets = pair
-        if inputs.dtype in (torch.uint8, torch.bool) or inputs.is_complex() or targets.is_floating_point():
+        is_wrong = inputs.dtype in (torch.uint8, torch.bool) or inputs.is_complex()
+        if is_wrong or targets.is_floating_point() != quantities:
             raise ValueError(
                 f"FromDataModule: {source} batches are {inputs.dtype} and {targets.dtype}; give numbers (float32) or "
-                "tokens (int64), and class numbers (int64)"
+                "tokens (int64), and class numbers (int64), or quantities (float32) with the score r2"
             )
-        if targets.ndim not in (1, 2) or inputs.ndim < 2 or inputs.shape[: targets.ndim] != targets.shape:
+        alike = 1 if quantities else targets.ndim  # leading axes
+        if targets.ndim not in (1, 2) or inputs.ndim < 2 or inputs.shape[:alike] != targets.shape[:alike]:
             raise ValueError(
                 f"FromDataModule: {source} batches are {list(inputs.shape)} and {list(targets.shape)}; they need "
-                "inputs [B, …] and class numbers [B], or [B, T] for tokens"
+                "inputs [B, …] and class numbers [B], or [B, T] for tokens, or quantities [B] or [B, k]"
             )
     if len({(inputs.shape[1:], targets.shape[1:]) for inputs, targets in pairs}) != 1:
         raise ValueError(f"FromDataModule: {source} data are empty or of several shapes; bring them to one")
     inputs, targets = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-    return Split(inputs.float() if inputs.is_floating_point() else inputs.long(), targets.long())
+    inputs = inputs.float() if inputs.is_floating_point() else inputs.long()
+    return Split(inputs, targets.float() if quantities else targets.long())

@@ -98,7 +98,7 @@ class Glyphs(Task):
             renderer = _Renderer(drawings, self.side, self.distortion, generator)
             batches = [renderer.render(min(RENDER_BATCH, size - begin)) for begin in range(0, size, RENDER_BATCH)]
             splits.append(Split(*map(torch.cat, zip(*batches, strict=True))))
-        return TaskData(*splits, classes=len(CHARACTERS))
+        return TaskData(*splits, outputs=len(CHARACTERS))
 
 
 def draw_fonts() -> Tensor:  # [fonts, 62, 64, 64] in 0 … 1

@@ -39,19 +39,20 @@ class Digits(Task):
         pixels = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8)
         mean, deviation = pixels[parts[0]].mean(), pixels[parts[0]].std()
         inputs, targets = (pixels - mean) / deviation, torch.tensor(digits, dtype=torch.int64)
-        return TaskData(*(Split(inputs[part], targets[part]) for part in parts), classes=10)
+        return TaskData(*(Split(inputs[part], targets[part]) for part in parts), outputs=10)
 
 
 def stratified(labels: np.ndarray, validation: float, test: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the rows of training, validation and test, with the classes of `labels` in the same proportion in each.
+    """Return the rows of training, validation and test, with classes in the same proportion in each.
 
     Args:
-        labels: Class of each row.
+        labels: Class of each row, or a quantity as a float.
         validation, test: Numbers of rows; or shares, that of validation among the rows that are left by test.
     """
 
     def split(rows: np.ndarray, share: float) -> Any:
-        return train_test_split(rows, test_size=share, random_state=SPLIT_RNG_SEED, stratify=labels[rows])
+        classes = None if labels.dtype.kind == "f" else labels[rows]
+        return train_test_split(rows, test_size=share, random_state=SPLIT_RNG_SEED, stratify=classes)
 
     rest, tested = split(np.arange(len(labels)), test)
     trained, validated = split(rest, validation)
@@ -104,7 +105,7 @@ class CIFAR10(Task):
 
         train, validation = (split(images[part], labels[part]) for part in (rest, held_out))
         test_images, test_labels = self._read(train=False)
-        return TaskData(train, validation, split(test_images[: self.test], test_labels[: self.test]), classes=10)
+        return TaskData(train, validation, split(test_images[: self.test], test_labels[: self.test]), outputs=10)
 
     def _read(self, train: bool) -> tuple[Tensor, Tensor]:  # [n, 3, 32, 32] uint8, [n] int64
         from torchvision.datasets import CIFAR10 as Stored  # imported late: it takes a second

@@ -1,20 +1,34 @@
 """Interface of tasks: data on a device, and a function that measures outputs against targets; a generated one."""
 
+import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
+from torchmetrics.functional.regression import r2_score
 from torchmetrics.functional.text import perplexity
 
 CALIBRATION_BINS = 15  # of confidence, as in https://arxiv.org/abs/1706.04599
 
 SPLITS = ("train", "validation", "test")
+
+Score = Literal["accuracy", "likelihood", "r2"]
+"""What hosts are judged by, per sample; the mean over samples is the score of a host. No score is above 1.
+
+- accuracy: share of correct predictions.
+- likelihood: 1 − cross-entropy / ln(classes). Uniform guesses have 0. A perplexity p of C classes is 1 − ln(p) / ln(C).
+- r2: 1 − squared error, for quantities that are scaled to mean 0 and standard deviation 1 in the training data, whose
+  mean as a prediction has 0.
+"""
+
+SCALED = 0.1
+"""Largest distance of mean and standard deviation of quantities in the training data from 0 and 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +36,7 @@ class Split:
     """One split of a data set: `inputs, targets = split`."""
 
     inputs: Tensor  # [variants · samples, …]
-    targets: Tensor  # [variants · samples, …] integers
+    targets: Tensor  # [variants · samples, …] integers: classes or tokens; floats: quantities
     variants: int = field(default=1, kw_only=True)  # of the data, one after the other
     copies: Mapping[torch.device, "Split"] = field(default_factory=dict, kw_only=True)  # if it lies on several devices
 
@@ -53,12 +67,17 @@ class TaskData(NamedTuple):
     train: Split
     validation: Split
     test: Split
-    classes: int
+    outputs: int  # of a host: number of classes or tokens, or of quantities per sample
 
     @property
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one input, without the batch axis."""
         return tuple(self.train.inputs.shape[1:])
+
+    @property
+    def chance_loss(self) -> float:
+        """Loss of a host that has learned nothing: that of uniform guesses, or of the mean of scaled quantities."""
+        return 1.0 if self.train.targets.is_floating_point() else math.log(self.outputs)
 
     def copy_to(self, devices: Sequence[torch.device]) -> "TaskData":
         """Return the data set on the first of these devices, with a copy on each other; `Split.to` returns them."""
@@ -70,37 +89,45 @@ class TaskData(NamedTuple):
 
 
 class Measures(NamedTuple):
-    """Loss and accuracy of each sample in a batch."""
+    """Loss and score of each sample in a batch."""
 
     loss: Tensor  # [B] float
-    correct: Tensor  # [B] float in 0 … 1: share of correct predictions in the sample
+    score: Tensor  # [B] float, at most 1; the higher the better
 
 
 class Task(ABC):
     """A data set and the measure of outputs on it."""
+
+    score: Score = "accuracy"
 
     @abstractmethod
     def load(self) -> TaskData:
         """Return the whole data set on the CPU. Raises ValueError with instructions if files are missing."""
 
     def measure(self, outputs: Tensor, targets: Tensor) -> Measures:
-        """Return cross-entropy and accuracy per sample.
+        """Return loss and score per sample. The loss is cross-entropy, or squared error for quantities.
 
         Computed in the precision of the outputs, at least float32: bf16 has no value between 0.996 and 1.
 
         Args:
-            outputs: Logits [B, classes] or [B, T, classes].
-            targets: Class numbers [B] or [B, T].
+            outputs: Logits [B, classes] or [B, T, classes]; quantities [B, k].
+            targets: Class numbers [B] or [B, T]; quantities [B] or [B, k].
         """
         # Executors need a number per sample, because a batch may hold several hosts or combinations of seeds. Means by
         # torchmetrics would also be slower: 1.5 times the processor time with its functions and 4.5 times with its
         # metric objects, which then add 12 % to the validation of a digits host.
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        if self.score == "r2":
+            error = (outputs - targets.view_as(outputs)).square().mean(1)
+            return Measures(error, 1.0 - error.detach())
         loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
-        correct = (outputs.argmax(-1) == targets).to(loss.dtype)
+        if self.score == "likelihood":
+            score = 1.0 - loss.detach() / math.log(outputs.shape[-1])
+        else:
+            score = (outputs.argmax(-1) == targets).to(loss.dtype)
         if targets.ndim == 1:
-            return Measures(loss, correct)
-        return Measures(loss.flatten(1).mean(1), correct.flatten(1).mean(1))
+            return Measures(loss, score)
+        return Measures(loss.flatten(1).mean(1), score.flatten(1).mean(1))
 
     def test_metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
         """Return further metrics of one host on the test split, by name.
@@ -109,12 +136,15 @@ class Task(ABC):
           and accuracy (https://arxiv.org/abs/1706.04599); and `accuracy.<class>`, the accuracy on the samples of each
           class, NaN for a class without samples.
         - Tokens: `perplexity`, e to the mean cross-entropy per token.
+        - Quantities: `r2`, the coefficient of determination, which refers to the mean of the test data.
 
         Args:
-            outputs: Logits [samples, classes] or [samples, T, classes].
-            targets: Class numbers [samples] or [samples, T].
+            outputs: Logits [samples, classes] or [samples, T, classes]; quantities [samples, k].
+            targets: Class numbers [samples] or [samples, T]; quantities [samples] or [samples, k].
         """
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        if self.score == "r2":
+            return {"r2": r2_score(outputs, targets.view_as(outputs)).item()}
         if targets.ndim > 1:
             return {"perplexity": perplexity(outputs, targets).item()}
         classes = outputs.shape[-1]
@@ -126,8 +156,16 @@ class Task(ABC):
         return {"calibration_error": error.item()} | {f"accuracy.{c}": share for c, share in enumerate(shares)}
 
 
-def check_data(data: TaskData, task: str) -> None:
+def check_data(data: TaskData, task: str, score: Score = "accuracy") -> None:
     """Raise ValueError, naming the split, unless hosts can learn from `data`: on a GPU torch would not say why."""
+    quantities = data.train.targets
+    if score == "r2" and quantities.is_floating_point() and len(quantities):
+        spread = quantities.double().std(0, correction=0)
+        if quantities.double().mean(0).abs().max() > SCALED or (spread - 1.0).abs().max() > SCALED:
+            raise ValueError(
+                f"task {task}: its quantities have mean {quantities.mean():.3g} and standard deviation "
+                f"{quantities.std():.3g} in the training data; scale them to 0 and 1"
+            )
     for name, (inputs, targets) in zip(SPLITS, data[:3], strict=True):
         wrong = ""
         if not 0 < len(inputs) == len(targets):
@@ -138,27 +176,34 @@ def check_data(data: TaskData, task: str) -> None:
             wrong = f"images of {inputs.dtype}; give floats, such as inputs.float() / 255"
         elif inputs.is_floating_point() and not inputs.isfinite().all():
             wrong = "inputs that are not finite; get the data set again"
+        elif score == "r2":
+            if not targets.is_floating_point() or not targets.isfinite().all():
+                wrong = f"targets of {targets.dtype}, or not finite; the score r2 needs quantities, float32"
+            elif targets[0].numel() != data.outputs:
+                wrong = f"{targets[0].numel()} quantities per sample, and `outputs` is {data.outputs}"
         elif targets.is_floating_point():
-            wrong = f"targets of {targets.dtype}; give the number of the class, int64"
-        elif not 0 <= int(targets.min()) <= int(targets.max()) < data.classes:
+            wrong = f"targets of {targets.dtype}; give the number of the class, int64, or quantities the score r2"
+        elif not 0 <= int(targets.min()) <= int(targets.max()) < data.outputs:
             least, most = int(targets.min()), int(targets.max())
-            wrong = f"targets {least} … {most}, outside of 0 … {data.classes - 1}; correct `classes` or the targets"
+            wrong = f"targets {least} … {most}, outside of 0 … {data.outputs - 1}; correct `outputs` or the targets"
         if wrong:
             raise ValueError(f"task {task}: its {name} data have {wrong}")
 
 
-def check_outputs(outputs: object, classes: int) -> None:
-    """Raise ValueError unless the outputs of a host have a number for each class."""
+def check_outputs(outputs: object, expected: int, score: Score) -> None:
+    """Raise ValueError unless the outputs of a host have a number for each class, or for each quantity."""
     found = list(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
-    if not isinstance(outputs, Tensor) or outputs.ndim < 2 or outputs.shape[-1] < classes:
+    is_tensor = isinstance(outputs, Tensor) and outputs.ndim >= 2
+    if not is_tensor or outputs.shape[-1] < expected or (score == "r2" and outputs[0].numel() != expected):
+        kind = "quantities" if score == "r2" else "classes"
         raise ValueError(
-            f"the host's forward returned {found}, and the task has {classes} classes; return a tensor of logits with "
-            "as many outputs as the host's constructor is given"
+            f"the host's forward returned {found}, and the task has {expected} {kind}; return a tensor [B, …] with as "
+            "many outputs as the host's constructor is given"
         )
 
 
 def check_measures(measures: Measures, samples: int, task: str) -> None:
-    """Raise ValueError unless `measures` are a loss and a share of correct predictions for each sample."""
+    """Raise ValueError unless `measures` are a loss and a score for each sample."""
     if any(getattr(values, "shape", None) != (samples,) for values in measures):
         raise ValueError(
             f"task {task}: measure returned other shapes than ({samples},) for {samples} samples; return Measures of a "
@@ -172,8 +217,9 @@ def fingerprint(data: TaskData) -> str:
     for split in data[:3]:
         for tensor in split:
             checksum = zlib.crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data, checksum)
+    kind = "quantities" if data.train.targets.is_floating_point() else "classes"
     sizes = " + ".join(str(split.samples) for split in data[:3])
-    return f"{sizes} samples of {data.classes} classes, checksum {checksum:08x}"
+    return f"{sizes} samples of {data.outputs} {kind}, checksum {checksum:08x}"
 
 
 class Synthetic(Task):
@@ -218,4 +264,4 @@ class Synthetic(Task):
             noise = torch.randn(samples, *self.shape, generator=generator)
             return Split(centres[chosen] + self.noise * noise, chosen % self.classes)
 
-        return TaskData(*map(split, self.sizes), classes=self.classes)
+        return TaskData(*map(split, self.sizes), outputs=self.classes)

@@ -4,15 +4,18 @@ import sysconfig
 import zlib
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from esper_lightning.tasks.task import Measures, Split, Task, TaskData
+from esper_lightning.tasks.task import Measures, Score, Split, Task, TaskData
 
 PYTHON_REFERENCE = "python"
 """Name of the Python language reference as a source: 460 kB of English that come with CPython, without a download."""
+
+TextScore = Literal["accuracy", "likelihood"]
 
 N_BYTE_TOKENS = 256
 """Number of tokens where each byte is one."""
@@ -22,7 +25,7 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 
 
 class Text(Task):
-    """Next-byte prediction on a text. Accuracy is the share of bytes that are predicted correctly.
+    """Next-byte prediction on a text.
 
     The text is cut into three consecutive parts: training, validation and test.
 
@@ -31,6 +34,7 @@ class Text(Task):
         length: Number of bytes T in a sequence.
         validation, test: Share of the text in each part.
         train: Number of sequences that hosts are trained on. None: all. Fewer make ticks shorter.
+        score: accuracy: share of the bytes that are predicted correctly; likelihood: see `Score`.
     """
 
     def __init__(
@@ -41,8 +45,10 @@ class Text(Task):
         validation: float = 0.05,
         test: float = 0.1,
         train: int | None = None,
+        score: TextScore = "accuracy",
     ) -> None:
         check_shares("Text", validation, test)
+        self.score: Score = score
         self.source = source
         self.length = length
         self.shares = (1.0 - validation - test, 1.0 - test)
@@ -54,7 +60,7 @@ class Text(Task):
         parts = [text[:first], text[first:second], text[second:]]
         streams = [torch.from_numpy(np.frombuffer(part.encode(), np.uint8).astype(np.int64)) for part in parts]
         train, validation, test = (sequences(stream, self.length) for stream in streams)
-        return TaskData(Split(*(part[: self.train] for part in train)), validation, test, classes=N_BYTE_TOKENS)
+        return TaskData(Split(*(part[: self.train] for part in train)), validation, test, outputs=N_BYTE_TOKENS)
 
     def _read(self) -> str:
         if self.source == PYTHON_REFERENCE:
@@ -74,7 +80,7 @@ class Text(Task):
 
 
 class Source(Task):
-    """Next-byte prediction on the standard library of this Python. Accuracy is the share of bytes predicted correctly.
+    """Next-byte prediction on the standard library of this Python.
 
     A token takes one byte of memory. Whole files belong to training, validation or test.
 
@@ -82,12 +88,20 @@ class Source(Task):
         length: Number of bytes T in a sequence.
         validation, test: Share of the bytes in each part, up to the next end of a file.
         train: Number of sequences that hosts are trained on. None: all. Fewer make ticks shorter.
+        score: accuracy: share of the bytes that are predicted correctly; likelihood: see `Score`.
     """
 
     def __init__(
-        self, *, length: int = 128, validation: float = 0.05, test: float = 0.1, train: int | None = None
+        self,
+        *,
+        length: int = 128,
+        validation: float = 0.05,
+        test: float = 0.1,
+        train: int | None = None,
+        score: TextScore = "accuracy",
     ) -> None:
         check_shares("Source", validation, test)
+        self.score: Score = score
         self.length = length
         self.shares = (1.0 - validation - test, 1.0 - test, 1.0)
         self.train = train
@@ -100,7 +114,7 @@ class Source(Task):
         ends = np.cumsum([len(file) for file in files])
         cuts = [0, *(int(ends[np.searchsorted(ends, share * ends[-1] - 0.5)]) for share in self.shares)]
         train, validation, test = (sequences(stream[start:end], self.length) for start, end in pairwise(cuts))
-        return TaskData(Split(*(part[: self.train] for part in train)), validation, test, classes=N_BYTE_TOKENS)
+        return TaskData(Split(*(part[: self.train] for part in train)), validation, test, outputs=N_BYTE_TOKENS)
 
     def measure(self, outputs: Tensor, targets: Tensor) -> Measures:
         return super().measure(outputs, targets.long())

@@ -1,6 +1,6 @@
 """Events of a run as typed records: one line of JSON each in `events.jsonl`, in the run's folder.
 
-docs/reference/telemetry.md describes every record; contributions are in accuracy points (of 100). A number that is not
+docs/reference/telemetry.md describes every record; contributions are in points (of 100). A number that is not
 finite becomes null, since JSON has none.
 """
 

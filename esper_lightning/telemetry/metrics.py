@@ -19,14 +19,14 @@ LSTM_SATURATION = 0.95
 """Absolute value of an LSTM's hidden unit (at most 1) beyond which it counts as saturated: it hardly changes."""
 
 MIN_RELIED_POINTS, MAX_RELIANCE, MIN_GAIN = 5.0, 5.0, 1.0
-"""A host relies on a seed too much that contributes at least so many accuracy points, and more than so many times the
+"""A host relies on a seed too much that contributes at least so many points, and more than so many times the
 host's gain since the seed was germinated; a smaller gain is noise and counts as so many points."""
 
 
 def tick_metrics(tick: Tick, slots: Sequence[str]) -> dict[str, float]:
     """Return the metrics of one environment step; `slots` are the names of the K slots."""
     hosts, seeds = tick.hosts, tick.slots
-    found = {f"hosts/{name}": hosts[name].mean() for name in ("accuracy", "loss", "objective", "parameters", "reward")}
+    found = {f"hosts/{name}": hosts[name].mean() for name in ("score", "loss", "objective", "parameters", "reward")}
     found |= {f"reward/{name}": paid.mean() for name, paid in tick.terms.items()}
     for k, slot in enumerate(slots):
         found |= {f"growth/{slot}/{stage.name}": (seeds["stage"][:, k] == stage).mean() for stage in Stage}
@@ -52,7 +52,7 @@ def episode_metrics(last: Tick, tasks: Mapping[str, slice]) -> dict[str, float]:
     task.
     """
     hosts, seeds = last.hosts, last.slots
-    parts = ("objective", "accuracy", "parameters")
+    parts = ("objective", "score", "parameters")
     found = {f"rollout/{name}": hosts[name].mean() for name in parts}
     found |= {f"tasks/{task}/{name}": hosts[name][span].mean() for task, span in tasks.items() for name in parts}
     found["rollout/fossils"] = (seeds["stage"] == Stage.FOSSILIZED).sum(1).mean()

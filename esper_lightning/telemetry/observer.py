@@ -18,7 +18,7 @@ from esper_lightning.telemetry.events import Contributed, Event, GateRefused, Ro
 
 HOST = np.dtype(
     [
-        *((name, "f8") for name in ("accuracy", "loss", "objective", "parameters", "reward")),
+        *((name, "f8") for name in ("score", "loss", "objective", "parameters", "reward")),
         *(("op", "u1"), ("ended", "?"), ("stopped", "?"), ("rolled_back", "?")),
         *(("norm", "f8"), ("health", "f8")),  # of the host's gradient; NaN: none was measured
         ("skipped_steps", "f8"),  # NaN: the host has no loss scale
@@ -32,7 +32,7 @@ SLOT = np.dtype(
         *(("stage", "u1"), ("blueprint", "i2"), ("age", "i4")),  # blueprint -1: the slot is empty
         *(("live", "?"), ("blended", "?"), ("alpha", "f4")),  # alpha in the next tick
         *((name, "f8") for name in ("norm", "health", "contribution")),  # NaN: not measured
-        ("gain", "f8"),  # accuracy points that a host with this blended seed has gained since it was germinated
+        ("gain", "f8"),  # points that a host with this blended seed has gained since it was germinated
     ]
 )
 """Columns of a slot."""
@@ -115,7 +115,7 @@ def _host_row(env: HostEnv, rolled_back: bool) -> tuple[Any, ...]:
 
 def _slot_rows(env: HostEnv, blueprints: dict[str | None, int]) -> list[tuple[Any, ...]]:
     rows = []
-    for slot, record, before in zip(env.slots, env.records, env.accuracy_at_germination, strict=True):
+    for slot, record, before in zip(env.slots, env.records, env.score_at_germination, strict=True):
         gradient, blended = record.gradient, slot.blended
         rows.append(
             (
@@ -123,7 +123,7 @@ def _slot_rows(env: HostEnv, blueprints: dict[str | None, int]) -> list[tuple[An
                 slot.alpha_now if blended else 0.0,
                 *((np.nan, np.nan) if gradient is None else (gradient.norm, gradient.health)),
                 np.nan if record.contribution is None else record.contribution,
-                100.0 * (env.history.accuracy[-1] - before) if blended else np.nan,
+                100.0 * (env.history.score[-1] - before) if blended else np.nan,
             )
         )
     return rows
@@ -174,11 +174,11 @@ class SeedStats(NamedTuple):
     fossilized: Any
     culled: Any  # or lost by a rollback
     measured: Any  # fossilized or culled seeds whose contribution was measured
-    contribution: Any  # sum of their contributions in accuracy points, as they were at that moment
+    contribution: Any  # sum of their contributions in points, as they were at that moment
 
     @property
     def mean_contribution(self) -> Any:
-        """Mean contribution of a seed in accuracy points; NaN where none was measured."""
+        """Mean contribution of a seed in points; NaN where none was measured."""
         return np.where(self.measured > 0.0, self.contribution / np.maximum(self.measured, 1.0), np.nan)
 
 

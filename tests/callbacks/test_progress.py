@@ -9,7 +9,7 @@ from tests.runs import SaveEveryTick, fit, only_run, with_callback
 
 QUICK = ("--data.env.horizon=2",)
 LINE = (
-    r"rollout (\d) of 3: objective -?\d\.\d{3}, accuracy \d\.\d{3}, return -?\d\.\d{3}, "
+    r"rollout (\d) of 3: objective -?\d\.\d{3}, score \d\.\d{3}, return -?\d\.\d{3}, "
     r"\d+ host epochs/s, \d:\d\d:\d\d left"
 )
 

@@ -20,7 +20,7 @@ def steps(root: Path, tag: str) -> list[int]:
 def test_hosts_are_written_as_often_as_asked_and_rollouts_always(tmp_path: Path) -> None:
     fit(tmp_path, "--trainer.max_epochs=2", *with_callback(Telemetry, every_n_ticks=3))
 
-    assert steps(tmp_path, "hosts/accuracy") == steps(tmp_path, "growth/block3/DORMANT") == [3, 6, 9]
+    assert steps(tmp_path, "hosts/score") == steps(tmp_path, "growth/block3/DORMANT") == [3, 6, 9]
     assert steps(tmp_path, "rollout/objective") == steps(tmp_path, "train/kl") == ROLLOUT_ENDS
 
 

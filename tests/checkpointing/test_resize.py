@@ -40,7 +40,7 @@ def test_it_goes_on_from_the_beginning_of_the_rollout(
         in capsys.readouterr().out
     )
     whole_rollouts = tick // HORIZON
-    ticks = [step for step, _ in run.scalars()["hosts/accuracy"]]
+    ticks = [step for step, _ in run.scalars()["hosts/score"]]
     assert ticks == list(range(whole_rollouts * HORIZON + 1, EPOCHS * HORIZON + 1)), "every rollout is whole"
     assert [step for step, _ in run.scalars()["train/kl"]] == [
         HORIZON * (rollout + 1) for rollout in range(whole_rollouts, EPOCHS)
@@ -62,7 +62,7 @@ def test_a_run_of_another_type_of_device_goes_on_from_the_beginning_of_the_rollo
     fit(tmp_path, "--trainer.max_epochs=2", "--ckpt_path", str(run.checkpoints / "gpu.ckpt"))
 
     assert "this run is on cpu, the run so far was on another type of device" in capsys.readouterr().out
-    ticks = [step for step, _ in run.scalars()["hosts/accuracy"]]
+    ticks = [step for step, _ in run.scalars()["hosts/score"]]
     assert ticks == list(range(HORIZON + 1, 2 * HORIZON + 1)), "the rollout is whole"
 
 

@@ -36,21 +36,21 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_grow_leaves_a_network_its_program_its_folded_form_and_what_each_is_worth(grown: Path) -> None:
-    files = ["accuracy.csv", "folded", HOST_FILE, NETWORK_FILE, "network.pt2", SAMPLES_FILE, "timeline.png"]
+    files = ["scores.csv", "folded", HOST_FILE, NETWORK_FILE, "network.pt2", SAMPLES_FILE, "timeline.png"]
     assert sorted(path.name for path in grown.iterdir()) == sorted(files)
-    with (grown / "accuracy.csv").open(newline="") as file:
+    with (grown / "scores.csv").open(newline="") as file:
         rows = {row["step"]: {name: float(row[name]) for name in row if name != "step"} for row in csv.DictReader(file)}
     names = ["before training", "grown", f"loaded from {NETWORK_FILE}", "program network.pt2", "folded"]
     assert list(rows) == names
     first, result, loaded, program, folded = rows.values()
     assert loaded == result | {"max_difference": 0.0}
     assert first["parameters"] == 390 < result["parameters"] == program["parameters"]
-    assert first["test_accuracy"] < result["test_accuracy"]
+    assert first["test_score"] < result["test_score"]
     for each in (program, folded):
-        assert each["test_accuracy"] == pytest.approx(result["test_accuracy"], abs=0.005)
+        assert each["test_score"] == pytest.approx(result["test_score"], abs=0.005)
         assert each["max_difference"] < 1e-3
     description = read_description(grown)
-    assert description["test_accuracy"] == pytest.approx(result["test_accuracy"], abs=1e-6)
+    assert description["test_score"] == pytest.approx(result["test_score"], abs=1e-6)
     assert description["controller"] == "periodic"
 
 

@@ -36,14 +36,14 @@ CONTROLLERS = ["tamiyo", "random", "small static", "heuristic", "periodic", "cli
 SMOKE_TICKS = range(1, 25)  # 2 rollouts of 12
 ROLLOUT_ENDS = [12, 24]
 ROLLOUT_TAGS = {
-    *("rollout/objective", "rollout/return", "rollout/accuracy", "rollout/parameters"),
+    *("rollout/objective", "rollout/return", "rollout/score", "rollout/parameters"),
     *(f"rollout/op.{op}" for op in ("WAIT", "GERMINATE", "CULL", "FOSSILIZE")),
     *(f"train/entropy.{head}" for head in ("op", "slot", "blueprint")),
     *("train/kl", "train/clip_fraction", "train/explained_variance", "train/loss.policy", "train/loss.value"),
     *("train/lr", "train/entropy_coefficient", "train/grad_norm", "time/ticks_per_second"),
 }
 TICK_TAGS = {
-    *("hosts/accuracy", "hosts/loss", "hosts/objective", "hosts/parameters", "hosts/reward"),
+    *("hosts/score", "hosts/loss", "hosts/objective", "hosts/parameters", "hosts/reward"),
     *("reward/objective", "reward/rollback"),
     *(f"growth/{slot}/{stage.name}" for slot in ("block1.pool", "block2.pool", "block3") for stage in Stage),
     *(f"time/perf_counter.{phase}" for phase in PHASES),
@@ -77,7 +77,7 @@ def test_the_smoke_run_leaves_checkpoints_and_compares_all_controllers_with_inte
         worth = [float(row["objective"]) for row in rows if row["controller"] == controller]
         assert len(worth) == 4
         assert found["objective"]["mean"] == pytest.approx(sum(worth) / 4, rel=1e-5)
-        for column in ("accuracy", "parameters", "objective", "ahead"):
+        for column in ("score", "parameters", "objective", "ahead"):
             low, mean, high = (found[column][end] for end in ("low", "mean", "high"))
             assert low <= mean <= high
     assert summary["tamiyo"]["ahead"]["mean"] == summary["tamiyo"]["ahead"]["low"] == 0.0  # of the policy

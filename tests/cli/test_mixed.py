@@ -47,7 +47,7 @@ def test_a_run_on_two_tasks_is_resumed_bit_for_bit_and_compared_on_each(
     assert differences(continuation(run.last), continuation(Run(tmp_path / "whole").last)) == []
     pool = whole.datamodule.pool
     assert pool.n_envs == 4 and pool.space.slot == ["place1", "place2", "place3"]
-    assert "tasks/table/objective" in run.scalars() and "tasks/Digits/accuracy" in run.scalars()
+    assert "tasks/table/objective" in run.scalars() and "tasks/Digits/score" in run.scalars()
     for task in ("Digits", "table"):
         assert {row["controller"] for row in rows_of(run.folder / "evaluation" / task)} >= {"tamiyo", "climbing"}
 

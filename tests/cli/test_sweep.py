@@ -23,9 +23,9 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def with_objectives(run: SweepRun, *objectives: float) -> SweepRun:
-    """Return a run with these objectives on its hosts, and accuracies that are .1 higher."""
+    """Return a run with these objectives on its hosts, and scores that are .1 higher."""
     values = {column: [1.0] * len(objectives) for column in COLUMNS}
-    values |= {"objective": list(objectives), "accuracy": [objective + 0.1 for objective in objectives]}
+    values |= {"objective": list(objectives), "score": [objective + 0.1 for objective in objectives]}
     return run._replace(values={"": values})
 
 
@@ -51,7 +51,7 @@ def test_the_table_has_the_means_of_each_setting_with_their_intervals(tmp_path: 
     interval = mean_interval(np.array([[0.1, 0.3], [0.5, 0.9]]))
     assert (first["lr"], first["runs"], first["failed"], first["objective"]) == ("1", "2", "0", "0.45")
     assert (float(first["objective_low"]), float(first["objective_high"])) == pytest.approx(interval[1:], rel=1e-5)
-    assert (first["accuracy"], first["fossils"]) == ("0.55", "1")
+    assert (first["score"], first["fossils"]) == ("0.55", "1")
     assert (second["runs"], second["failed"], second["objective"]) == ("1", "1", "0.3")
     table = printed_table([first, second])
     assert [column.header for column in table.columns] == ["lr", "runs", "failed", *COLUMNS]

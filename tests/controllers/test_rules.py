@@ -33,7 +33,7 @@ from tests.decisions import WAIT, Row, act, cull, fossilize, germinate
 MakePool = Callable[..., HostPool]
 
 FLAT, STABLE = [0.5] * 9, [2.0] * 9
-"""Validation accuracy of a host on a plateau, and validation loss of a stable host."""
+"""Validation score of a host on a plateau, and validation loss of a stable host."""
 
 
 class Eager(Heuristic):
@@ -86,30 +86,30 @@ def play_until_probation(rule: Any, pool: HostPool, slot: int = 0) -> Row:
     return first
 
 
-def measured(pool: HostPool, accuracy: list[float], loss: list[float] | None = None, slot: int = 0, **of: Any) -> None:
+def measured(pool: HostPool, score: list[float], loss: list[float] | None = None, slot: int = 0, **of: Any) -> None:
     """Overwrite the history of the host, and `contribution` and `ticks` (in the stage) of the seed in a slot."""
     env = pool.envs[0]
-    env.history.accuracy[:], env.history.loss[:] = accuracy, loss or STABLE[:1] * len(accuracy)
-    env.tick = len(accuracy) - 1
+    env.history.score[:], env.history.loss[:] = score, loss or STABLE[:1] * len(score)
+    env.tick = len(score) - 1
     env.records[slot].contribution = of.get("contribution", env.records[slot].contribution)
     env.slots[slot].ticks_in_stage = of.get("ticks", env.slots[slot].ticks_in_stage)
     pool.load_state_dict(deepcopy(pool.state_dict()))  # computes the masks again
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "loss", "expected"),
+    ("score", "loss", "expected"),
     {
         "a plateau of a stable host": (FLAT, STABLE, germinate(0)),
         "the loss still falls": (FLAT, [2.0 * 0.9**t for t in range(9)], WAIT),
-        "accuracy still rises": ([0.5 + 0.01 * t for t in range(9)], STABLE, WAIT),
+        "score still rises": ([0.5 + 0.01 * t for t in range(9)], STABLE, WAIT),
         "the loss is not a number": (FLAT, [float("nan")] * 9, WAIT),
     }.values(),
 )
 def test_the_heuristic_germinates_on_a_plateau(
-    patient: HostPool, accuracy: list[float], loss: list[float], expected: Row
+    patient: HostPool, score: list[float], loss: list[float], expected: Row
 ) -> None:
     rule = started(patient, Heuristic())
-    measured(patient, accuracy, loss)
+    measured(patient, score, loss)
 
     assert decision(rule, patient) == expected
 
@@ -126,7 +126,7 @@ def test_a_host_that_was_stable_once_may_be_grown_though_its_loss_moves_again(pa
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "ticks", "contribution", "op"),
+    ("score", "ticks", "contribution", "op"),
     {
         "it reaches the gate's threshold": (0.5, 1, 1.0, Op.FOSSILIZE),
         "it does not": (0.5, 1, 0.99, Op.WAIT),
@@ -135,12 +135,12 @@ def test_a_host_that_was_stable_once_may_be_grown_though_its_loss_moves_again(pa
     }.values(),
 )
 def test_the_heuristic_keeps_what_helps_and_culls_what_harms(
-    patient: HostPool, accuracy: float, ticks: int, contribution: float, op: Op
+    patient: HostPool, score: float, ticks: int, contribution: float, op: Op
 ) -> None:
     rule = started(patient, Heuristic())
     measured(patient, FLAT)
     play_until_probation(rule, patient)
-    measured(patient, [*FLAT, accuracy], ticks=ticks, contribution=contribution)
+    measured(patient, [*FLAT, score], ticks=ticks, contribution=contribution)
 
     assert decision(rule, patient)[:2] == (op, 0)
 
@@ -219,7 +219,7 @@ def test_the_rent_that_a_seed_is_judged_by_is_the_one_that_the_pool_charges(make
 
     charged = charging.step(act(fossilize(0), fossilize(0))).metrics
 
-    torch.testing.assert_close(charged.objective - charged.accuracy, torch.tensor(judged), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(charged.objective - charged.score, torch.tensor(judged), atol=1e-6, rtol=1e-5)
     assert max(judged) < 0.0
 
 

@@ -90,10 +90,10 @@ def restored_by_hand(pool: HostPool, state: dict[str, Any], host: int, good: dic
     validated = pool.executor.validate([env], pool.data.validation)
     (validation,) = unpack_validations(validated, len(env.slots))
     env.record_validation(validation)
-    accuracy = validation.all_seeds.accuracy
+    score = validation.all_seeds.score
     parameters = 390 + sum(p.numel() for slot in env.slots for p in slot.seed.parameters())
     price = pool.config.objective.price
-    env.objective = objective(torch.tensor([accuracy]), torch.tensor([parameters]), 390, price).item()
+    env.objective = objective(torch.tensor([score]), torch.tensor([parameters]), 390, price).item()
     pool.load_state_dict(deepcopy(pool.state_dict()))  # updates observation and masks
     return pool
 
@@ -108,8 +108,8 @@ def fossilize_in_broken_epoch(pool: HostPool) -> StepResult:
         return pool.step(act(fossilize(0), WAIT))
 
 
-def accuracy_by_forward_pass(network: nn.Module, data: Split, without: Sequence[str] = ()) -> float:
-    """Compute accuracy by a plain forward pass of a copy, without the seeds in some slots."""
+def score_by_forward_pass(network: nn.Module, data: Split, without: Sequence[str] = ()) -> float:
+    """Compute score by a plain forward pass of a copy, without the seeds in some slots."""
     network = deepcopy(network).eval()
     for name in without:
         slots_of(network)[name].empty()

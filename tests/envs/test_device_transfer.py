@@ -13,7 +13,7 @@ from esper_lightning.envs.device_transfer import (
     upload,
     variants_to_validate,
 )
-from esper_lightning.envs.measurements import Score, Validation
+from esper_lightning.envs.measurements import LossAndScore, Validation
 from esper_lightning.envs.spaces.actions import relevance_table
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.slot import SeedSlot
@@ -70,17 +70,17 @@ def test_measurements_are_read_by_name_as_they_were_packed(host_only: bool) -> N
         grow(slot, stage, "mlp_small")
     variants = variants_to_validate(slots, host_only=host_only)
     names = {frozenset("ab"): 0, frozenset("b"): 1, frozenset("a"): 2, frozenset(): 3}
-    # Loss and accuracy of two hosts, with a different value for each combination of seeds.
+    # Loss and score of two hosts, with a different value for each combination of seeds.
     validated = torch.tensor([[[10.0 * row + names[v] for v in variants] for row in range(2)]] * 2)
     gradients = torch.arange(2 * 4 * 4.0).view(2, 4, 4)
     trained = pack_training(torch.tensor([[0.5, 0.25], [1.5, 0.75]]), torch.tensor([0.0, 3.0]), gradients)
 
     first, second = unpack_epochs(pack_epochs(trained, validated), slots=3)
 
-    assert (second.training.loss, second.training.accuracy, second.training.skipped_steps) == (1.5, 0.75, 3)
+    assert (second.training.loss, second.training.score, second.training.skipped_steps) == (1.5, 0.75, 3)
     assert first.training.host_gradient == GradientStats(0.0, 1.0, 2.0, 3.0)
     assert second.training.seed_gradients == [GradientStats(*range(first, first + 4)) for first in (20, 24, 28)]
-    whole, without_a, without_b, none = (Score(float(i), 10.0 + i) for i in range(4))
+    whole, without_a, without_b, none = (LossAndScore(float(i), 10.0 + i) for i in range(4))
     expected = Validation(whole, [without_a, without_b, whole], without_b, none if host_only else None)
     assert first.validation == second.validation == expected
     assert unpack_validations(validated, slots=3) == [expected] * 2

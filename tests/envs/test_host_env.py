@@ -9,7 +9,7 @@ from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.envs.measurements import EpochResult, Score, TrainingStats, Validation
+from esper_lightning.envs.measurements import EpochResult, LossAndScore, TrainingStats, Validation
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.stages import Stage
@@ -20,7 +20,7 @@ CALM = GradientStats(norm=1.0, rms=0.1, vanished=0.0, exploded=0.0)
 
 def nothing_new(env: HostEnv) -> EpochResult:
     """Return an epoch result in which all seeds are healthy and contribute nothing."""
-    slots, score = len(env.slots), Score(1.0, 0.5)
+    slots, score = len(env.slots), LossAndScore(1.0, 0.5)
     return EpochResult(TrainingStats(1.0, 0.5, 0, CALM, [CALM] * slots), Validation(score, [score] * slots, score))
 
 
@@ -105,7 +105,7 @@ def test_contributions_are_those_of_the_last_two_ticks_in_which_the_seed_was_ble
     env.apply(germinate(1))
     known = []
     for without in (0.1, 0.4, 0.55):
-        whole, *rest, committed = (Score(1.0, accuracy) for accuracy in (0.5, 0.9, without, 0.9, 0.3))
+        whole, *rest, committed = (LossAndScore(1.0, score) for score in (0.5, 0.9, without, 0.9, 0.3))
         env.record_epoch(nothing_new(env)._replace(validation=Validation(whole, rest, committed)))
         known.append((env.records[1].previous_contribution, env.records[1].contribution))
 

@@ -12,7 +12,7 @@ from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import ObjectiveConfig
 from tests.decisions import WAIT, act, germinate
-from tests.envs.episodes import accuracy_by_forward_pass, random_actions
+from tests.envs.episodes import random_actions, score_by_forward_pass
 
 LONGER = HostTraining(lr=0.02, batches=8)  # long enough for hosts to learn something
 
@@ -71,10 +71,10 @@ def test_what_is_not_fossilized_at_the_horizon_is_dropped_and_costs_nothing(
         step = pool.step(act(WAIT))
 
     network, validation = pool.envs[0].network, pool.data.validation
-    bare = accuracy_by_forward_pass(network, validation, without=["block1.pool"])
-    assert bare != accuracy_by_forward_pass(network, validation)
+    bare = score_by_forward_pass(network, validation, without=["block1.pool"])
+    assert bare != score_by_forward_pass(network, validation)
     assert not step.terminated.any()
-    assert step.metrics.objective.item() == step.metrics.accuracy.item() == pytest.approx(bare)
+    assert step.metrics.objective.item() == step.metrics.score.item() == pytest.approx(bare)
     assert step.metrics.parameters.item() == 390
 
 

@@ -81,7 +81,7 @@ def test_every_host_lives_as_it_would_in_a_pool_of_its_own(common: SharedSpace, 
     for step in ACTIONS:
         together = mixed.step(act(*[decision(step, mixed)] * 3))
         apart = [pool.step(act(*[decision(step, pool)] * pool.n_envs)) for pool in alone]
-        for name in ("accuracy", "loss", "objective", "parameters", "reward"):
+        for name in ("score", "loss", "objective", "parameters", "reward"):
             parts = torch.cat([getattr(result.metrics, name) for result in apart])
             assert torch.equal(getattr(together.metrics, name), parts), (step, name)
         assert [event.host for event in together.events] == [

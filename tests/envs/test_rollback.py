@@ -25,11 +25,11 @@ from tests.envs.episodes import (
     HORIZON,
     Episode,
     MakePool,
-    accuracy_by_forward_pass,
     fossilize_in_broken_epoch,
     play_until_ended,
     random_actions,
     restored_by_hand,
+    score_by_forward_pass,
 )
 from tests.runs import differences
 from tests.tiers import pairs_of, rest_is_slow
@@ -133,11 +133,11 @@ def test_a_host_that_diverges_once_too_often_is_restored_and_left_alone(
 
     monkeypatch.setattr(pool.executor, "train_epoch", watched)
     before, weights = deepcopy(env.state_dict()), env.monitor.snapshot.copy()
-    accuracy = accuracy_by_forward_pass(env.network, pool.data.validation)
+    score = score_by_forward_pass(env.network, pool.data.validation)
     for tick in range(6, HORIZON + 1):
         step = pool.step(random_actions(pool, episode.generators))
         assert (step.reward[1], step.terminated[1], step.truncated[1]) == (0.0, False, tick == HORIZON)
-        assert step.metrics.accuracy[1].item() == pytest.approx(accuracy)
+        assert step.metrics.score[1].item() == pytest.approx(score)
         assert not [word for word in step.verdicts if word.host == 1]
         assert not [event for event in step.events if event.host == 1]
     assert env not in trained and len(trained) == 2 * (HORIZON - 5)
@@ -145,7 +145,7 @@ def test_a_host_that_diverges_once_too_often_is_restored_and_left_alone(
     assert differences(weights, env.monitor.snapshot.copy()) == [], "not kept again"
     torch.testing.assert_close(
         pool.test_scores()[1],
-        torch.tensor([accuracy_by_forward_pass(e.network, pool.data.test, live(e)) for e in pool.envs]),
+        torch.tensor([score_by_forward_pass(e.network, pool.data.test, live(e)) for e in pool.envs]),
     )
     pool.reset([1, 2, 3])
     assert not pool.masks.ended.any() and pool.masks.slot[1, Op.GERMINATE].all()
@@ -232,9 +232,9 @@ def measure_objective(pool: HostPool, host: int, committed: bool = False) -> flo
     env = pool.envs[host]
     kept = [slot for slot in env.slots if slot.stage is Stage.FOSSILIZED]
     gone = [slot.name for slot in env.slots if slot not in kept] if committed else []
-    accuracy = accuracy_by_forward_pass(env.network, pool.data.validation, gone)
+    score = score_by_forward_pass(env.network, pool.data.validation, gone)
     parameters = 390 + sum(p.numel() for slot in kept for p in slot.seed.parameters())
-    return objective(torch.tensor([accuracy]), torch.tensor([parameters]), 390, pool.config.objective.price).item()
+    return objective(torch.tensor([score]), torch.tensor([parameters]), 390, pool.config.objective.price).item()
 
 
 def test_a_rollback_costs_the_penalty_and_ends_the_trajectory_there(rarely_snapshotting_pool: HostPool) -> None:

@@ -60,10 +60,10 @@ def test_hosts_are_loaded_as_they_were_tested(
         description, samples = read_description(tmp_path), read_samples(tmp_path / SAMPLES_FILE)
         network = load_host(tmp_path, description)
         with torch.no_grad():
-            accuracy = (network(inputs).argmax(1) == targets).double().mean().item()
+            score = (network(inputs).argmax(1) == targets).double().mean().item()
             assert torch.equal(samples["outputs"], network(inputs[:8]))
         assert torch.equal(samples["inputs"], inputs[:8])
-        assert accuracy == pytest.approx(outcome.accuracy[host], abs=1e-7)
+        assert score == pytest.approx(outcome.score[host], abs=1e-7)
         assert (description["rng_seed"], description["objective"]) == (SEEDS[host], outcome.objective[host])
         fossils = [slot.name for slot in slots_of(network).values() if slot.stage is Stage.FOSSILIZED]
         assert fossils == [seed["slot"] for seed in description["seeds"]] != []

@@ -75,11 +75,11 @@ def test_only_fossilized_seeds_are_tested_and_rewarded(pool: HostPool, keep: int
     inputs, targets = pool.data.test
     for i, env in enumerate(pool.envs):
         outputs = fossilized_copy(env)(inputs)
-        assert played.accuracy[i] == pytest.approx((outputs.argmax(1) == targets).float().mean().item())
+        assert played.score[i] == pytest.approx((outputs.argmax(1) == targets).float().mean().item())
         assert played.loss[i] == pytest.approx(F.cross_entropy(outputs, targets).item(), rel=1e-4)
     assert played.parameters.tolist() == [parameters] * 2 and played.fossils.tolist() == [keep] * 2
     rent = 0.5 * np.log(1 + (parameters - 390) / 390)
-    np.testing.assert_allclose(played.objective, played.accuracy - rent, atol=1e-6)
+    np.testing.assert_allclose(played.objective, played.score - rent, atol=1e-6)
 
 
 def test_an_episode_is_reproducible_whatever_was_played_before(pool: HostPool) -> None:
@@ -87,11 +87,11 @@ def test_an_episode_is_reproducible_whatever_was_played_before(pool: HostPool) -
     other = play_episode(pool, "random", RandomValid(0), rng_seeds=[7, 9])
     again = play_episode(pool, "random", RandomValid(0), rng_seeds=[1, 3])
 
-    for column in ("accuracy", "loss", "parameters", "objective", "flops", "ticks", "fossils", "rollbacks"):
+    for column in ("score", "loss", "parameters", "objective", "flops", "ticks", "fossils", "rollbacks"):
         assert np.array_equal(getattr(first, column), getattr(again, column)), column
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(first.trace, again.trace, strict=True))
     assert first.topologies == again.topologies
-    assert not np.array_equal(first.accuracy, other.accuracy)
+    assert not np.array_equal(first.score, other.score)
 
 
 def test_a_trace_says_what_was_done_and_what_came_of_it(pool: HostPool) -> None:
@@ -149,7 +149,7 @@ def test_a_host_that_has_stopped_costs_nothing(make_pool: MakePool) -> None:
 
     assert (part.flops / whole.flops).tolist() == [0.0, 4 / 6] and part.ticks.tolist() == [0, 4]
     assert (more.flops / whole.flops).tolist() == [1.0, 9 / 6] and more.ticks.tolist() == [6, 9]
-    assert more.accuracy[0] == whole.accuracy[0], "it stopped where the others ended"
+    assert more.score[0] == whole.score[0], "it stopped where the others ended"
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def test_a_static_host_is_the_plain_network_trained_by_hand(make_pool: MakePool)
         with torch.no_grad():
             said = network.eval()(pool.data.test.inputs)
         right = (said.argmax(1) == pool.data.test.targets).float().mean().item()
-        assert played.accuracy[i] == pytest.approx(right, abs=0.011)  # one image of a hundred may differ by rounding
+        assert played.score[i] == pytest.approx(right, abs=0.011)  # one image of a hundred may differ by rounding
         assert played.loss[i] == pytest.approx(F.cross_entropy(said, pool.data.test.targets).item(), rel=1e-3)
         assert played.parameters[i] == sum(p.numel() for p in network.parameters())
 

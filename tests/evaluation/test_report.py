@@ -29,7 +29,7 @@ HOSTS, TICKS, SLOTS = 6, 4, ["block1", "block2"]
 RIVAL = "rival best.ckpt"
 
 
-def outcome(name: str, accuracy: np.ndarray, parameters: float) -> Outcome:
+def outcome(name: str, score: np.ndarray, parameters: float) -> Outcome:
     random = np.random.default_rng(len(name))
     trace = PoolTrace(
         ops=random.integers(0, 4, size=(TICKS, HOSTS)),
@@ -37,9 +37,9 @@ def outcome(name: str, accuracy: np.ndarray, parameters: float) -> Outcome:
     )
     whole = np.arange(HOSTS)
     return Outcome(
-        name, accuracy, 1 - accuracy, whole + parameters, accuracy - 0.01, 1000 * whole + 1, whole, whole, whole, 1.5,
+        name, score, 1 - score, whole + parameters, score - 0.01, 1000 * whole + 1, whole, whole, whole, 1.5,
         [()] * HOSTS, trace, ["as configured"] * HOSTS,
-        {"calibration_error": 0.1 * accuracy, "accuracy.0": accuracy, "accuracy.1": accuracy - 0.1},
+        {"calibration_error": 0.1 * score, "accuracy.0": score, "accuracy.1": score - 0.1},
     )  # fmt: skip
 
 
@@ -67,6 +67,7 @@ def contest(training_seeds: Sequence[int | None]) -> ComparisonResult:
         entries=[learned[0], *rules, rival, *learned[1:]] if training_seeds else rules,
         schedules={"schedule": Schedule(tuple(SLOTS), ())},
         notes=["6 of 6 hosts"],
+        score="accuracy",
     )
 
 
@@ -147,11 +148,11 @@ def test_the_tables_fit_and_compare_everyone_with_the_first_row(played: Comparis
 
     assert headings == ["controller", "test accuracy", "objective", f"{first.name} ahead"]
     assert results[0][3] == "" and len(results) == len(costs) == len(further) == len(played.entries)
-    measured = (other.values("accuracy"), other.values("objective"), played.lead(other))
+    measured = (other.values("score"), other.values("objective"), played.lead(other))
     assert results[-1] == (other.name, *(format_interval(mean_interval(values)) for values in measured))
-    accuracy = other.values("accuracy").mean()
+    score = other.values("score").mean()
     assert of_metrics == ["controller", "calibration error", "lowest accuracy"]
-    assert further[-1][1:] == (f"{0.1 * accuracy:.3f}", f"{accuracy - 0.1:.3f} (1)")
+    assert further[-1][1:] == (f"{0.1 * score:.3f}", f"{score - 0.1:.3f} (1)")
 
 
 def test_the_pareto_figure_has_every_controller_where_it_belongs_and_few_labels(played: ComparisonResult) -> None:
@@ -160,7 +161,7 @@ def test_the_pareto_figure_has_every_controller_where_it_belongs_and_few_labels(
 
     for axes, column in zip(figure.axes, ("parameters", "flops"), strict=True):
         drawn = [line.get_xydata()[0] for line, *_ in axes.containers]
-        expected = [(one.values(column).mean(), one.values("accuracy").mean()) for one in played.entries]
+        expected = [(one.values(column).mean(), one.values("score").mean()) for one in played.entries]
         np.testing.assert_allclose(drawn, expected)
         sizes = [line.get_markersize() for line, *_ in axes.containers]
         assert sizes == sorted(set(sizes), reverse=True), "one at the place of another shows"

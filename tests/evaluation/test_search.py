@@ -119,7 +119,7 @@ def test_all_but_the_culled_seeds_of_a_plan_are_there_in_the_end(
 
 @pytest.fixture(scope="module")
 def pool(make_pool: MakePool) -> HostPool:
-    """Pool with expensive growth: a fossilized conv_light costs more than any accuracy it can add."""
+    """Pool with expensive growth: a fossilized conv_light costs more than any score it can add."""
     return make_pool(8, objective=ObjectiveConfig(price=0.5), training=HostTraining(batches=1), executor="fused")
 
 
@@ -131,7 +131,7 @@ def varied(make_pool: MakePool) -> HostPool:
 
 @pytest.fixture(scope="module")
 def dear_and_free(pool: HostPool) -> list[Schedule]:
-    # Rent: 0.5 · ln(1 + 2320 / 390) = 0.97 of accuracy, more than hosts can gain in their first six short epochs.
+    # Rent: 0.5 · ln(1 + 2320 / 390) = 0.97 of score, more than hosts can gain in their first six short epochs.
     dear = Plan((PlannedSeed("block3", "conv_light", "linear_add", "FAST", 0),), fossilize_late=False)
     return [PlanSampler(pool, 0).to_schedule(dear), Schedule(SLOTS, ())]
 

@@ -243,7 +243,7 @@ def test_a_host_whose_seed_does_not_fit_into_memory_ends_its_episode(
 
     assert [str(word).split(":")[1] for word in step.verdicts] == [" out of memory"]
     assert [(word.host, word.verdict.outcome) for word in step.verdicts] == [(1, Verdict.END)]
-    assert pool.envs[1].slots[0].stage is Stage.DORMANT and step.metrics.accuracy.isfinite().all()
+    assert pool.envs[1].slots[0].stage is Stage.DORMANT and step.metrics.score.isfinite().all()
     assert [env.ended for env in pool.envs] == [False, True, False]
     step = pool.step(act(germinate(0, 2), WAIT, germinate(0, 2)))
     assert step.verdicts == [] and [env.slots[0].occupied for env in pool.envs] == [True, False, True]
@@ -257,7 +257,7 @@ def test_a_host_without_even_memory_to_be_validated_is_left_as_it_was_measured_l
     with short_of_memory(env, no_memory_on_the_gpu, True), short_of_memory(env, no_memory_on_the_gpu, False):
         step = pool.step(act(WAIT, WAIT, WAIT))
         assert [word.verdict.outcome for word in step.verdicts] == [Verdict.END]
-        assert step.metrics.accuracy[1] == before.accuracy[1]
+        assert step.metrics.score[1] == before.score[1]
         for _ in range(3):
             step = pool.step(act(WAIT, WAIT, WAIT))
             assert step.verdicts == [] and step.observation.features.isfinite().all()

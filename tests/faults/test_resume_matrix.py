@@ -30,7 +30,7 @@ TICKS = (HORIZON + 3, 2 * HORIZON + 2)
 """Ticks in the middle of a rollout."""
 
 TOLERANCE = 1e-5
-"""Tolerance in float32 after three ticks, for weights, losses and accuracies; measured: 2e-6."""
+"""Tolerance in float32 after three ticks, for weights, losses and scores; measured: 2e-6."""
 
 # Adam moves a weight by up to its learning rate where the gradient is only rounding error; sgd hardly moves it.
 SGD = ("--data.env.training.optimizer=sgd",)

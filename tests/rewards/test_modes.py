@@ -54,8 +54,8 @@ def test_a_seed_that_comes_and_goes_and_changes_nothing_earns_nothing(
 
 @pytest.mark.parametrize("mode", ALL)
 def test_after_a_rollback_what_was_lent_is_taken_back_and_nothing_else_counts(mode: str) -> None:
-    lent = slot_step(BLENDING, accuracy_at_germination=0.1, contribution=60.0, contribution_before=50.0)
-    step = host_step(lent, diverged=True, accuracy=0.9, objective=0.9, at_horizon=True)
+    lent = slot_step(BLENDING, score_at_germination=0.1, contribution=60.0, contribution_before=50.0)
+    step = host_step(lent, diverged=True, score=0.9, objective=0.9, at_horizon=True)
     expected = {"shaping": pytest.approx(-0.3 * 4.1)}
     assert compute_terms(step, RewardConfig(mode=mode)) == {n: expected.get(n, 0.0) for n in REWARDS[mode].terms}
 
@@ -98,24 +98,22 @@ def test_attribution_by_hand(contribution: float, progress: float, gain: float, 
 
 
 def test_shaped_rewards_contributions_and_subtracts_the_previous_one() -> None:
-    there = slot_step(BLENDING, accuracy_at_germination=0.3, contribution=30.0, growth=0.5)
-    paid = compute_terms(host_step(there, accuracy=0.5, host_only_accuracy=0.4), SHAPED)
+    there = slot_step(BLENDING, score_at_germination=0.3, contribution=30.0, growth=0.5)
+    paid = compute_terms(host_step(there, score=0.5, host_only_score=0.4), SHAPED)
     assert paid["attribution"] == pytest.approx((20.0 * 30.0) ** 0.5)
     assert paid["rent"] == pytest.approx(-0.5 * 0.4054651)
-    gone = slot_step(BLENDING, CULLED, accuracy_at_germination=0.3, contribution_before=30.0)
-    paid = compute_terms(
-        host_step(gone, accuracy=0.2, accuracy_before=0.5, host_only_accuracy_before=0.4, op="CULL"), SHAPED
-    )
+    gone = slot_step(BLENDING, CULLED, score_at_germination=0.3, contribution_before=30.0)
+    paid = compute_terms(host_step(gone, score=0.2, score_before=0.5, host_only_score_before=0.4, op="CULL"), SHAPED)
     assert (paid["attribution"], paid["op"]) == (pytest.approx(-((20.0 * 30.0) ** 0.5)), -0.005)
-    left = slot_step(ON_PROBATION, ON_PROBATION, CULLED, accuracy_at_germination=0.3, contribution=-2.0)
-    paid = compute_terms(host_step(left, accuracy=0.5, host_only_accuracy=0.5), SHAPED)
+    left = slot_step(ON_PROBATION, ON_PROBATION, CULLED, score_at_germination=0.3, contribution=-2.0)
+    paid = compute_terms(host_step(left, score=0.5, host_only_score=0.5), SHAPED)
     assert (paid["attribution"], paid["auto_cull"]) == (-2.0, -0.2)
     assert compute_terms(host_step(slot_step(BLENDING, growth=1e9)), SHAPED)["rent"] == -1.0, "its cap"
 
 
 @pytest.mark.parametrize(("ticks", "cost"), [(0, 0.1), (2, 0.2), (6, 0.4), (50, 0.4)])
 def test_blending_a_seed_that_makes_the_host_worse_costs_more_with_time(ticks: int, cost: float) -> None:
-    worse = slot_step(BLENDING._replace(ticks_in_stage=ticks), accuracy_at_germination=0.9)
+    worse = slot_step(BLENDING._replace(ticks_in_stage=ticks), score_at_germination=0.9)
     assert compute_terms(host_step(worse), SHAPED)["warnings"] == pytest.approx(-cost)
 
 
@@ -128,5 +126,5 @@ def test_waiting_with_a_good_seed_costs_more_with_time(ticks: int, cost: float) 
 
 @pytest.mark.parametrize(("bare", "cost"), [(0.6, 0.3), (0.4, 0.0)])
 def test_a_seed_that_only_makes_itself_needed_holds_the_host_to_ransom(bare: float, cost: float) -> None:
-    needed = slot_step(BLENDING, accuracy_at_germination=0.5, contribution=3.0)
-    assert compute_terms(host_step(needed, host_only_accuracy=bare), SHAPED)["ransom"] == -cost
+    needed = slot_step(BLENDING, score_at_germination=0.5, contribution=3.0)
+    assert compute_terms(host_step(needed, host_only_score=bare), SHAPED)["ransom"] == -cost

@@ -1,4 +1,4 @@
-"""The objective J = accuracy - rent, against hand-computed numbers."""
+"""The objective J = score - rent, against hand-computed numbers."""
 
 import math
 
@@ -33,7 +33,7 @@ def test_growth_of_a_tiny_host_is_counted_against_200_parameters() -> None:
         assert rent(float_tensor(grown), host, PRICE).item() == pytest.approx(PRICE * LN_2)
 
 
-def test_the_objective_is_accuracy_minus_rent() -> None:
+def test_the_objective_is_score_minus_rent() -> None:
     worth = objective(float_tensor(0.5, 0.9, 0.9), float_tensor(1000, 1000, 2000), HOST, PRICE)
     torch.testing.assert_close(worth, float_tensor(0.5, 0.9, 0.8653426))
 

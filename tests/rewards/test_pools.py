@@ -55,13 +55,13 @@ def test_the_reward_of_a_fossilized_seed_is_given_at_once_and_sums_to_the_same(
     pools = [pool_of(mode, training=LEARNS, horizon=len(FOSSILIZE_CULL_AND_LATE)) for mode in ("kept", "objective")]
     for pool in pools:
         pool.reset([1, 2, 3])
-    worth = [[env.validated.fossilized.accuracy for env in pools[0].envs]]  # nothing is fossilized, so no rent
+    worth = [[env.validated.fossilized.score for env in pools[0].envs]]  # nothing is fossilized, so no rent
     kept, change = [], []
     for rows in FOSSILIZE_CULL_AND_LATE:
         ours, theirs = (pool.step(act(*rows)) for pool in pools)
         kept.append(ours.reward.clone())
         change.append(theirs.reward.clone())
-        worth.append([env.objective_at(env.validated.fossilized.accuracy) for env in pools[0].envs])
+        worth.append([env.objective_at(env.validated.fossilized.score) for env in pools[0].envs])
     torch.testing.assert_close(torch.stack(kept), torch.tensor(worth).diff(dim=0), rtol=0.0, atol=1e-6)
     torch.testing.assert_close(torch.stack(kept).sum(0), torch.stack(change).sum(0), rtol=0.0, atol=1e-6)
     assert not torch.equal(torch.stack(kept), torch.stack(change))
@@ -86,7 +86,7 @@ def test_shaped_alone_knows_the_host_without_any_seed(pool_of: Callable[..., Hos
     for row in (germinate(0, 2), WAIT, WAIT, WAIT, fossilize(0), germinate(1, 2), *[WAIT] * 5):
         pool.step(act(row))
     (env,) = pool.envs
-    whole, bare, kept = (getattr(env.validated, name).accuracy for name in ("all_seeds", "host_only", "fossilized"))
+    whole, bare, kept = (getattr(env.validated, name).score for name in ("all_seeds", "host_only", "fossilized"))
     for empty, known in ((set(Stage), bare), (set(Stage) - {Stage.FOSSILIZED}, kept), (set(), whole)):
         network = deepcopy(env.network).eval()
         for slot in slots_of(network).values():

@@ -44,14 +44,14 @@ EPISODE = [  # (op, slot) of three hosts: only WAIT; one seed fossilized and one
 def pool() -> HostPool:
     digits = Digits().load()
     few = Split(digits.train.inputs[:64], digits.train.targets[:64])
-    data = TaskData(few, digits.validation, digits.test, digits.classes)
+    data = TaskData(few, digits.validation, digits.test, digits.outputs)
     host = partial(CNN, base=4, blocks=2, kernel=1, slots=["block1", "block2"])
     return HostPool(Digits(), data, host, config=CONFIG, n_envs=3, device=torch.device("cpu"))
 
 
 @torch.no_grad()
-def accuracy_by_hand(env: HostEnv, data: Split) -> float:
-    """Return the accuracy of the host with its fossilized seeds only."""
+def score_by_hand(env: HostEnv, data: Split) -> float:
+    """Return the score of the host with its fossilized seeds only."""
     network = deepcopy(env.network).eval()
     for slot in slots_of(network).values():
         if slot.stage is not Stage.FOSSILIZED:
@@ -60,11 +60,11 @@ def accuracy_by_hand(env: HostEnv, data: Split) -> float:
 
 
 def run_episode(pool: HostPool) -> tuple[Tensor, Tensor, Tensor]:
-    """Run one episode; return its rewards [T, N], and accuracies [N] at its start and at its end."""
+    """Run one episode; return its rewards [T, N], and scores [N] at its start and at its end."""
     pool.reset([1, 2, 3])
-    start = [accuracy_by_hand(env, pool.data.validation) for env in pool.envs]
+    start = [score_by_hand(env, pool.data.validation) for env in pool.envs]
     rewards = torch.stack([pool.step(act(*choices)).reward.clone() for choices in EPISODE])
-    end = [accuracy_by_hand(env, pool.data.validation) for env in pool.envs]
+    end = [score_by_hand(env, pool.data.validation) for env in pool.envs]
     return rewards, torch.tensor(start), torch.tensor(end)
 
 
@@ -78,7 +78,7 @@ def test_rewards_sum_to_what_the_host_has_become_worth(pool: HostPool) -> None:
 
 def test_the_rent_falls_due_in_the_tick_that_keeps_the_seed(pool: HostPool) -> None:
     rewards, _, _ = run_episode(pool)
-    # In the third tick the second host pays rent; its accuracy moved by the rest, a whole number of images.
+    # In the third tick the second host pays rent; its score moved by the rest, a whole number of images.
     images = (rewards[2, 1].item() + RENT) * pool.data.validation.samples
     assert images == pytest.approx(round(images), abs=1e-3)
     others = rewards[:-1, [0, 2]] * pool.data.validation.samples

@@ -21,7 +21,7 @@ def slot_step(
     before: SlotStatus, acted: SlotStatus | None = None, after: SlotStatus | None = None, **facts: float
 ) -> SlotStep:
     """Return one slot in a step in which nothing is measured except `facts`."""
-    usual = dict.fromkeys(("accuracy_at_germination", "contribution_before", "contribution", "growth"), 0.0)
+    usual = dict.fromkeys(("score_at_germination", "contribution_before", "contribution", "growth"), 0.0)
     acted = before if acted is None else acted
     return SlotStep(before, acted, acted if after is None else after, **usual | facts)
 
@@ -59,10 +59,10 @@ def seed_life(advances: Sequence[bool], growth: float = 0.3, start: float = 0.5)
     for age, advance in enumerate(advances, 1):
         stage = NEXT.get(acted.stage, acted.stage) if advance else acted.stage
         after = SlotStatus(stage, 0 if stage is not acted.stage else acted.ticks_in_stage + 1, age)
-        ticks.append((op, slot_step(before, acted, after, accuracy_at_germination=start, growth=growth)))
+        ticks.append((op, slot_step(before, acted, after, score_at_germination=start, growth=growth)))
         before, acted, op = after, after, "WAIT"
     gone = SlotStatus(Stage.CULLED, 0, 0), SlotStatus(Stage.EMBARGOED, 0, 0)
-    return [*ticks, ("CULL", slot_step(before, *gone, accuracy_at_germination=start))]
+    return [*ticks, ("CULL", slot_step(before, *gone, score_at_germination=start))]
 
 
 shares = st.floats(0.0, 1.0)

@@ -44,7 +44,7 @@ def test_every_sample_is_there_once_beside_its_target() -> None:
     data = FromDataModule(Complete()).load()
 
     check_data(data, "Complete")
-    assert data.classes == 3
+    assert data.outputs == 3
     for i, (split, size) in enumerate(zip(data[:3], SIZES.values(), strict=True)):
         numbers = split.inputs[:, 0] - 100 * i
         assert sorted(numbers.tolist()) == list(range(size))
@@ -70,6 +70,22 @@ def test_data_that_are_drawn_by_numpy_or_python_are_the_same_again_too() -> None
         assert (random.random(), np.random.rand()) == expected, "the global generators do not advance"
 
     assert prints[0] == prints[1]
+
+
+class Quantities(Complete):
+    """Data module whose targets are two scaled quantities."""
+
+    def make(self, part: str) -> TensorDataset:
+        numbers = torch.arange(SIZES[part]).double().view(-1, 1)
+        return TensorDataset(numbers, ((-1.0) ** numbers).expand(-1, 2))
+
+
+def test_quantities_are_read_as_they_are() -> None:
+    data = FromDataModule(Quantities(), score="r2").load()
+
+    check_data(data, "Quantities", "r2")
+    assert data.outputs == 2 and data.train.targets.dtype is torch.float32
+    assert set(map(tuple, data.test.targets.tolist())) == {(1.0, 1.0), (-1.0, -1.0)}
 
 
 @pytest.mark.parametrize(("kind", "becomes"), [(torch.float64, torch.float32), (torch.int32, torch.int64)], ids=str)

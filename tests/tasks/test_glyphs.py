@@ -37,7 +37,7 @@ def same_images(one: TaskData, other: TaskData) -> list[bool]:
 
 def test_images_are_grey_squares_of_62_classes(data: TaskData) -> None:
     check_data(data, "Glyphs")
-    assert data.classes == len(CHARACTERS) == 62
+    assert data.outputs == len(CHARACTERS) == 62
     assert [split.samples for split in data[:3]] == [200, 50, 60]
     assert data.input_shape == (1, 16, 16)
     assert Glyphs(32, **FEW).load().input_shape == (1, 32, 32)

@@ -64,7 +64,7 @@ def test_cifar10_is_split_and_scaled_by_the_images_that_are_learned_from(root: P
     data = CIFAR10(str(root), validation=10).load()
     check_data(data, "CIFAR10")
     assert [split.samples for split in data[:3]] == [5 * EACH - 10, 10, EACH]
-    assert data.input_shape == (3, 32, 32) and data.classes == 10
+    assert data.input_shape == (3, 32, 32) and data.outputs == 10
     assert data.train.inputs.mean((0, 2, 3)).abs().max() < 1e-4
     assert (data.train.inputs.std((0, 2, 3), correction=0) - 1.0).abs().max() < 1e-4
     assert len({image.sum().item() for split in data[:3] for image in split.inputs}) == 6 * EACH, "none is in two"

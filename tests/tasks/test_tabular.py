@@ -3,8 +3,10 @@
 import csv
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_diabetes
 
 from esper_lightning.tasks import Tabular, check_data
 
@@ -24,7 +26,7 @@ def test_bundled_tables_are_scaled_by_their_training_rows(source: str, columns: 
     data = Tabular(source).load()
 
     check_data(data, "Tabular")
-    assert data.input_shape == (columns,) and data.classes == classes
+    assert data.input_shape == (columns,) and data.outputs == classes
     assert data.train.inputs.mean(0).abs().max() < 1e-5
     assert (data.train.inputs.std(0, correction=0) - 1.0).abs().max() < 1e-5
     assert data.test.inputs.mean(0).abs().max() > 1e-3, "test data do not affect the normalisation"
@@ -73,6 +75,32 @@ def test_what_is_no_table_of_classes_is_refused_in_a_line(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         Tabular(written(tmp_path, header, rows), **settings).load()
+
+
+def test_a_quantity_is_scaled_by_its_training_rows() -> None:
+    task = Tabular("diabetes", score="r2")
+    data = task.load()
+    check_data(data, "Tabular", task.score)
+
+    _, values = load_diabetes(return_X_y=True)
+    scaled = torch.cat([split.targets for split in data[:3]])
+    assert data.outputs == 1 and data.input_shape == (10,) and data.chance_loss == 1.0
+    assert data.train.targets.mean().abs() < 1e-5 and data.train.targets.std(correction=0).item() == pytest.approx(1.0)
+    spread = np.ptp(values) / np.ptp(scaled.numpy())
+    mean = values.min() - spread * scaled.min().item()
+    np.testing.assert_allclose(np.sort(spread * scaled.numpy() + mean), np.sort(values), rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([[1, "red"], [2, "blue"], [3, "red"]], "score r2 needs a target of numbers"),
+        ([[i, 7] for i in range(20)], "constant or not finite"),
+    ],
+)
+def test_what_is_no_quantity_is_refused_in_a_line(tmp_path: Path, rows: list[list[object]], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Tabular(written(tmp_path, ["a", "b"], rows), "b", score="r2").load()
 
 
 def test_a_missing_file_is_refused_in_a_line() -> None:

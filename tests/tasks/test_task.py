@@ -1,10 +1,12 @@
 """Measures of outputs, further metrics, checks of data, and the synthetic task."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from scipy.special import log_softmax
-from sklearn.metrics import recall_score
+from sklearn.metrics import r2_score, recall_score
 from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
 
@@ -42,9 +44,9 @@ def test_measures_agree_with_double_precision(shape: tuple[int, ...], scale: flo
     losses = -np.take_along_axis(logs, targets.numpy()[..., None], axis=-1)[..., 0]
     right = logs.argmax(-1) == targets.numpy()
     within = tuple(range(1, targets.ndim))
-    assert measures.loss.shape == measures.correct.shape == shape[:1]
+    assert measures.loss.shape == measures.score.shape == shape[:1]
     np.testing.assert_allclose(measures.loss.numpy(), losses.mean(within), rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(measures.correct.numpy(), right.mean(within), rtol=1e-6)
+    np.testing.assert_allclose(measures.score.numpy(), right.mean(within), rtol=1e-6)
 
 
 def test_one_measure_serves_images_and_sequences() -> None:
@@ -54,9 +56,35 @@ def test_one_measure_serves_images_and_sequences() -> None:
     images = TASK.measure(chances.log(), targets)
     sequences = TASK.measure(chances.log().view(2, 2, 3), targets.view(2, 2))
     torch.testing.assert_close(images.loss, -torch.tensor([0.5, 0.8, 0.6, 0.1]).double().log(), rtol=0, atol=1e-7)
-    assert images.correct.tolist() == [1, 1, 1, 0] and sequences.correct.tolist() == [1, 0.5]
+    assert images.score.tolist() == [1, 1, 1, 0] and sequences.score.tolist() == [1, 0.5]
     torch.testing.assert_close(sequences.loss, images.loss.view(2, 2).mean(1))
     assert {measure.dtype for measure in (*images, *sequences)} == {torch.float64}
+
+
+def test_a_likelihood_is_0_for_uniform_guesses_and_follows_the_perplexity() -> None:
+    task = Text(score="likelihood")
+    logits, targets = drawn(6, 8, classes=9)
+    measures = task.measure(logits, targets)
+    found = 1.0 - math.log(task.test_metrics(logits, targets)["perplexity"]) / math.log(9)
+    assert measures.score.mean().item() == pytest.approx(found, abs=1e-6)
+    torch.testing.assert_close(measures.loss, TASK.measure(logits, targets).loss)
+    assert task.measure(torch.zeros(6, 8, 9), targets).score.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("shape", [(40,), (40, 3)], ids=["one quantity", "several"])
+def test_the_score_of_quantities_is_r2_about_the_mean_of_the_training_data(shape: tuple[int, ...]) -> None:
+    class Mine(Synthetic):
+        score = "r2"
+
+    random = np.random.default_rng(0)
+    targets = random.normal(size=shape).astype(np.float32)
+    outputs = torch.from_numpy(0.5 * targets + 0.1).view(len(targets), -1)
+    measures = Mine().measure(outputs, torch.from_numpy(targets))
+    squared = np.square(targets.reshape(40, -1) - outputs.numpy())
+    np.testing.assert_allclose(measures.loss.numpy(), squared.mean(1), rtol=1e-5)
+    np.testing.assert_allclose(measures.score.numpy(), 1.0 - squared.mean(1), rtol=1e-5)
+    found = Mine().test_metrics(outputs, torch.from_numpy(targets))["r2"]
+    assert found == pytest.approx(r2_score(targets, outputs.numpy().reshape(shape)), abs=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -124,12 +152,28 @@ def test_data_that_no_host_can_learn_from_are_refused_in_one_line(bad: TaskData,
         check_data(bad, "Mine")
 
 
+@pytest.mark.parametrize(
+    ("targets", "outputs", "said"),
+    [
+        (torch.randn(8) + 5.0, 1, "mean .* and standard deviation .* scale them to 0 and 1"),
+        (torch.arange(8), 1, "targets of torch.int64, or not finite; the score r2 needs quantities"),
+        (torch.tensor([1.0, -1.0]).repeat(4), 2, "1 quantities per sample, and `outputs` is 2"),
+    ],
+)
+def test_quantities_that_are_not_scaled_or_do_not_fit_are_refused(targets: Tensor, outputs: int, said: str) -> None:
+    split = Split(torch.randn(8, 3), targets)
+    with pytest.raises(ValueError, match=said):
+        check_data(TaskData(split, split, split, outputs), "Mine", "r2")
+
+
 def test_outputs_and_measures_of_another_shape_are_refused() -> None:
-    check_outputs(torch.zeros(4, 3), classes=2)
+    check_outputs(torch.zeros(4, 3), 2, "accuracy")
     check_measures(Measures(torch.zeros(4), torch.zeros(4)), 4, "Mine")
     for outputs, said in ((None, "returned a NoneType"), (torch.zeros(4, 1), r"returned \[4, 1\], .* 2 classes")):
         with pytest.raises(ValueError, match=said):
-            check_outputs(outputs, classes=2)
+            check_outputs(outputs, 2, "accuracy")
+    with pytest.raises(ValueError, match=r"returned \[4, 3\], .* 2 quantities"):
+        check_outputs(torch.zeros(4, 3), 2, "r2")
     with pytest.raises(ValueError, match="task Mine: measure returned other shapes"):
         check_measures(Measures(torch.zeros(()), torch.zeros(4)), 4, "Mine")
 
@@ -137,7 +181,7 @@ def test_outputs_and_measures_of_another_shape_are_refused() -> None:
 def test_data_move_to_a_device_as_a_whole_and_may_lie_on_several() -> None:
     moved = data().copy_to([META])
     assert {tensor.device.type for part in moved[:3] for tensor in part} == {"meta"}
-    assert (moved.input_shape, moved.classes, moved.train.samples) == ((3,), 2, 8)
+    assert (moved.input_shape, moved.outputs, moved.train.samples) == ((3,), 2, 8)
     both = data().copy_to([torch.device("cpu"), META])
     assert both.test.inputs.device.type == "cpu" and both.test.to(META).inputs.device.type == "meta"
     assert both.test.to(META).inputs is both.test.to(META).inputs, "it is not copied again"
@@ -147,7 +191,7 @@ def test_synthetic_data_are_the_same_each_time_and_their_classes_can_be_told_apa
     assert fingerprint(Synthetic().load()) == fingerprint(Synthetic().load()) != fingerprint(Synthetic(seed=1).load())
     made = Synthetic((20,), 3, train=900, validation=20, test=90, noise=0.5).load()
     check_data(made, "Synthetic")
-    assert [split.samples for split in made[:3]] == [900, 20, 90] and made.classes == 3
+    assert [split.samples for split in made[:3]] == [900, 20, 90] and made.outputs == 3
     neighbours = KNeighborsClassifier(5).fit(made.train.inputs, made.train.targets)
     assert neighbours.score(made.test.inputs, made.test.targets) > 0.95
     for settings in ({"classes": 1}, {"train": 0}, {"shape": (3, 0)}, {"centres": 0}):

@@ -31,7 +31,7 @@ def test_the_reference_and_the_library_of_python_are_there_without_a_download() 
     for task, length in ((Text(), 64), (Source(), 128)):
         data = task.load()
         check_data(data, type(task).__name__)
-        assert data.classes == 256 and data.input_shape == (length,) and data.train.samples > 5000
+        assert data.outputs == 256 and data.input_shape == (length,) and data.train.samples > 5000
         assert "import" in bytes(data.train.inputs[:3000].flatten().tolist()).decode(errors="ignore")
         assert fingerprint(task.load()) == fingerprint(data)
 

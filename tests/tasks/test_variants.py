@@ -51,6 +51,6 @@ def test_variants_lie_one_behind_the_other(digits: TaskData) -> None:
 
 def test_inputs_that_cannot_be_transformed_are_refused() -> None:
     words = Split(torch.zeros(8, 5, dtype=torch.int64), torch.zeros(8, 5, dtype=torch.int64))
-    check_transform("none", text := TaskData(words, words, words, classes=4))
+    check_transform("none", text := TaskData(words, words, words, outputs=4))
     with pytest.raises(ValueError, match=r"data\.transform 'inverted' needs images"):
         check_transform("inverted", text)

@@ -31,7 +31,7 @@ SCALARS, HISTOGRAMS, FIGURES = (
 """Tags that the page describes."""
 
 NOT_HERE = {
-    *("memory/cuda", "tasks/<task>/<objective, accuracy, parameters>"),
+    *("memory/cuda", "tasks/<task>/<objective, score, parameters>"),
     "test/<metric>",
 }
 """Tags that need a GPU (tests/envs/executors/test_imitated_gpu.py), several tasks (tests/cli/test_mixed.py) or a

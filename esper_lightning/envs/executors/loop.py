@@ -46,7 +46,7 @@ class LoopExecutor:
     """Trains and validates hosts on data on their device. Results stay on the device: nothing is read back.
 
     Args:
-        task: Task that computes loss and accuracy from outputs.
+        task: Task that computes loss and score from outputs.
         training: Settings of host training.
     """
 
@@ -104,7 +104,7 @@ class LoopExecutor:
 
     @torch.inference_mode()
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
-        """Return loss and accuracy [N, 2, V] on `data` of every environment's variants (see `HostEnv.variants`)."""
+        """Return loss and score [N, 2, V] on `data` of every environment's variants (see `HostEnv.variants`)."""
         with self.kernels(envs[0].device):
             return stack_rows([self._measure(env, data) for env in envs])
 
@@ -129,7 +129,7 @@ class LoopExecutor:
             outputs, output_index = forward_variants(env.network, variants, inputs)
         n_outputs = max(output_index) + 1
         measures = self.task.measure(outputs, targets.repeat(n_outputs, *[1] * (targets.ndim - 1)))
-        means = torch.stack([measures.loss.view(n_outputs, -1).mean(1), measures.correct.view(n_outputs, -1).mean(1)])
+        means = torch.stack([measures.loss.view(n_outputs, -1).mean(1), measures.score.view(n_outputs, -1).mean(1)])
         # Slices, because an index list would be copied to the device synchronously.
         return torch.stack([means[:, i] for i in output_index], 1)
 
@@ -149,7 +149,7 @@ class HostEpoch:
 
     Args:
         env: Environment of the host to train.
-        task: Task that computes loss and accuracy from outputs.
+        task: Task that computes loss and score from outputs.
         data: Training data, on the host's device.
     """
 
@@ -159,7 +159,7 @@ class HostEpoch:
         # Seeds that fail in this episode on purpose get zero gradients: see `HostContext.failing_slots`.
         self.failing_parameters = [parameter for slot in env.failing_slots for parameter in slot.seed.parameters()]
         self.batches = env.draw_batches(data.samples).split(self.micro_batches)  # [batches · parts, B / parts]
-        self.totals = torch.zeros(2, device=env.device, dtype=env.score_dtype)  # loss, accuracy
+        self.totals = torch.zeros(2, device=env.device, dtype=env.score_dtype)  # loss, score
         self.skipped_steps = torch.zeros_like(self.totals[0])  # steps with non-finite gradients
         env.network.train()
         if env.loss_scale is not None:
@@ -204,7 +204,7 @@ class HostEpoch:
             measures = self.task.measure(env.network(inputs), targets)
             loss = measures.loss.mean() / self.micro_batches
         (loss if env.loss_scale is None else loss * env.loss_scale.scale).backward()
-        self.totals += torch.stack([loss.detach(), measures.correct.mean() / self.micro_batches])
+        self.totals += torch.stack([loss.detach(), measures.score.mean() / self.micro_batches])
 
     def result(self) -> Tensor:  # a row as `pack_training` makes it
         """Return the packed `TrainingStats` of the epoch, on the host's device."""

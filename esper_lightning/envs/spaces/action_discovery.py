@@ -62,7 +62,7 @@ def discover_action_space(
     task: Task,
     batch: Split,
     *,
-    classes: int,
+    outputs: int,
     actions: ActionConfig,
     birth: Birth,
     shared_space: SharedSpace | None = None,
@@ -73,7 +73,7 @@ def discover_action_space(
         host: Host with empty slots; it cannot be used afterwards.
         task: Computes the loss of outputs.
         batch: Training data on which seeds are tried.
-        classes: Number of classes of the task.
+        outputs: Number of outputs of a host, see `TaskData`.
         actions: Configured choices.
         birth: Initialisation of seeds.
         shared_space: Slots, which the host must already have, and blueprints shared with other hosts.
@@ -83,10 +83,10 @@ def discover_action_space(
     """
 
     def loss_of(network: nn.Module) -> Tensor:
-        outputs = network(batch.inputs)
+        found = network(batch.inputs)
         if type(task).measure is Task.measure:
-            check_outputs(outputs, classes)
-        measures = task.measure(outputs, batch.targets)
+            check_outputs(found, outputs, task.score)
+        measures = task.measure(found, batch.targets)
         check_measures(measures, len(batch.targets), type(task).__name__)
         return measures.loss.mean()
 

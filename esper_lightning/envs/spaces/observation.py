@@ -19,10 +19,10 @@ MISSING = -1.0
 """Value of a feature that has not been measured; measured values of those features are never negative."""
 
 PLATEAU_MIN_RISE = 0.005
-"""Minimum rise of the best accuracy that ends a plateau: one image of 200."""
+"""Minimum rise of the best score that ends a plateau: one image of 200."""
 
 CONTRIBUTION_SCALE = 10.0
-"""Contribution in accuracy points that maps to 1; larger ones are clipped."""
+"""Contribution in points that maps to 1; larger ones are clipped."""
 
 LOG_LOSS_SCALE = 7.0
 """Divisor of a loss after symlog; a loss of 1,096 maps to 1 and larger ones are clipped."""
@@ -84,10 +84,10 @@ def last_values(values: list[float], name: str) -> dict[str, float]:
     return {f"{name}.{age}": value for age, value in enumerate(padded)}
 
 
-def plateau_length(accuracy: list[float]) -> int:
-    """Return the ticks since accuracy last exceeded its best by more than PLATEAU_MIN_RISE."""
+def plateau_length(score: list[float]) -> int:
+    """Return the ticks since score last exceeded its best by more than PLATEAU_MIN_RISE."""
     best, since = 0.0, -1
-    for value in accuracy:
+    for value in score:
         since += 1
         if value > best + PLATEAU_MIN_RISE:
             best, since = value, 0
@@ -101,9 +101,9 @@ def host_features(env: Subject) -> dict[str, float]:
     values = {"price.compute": 0.0, "compute.committed": 0.0, "progress": min(1.0, env.tick / env.horizon)}
     for name, losses in (("train_loss", history.train_loss), ("loss", history.loss)):
         values |= last_values([symlog(loss, LOG_LOSS_SCALE) for loss in losses[-HISTORY_WINDOW:]], name)
-    values |= last_values(history.accuracy, "accuracy")
-    values["gap"] = history.train_accuracy[-1] - history.accuracy[-1] if history.train_accuracy else 0.0
-    values["plateau"] = plateau_length(history.accuracy) / env.horizon
+    values |= last_values(history.score, "accuracy")
+    values["gap"] = history.train_score[-1] - history.score[-1] if history.train_score else 0.0
+    values["plateau"] = plateau_length(history.score) / env.horizon
     values["price"] = min(1.0, env.price)
     values["parameters.committed"] = log_size(env.fossilized_parameters - env.host_parameters, env)
     values["parameters.live"] = log_size(env.seed_parameters(LIVE), env)

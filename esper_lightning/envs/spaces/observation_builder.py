@@ -33,10 +33,10 @@ PARTS = ("", "slot.", "blueprint.")
 PRESENT = "present"
 
 RENT_SCALE = 0.2
-"""Rent in accuracy (0 to 1) that maps to 1."""
+"""Rent in units of the score that maps to 1."""
 
 GAIN_SCALE = 0.1
-"""Contribution minus rent in accuracy (0 to 1) that maps to 1; larger ones are clipped."""
+"""Contribution minus rent in units of the score that maps to 1; larger ones are clipped."""
 
 LOG_COUNT_SCALE = 3.0
 """Divisor of the logarithm of a number of slots or blueprints; 20 map to 1."""

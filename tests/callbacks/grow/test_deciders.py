@@ -95,7 +95,7 @@ def test_the_policy_of_the_package_decides_by_the_rules_of_its_training() -> Non
     train(classifier(), callback, epochs=3)
 
     assert callback.lifecycle.training_ticks == 0 and not callback.lifecycle.auto_cull
-    assert callback.pool is not None and len(callback.pool.subject.history.accuracy) == 3
+    assert callback.pool is not None and len(callback.pool.subject.history.score) == 3
 
 
 def test_a_run_of_a_policy_goes_on_with_that_policy_alone(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def host_weights(network: nn.Module) -> dict[str, Tensor]:
 def train_hosts(pool: HostPool, seeded: bool) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
     """Train two hosts on data in fixed order; if `seeded`, with a seed of another style in every slot of the second.
 
-    Returns the hosts' weights, and accuracy and loss of each tick.
+    Returns the hosts' weights, and score and loss of each tick.
     """
     for i, env in enumerate(pool.envs):
         env.data_order = lambda rng_seed, tick, i=i: 100 * i + tick
@@ -46,7 +46,7 @@ def train_hosts(pool: HostPool, seeded: bool) -> tuple[list[dict[str, Tensor]], 
     metrics = []
     for action in actions:
         step = pool.step(action).metrics
-        metrics += [step.accuracy, step.loss]
+        metrics += [step.score, step.loss]
     return [host_weights(env.network) for env in pool.envs], metrics
 
 

@@ -63,7 +63,7 @@ def test_a_tick_is_what_a_plain_training_loop_does(make_pool: Callable[..., Host
 def test_a_validation_is_that_of_the_network_with_its_seeds_taken_out(make_pool: Callable[..., HostPool]) -> None:
     pool = grown_pool(make_pool)
     env, (inputs, targets) = pool.envs[0], pool.data.validation
-    loss, accuracy = pool.executor.validate([env], pool.data.validation)[0]
+    loss, score = pool.executor.validate([env], pool.data.validation)[0]
 
     slots = [slot.name for slot in env.slots]
     left_out = [[], *([name] for name in slots), slots[1:]]  # the last: fossilized seeds only
@@ -73,7 +73,7 @@ def test_a_validation_is_that_of_the_network_with_its_seeds_taken_out(make_pool:
             slots_of(network)[name].empty()
         outputs = network(inputs)
         torch.testing.assert_close(loss[variant], F.cross_entropy(outputs, targets), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(accuracy[variant], (outputs.argmax(1) == targets).float().mean())
+        torch.testing.assert_close(score[variant], (outputs.argmax(1) == targets).float().mean())
     assert len(set(loss.tolist())) == 5, "every combination should say something else"
 
 

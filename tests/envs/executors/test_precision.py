@@ -63,8 +63,8 @@ def test_what_is_measured_is_not_rounded(make_pool: MakePool, precision: str) ->
         metrics = pool.step(act(WAIT, WAIT)).metrics
     shares = torch.arange(101) / 100  # of 100 images
 
-    assert metrics.accuracy.dtype == metrics.loss.dtype == torch.float32
-    assert torch.isin(metrics.accuracy, shares).all()
+    assert metrics.score.dtype == metrics.loss.dtype == torch.float32
+    assert torch.isin(metrics.score, shares).all()
     assert not torch.equal(metrics.loss, metrics.loss.to(HALVES[precision]).float())
 
 

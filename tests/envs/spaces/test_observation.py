@@ -15,7 +15,7 @@ from esper_lightning.envs import HostPool, Op
 from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.envs.measurements import EpochResult, Score, TrainingStats, Validation
+from esper_lightning.envs.measurements import EpochResult, LossAndScore, TrainingStats, Validation
 from esper_lightning.envs.spaces.descriptions import read_layers
 from esper_lightning.envs.spaces.observation import (
     MISSING,
@@ -41,9 +41,9 @@ def gradient_of(norm: float, vanished: float = 0.0) -> GradientStats:
     return GradientStats(norm, rms=0.1 * norm, vanished=vanished, exploded=0.0)
 
 
-def measured(env: HostEnv, loss: float = 1.0, accuracy: float = 0.5, norm: float = 1.0) -> EpochResult:
-    gradient, score, slots = gradient_of(norm), Score(loss, accuracy), len(env.slots)
-    training = TrainingStats(loss, accuracy, 0, gradient, [gradient] * slots)
+def measured(env: HostEnv, loss: float = 1.0, score: float = 0.5, norm: float = 1.0) -> EpochResult:
+    gradient, score, slots = gradient_of(norm), LossAndScore(loss, score), len(env.slots)
+    training = TrainingStats(loss, score, 0, gradient, [gradient] * slots)
     return EpochResult(training, Validation(score, [score] * slots, score))
 
 
@@ -101,8 +101,8 @@ def test_what_has_not_been_measured_yet_says_so_and_the_newest_value_comes_first
     assert host["host.gradient_norm"] == slots[2]["gradient.norm"] == slots[2]["gradient.health"] == MISSING
     assert host["gap"] == host["progress"] == slots[2]["contribution.known"] == 0
     assert slots[2]["DORMANT"] == host["last_op.WAIT"] == 1
-    for accuracy in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6):
-        env.record_epoch(measured(env, accuracy=accuracy))
+    for score in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6):
+        env.record_epoch(measured(env, score=score))
     shown = host_features(env)
     assert [shown[f"accuracy.{age}"] for age in range(5)] == [0.6, 0.5, 0.4, 0.3, 0.2]
 

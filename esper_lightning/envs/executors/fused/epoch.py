@@ -54,7 +54,7 @@ class FusedEpoch:
         self.failing_mask = None if is_failing is None else self.optimizer.per_weight(is_failing)
         self.micro_batches = self.training.micro_batches
         self.batches = Batches.concatenate([env.draw_batches(data.samples).split(self.micro_batches) for env in envs])
-        self.totals = torch.zeros(2, len(envs), device=envs[0].device, dtype=envs[0].score_dtype)  # loss, accuracy
+        self.totals = torch.zeros(2, len(envs), device=envs[0].device, dtype=envs[0].score_dtype)  # loss, score
         self.skipped_steps = torch.zeros_like(self.totals[0])
 
     def __len__(self) -> int:
@@ -81,15 +81,15 @@ class FusedEpoch:
             self.scale, self.good_steps = next_scale(self.scale, self.good_steps, self.healthy)
 
     def _accumulate_gradients(self, part: int) -> None:
-        """Add the gradients, losses and accuracies of one micro-batch, for all hosts."""
+        """Add the gradients, losses and scores of one micro-batch, for all hosts."""
         inputs, targets = fetch(self.data, self.batches.minibatch(part), self.training.augment)
         with self.training.autocast(inputs.device):
             measures = self.task.measure(self.stack.train(inputs), targets)
             losses = measures.loss.view(len(self.envs), -1).mean(1) / self.micro_batches  # [N]
         (losses if self.scale is None else losses * self.scale).sum().backward()
         with torch.no_grad():
-            correct = measures.correct.view(len(self.envs), -1).mean(1) / self.micro_batches
-            self.totals += torch.stack([losses, correct])
+            scores = measures.score.view(len(self.envs), -1).mean(1) / self.micro_batches
+            self.totals += torch.stack([losses, scores])
 
     def result(self) -> Tensor:  # [N, …], rows as `pack_training` makes them
         """Write loss scales back to the environments. Returns the row of `HostEpoch.result` for each host."""

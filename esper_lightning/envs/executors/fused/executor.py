@@ -94,7 +94,7 @@ class FusedExecutor(LoopExecutor):
             data_variants = [env.context.variant_index for env in envs]
         most_elements = MAX_INPUT_ELEMENTS[inputs.device.type]
         samples_per_pass = max(self.training.batch_size, most_elements // (len(envs) * data.inputs[0].numel()))
-        sums = []  # of each pass: loss and accuracy, [2, entries]
+        sums = []  # of each pass: loss and score, [2, entries]
         axis = 0 if data_variants is None else 1
         for part in zip(inputs.split(samples_per_pass, axis), targets.split(samples_per_pass, axis), strict=True):
             with self.training.autocast(inputs.device):
@@ -106,7 +106,7 @@ class FusedExecutor(LoopExecutor):
                 entry_variants = upload([data_variants[host] for host in stack.entries.hosts], inputs.device)
                 own_targets = own_targets[entry_variants].flatten(0, 1)
             measures = self.task.measure(outputs, own_targets)
-            sums.append(torch.stack([one.view(n_entries, -1).sum(1) for one in (measures.loss, measures.correct)]))
+            sums.append(torch.stack([one.view(n_entries, -1).sum(1) for one in (measures.loss, measures.score)]))
         stack.release()
         entry_index = upload(stack.entries.entry_of_variant(), inputs.device)
         return (sum(sums[1:], sums[0]) / data.samples)[:, entry_index].transpose(0, 1)

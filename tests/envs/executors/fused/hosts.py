@@ -57,7 +57,9 @@ HOSTS: dict[str, Callable[[Sequence[int], int], nn.Module]] = {
     "gpt, rotary": partial(
         GPT, width=16, blocks=2, heads=2, context=8, slots=["layer1"], rotary=True, rms_norm=True, bias=False
     ),
+    "gpt, likelihood": partial(GPT, width=16, blocks=2, heads=2, context=8, slots=["layer1", "layer2"]),
     "mlp": partial(MLP, width=16),
+    "mlp, quantities": partial(MLP, width=16),
     "residual": ShortcutHost,
 }
 """Host constructors by name."""
@@ -93,7 +95,20 @@ class NoisyDigits(Digits):
             inputs = split.inputs[:samples] + 0.1 * torch.randn(samples, 1, 8, 8, generator=noise, dtype=torch.float32)
             return Split(inputs.to(torch.get_default_dtype()), split.targets[:samples])
 
-        return TaskData(some(data.train, 200), some(data.validation, 50), some(data.test, 20), data.classes)
+        return TaskData(some(data.train, 200), some(data.validation, 50), some(data.test, 20), data.outputs)
+
+
+class Quantities(NoisyDigits):
+    """Regression on the same images: two scaled quantities of each."""
+
+    score = "r2"
+
+    def load(self) -> TaskData:
+        data = super().load()
+        sums = [split.inputs.unflatten(-1, (2, 4)).sum((1, 2, 4)) for split in data[:3]]
+        mean, deviation = sums[0].mean(0), sums[0].std(0)
+        splits = (Split(old.inputs, (new - mean) / deviation) for old, new in zip(data[:3], sums, strict=True))
+        return TaskData(*splits, outputs=2)
 
 
 @contextmanager
@@ -119,7 +134,9 @@ def make(
     **changes: Any,
 ) -> HostPool:
     """Make a pool of one of HOSTS with the config FAST_CONFIG and `changes` to it, watched by the rules `governor`."""
-    task = TokenTask() if host.startswith("gpt") else NoisyDigits()
+    task = TokenTask() if host.startswith("gpt") else Quantities() if host == "mlp, quantities" else NoisyDigits()
+    if host == "gpt, likelihood":
+        task.score = "likelihood"
     with precision(dtype):
         config = replace(FAST_CONFIG, executor=executor, **changes)
         governor = governor
