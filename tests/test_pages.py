@@ -278,7 +278,7 @@ def test_all_parts_train_together_from_the_config(open_guide: OpenGuide, tmp_pat
 
     pool, run = built.datamodule.pool, only_run(tmp_path / "runs")
     assert (pool.space.slot, pool.space.blueprint) == (["hidden"], ["pointwise", "hidden"])
-    assert pool.data.classes == 2 and pool.executor.epochs == 2 * 4
+    assert pool.data.outputs == 2 and pool.executor.epochs == 2 * 4
     assert len(run.scalars()["mine/occupied"]) == 1
     assert {"reward/gain", "reward/size"} <= set(run.scalars())
     assert "parts.GrowOnce" in (run.folder / "evaluation" / "evaluation.csv").read_text()
@@ -361,7 +361,7 @@ def with_parts(page: Page, **parts: Any) -> str:
 def test_the_config_grows_a_resnet_on_a_folder_of_images(leaves: Page, tmp_path: Path) -> None:
     pool = cli("--config", "leaves.yaml", *SHORT, *QUIET).datamodule.pool
 
-    assert pool.data.input_shape == (3, 32, 32) and pool.data.classes == 2
+    assert pool.data.input_shape == (3, 32, 32) and pool.data.outputs == 2
     assert pool.space.slot == ["layer1", "layer2"]
     assert pool.space.blueprint == ["norm", "attention", "depthwise", "conv_light"]
     assert pool.data.train.samples == 48 and pool.data.test.samples == 16

@@ -43,6 +43,12 @@ Builder = TypeVar("Builder", bound=Callable[[int], nn.Module])
 
 _BLUEPRINTS: dict[tuple[str, str], Blueprint] = {}  # by (layout, name)
 
+STACK = "stack"
+"""Layout of a slot behind a list of like blocks, in which copies of them grow."""
+
+COPIES = ("stack", "last")
+"""Blueprints for the layout STACK: a copy of as many blocks as the list has, those before the slot; one of the last."""
+
 
 def register(
     name: str, layouts: AbstractSet[str], *, parameters: Callable[[int], int], flops: Callable[[int, int], int]
@@ -70,11 +76,15 @@ def register(
 
 def blueprint_names(layout: str) -> list[str]:
     """Return the names of the blueprints for `layout`, in the order of registration."""
+    if layout == STACK:
+        return list(COPIES)
     return [name for known_layout, name in _BLUEPRINTS if known_layout == layout]
 
 
 def default_blueprints(layout: str) -> list[str]:
     """Return the names of this package's blueprints for `layout`: what settings offer that name none."""
+    if layout == STACK:
+        return list(COPIES)
     return [name for name in blueprint_names(layout) if is_of_this_package(_BLUEPRINTS[layout, name].build)]
 
 
@@ -95,9 +105,9 @@ def find_blueprint(name: str) -> str:
 
 def check_blueprint_name(name: str) -> None:
     """Raise ValueError, with a suggestion, if no layout has a blueprint called `name`, not even an installed one."""
-    if name not in {known for _, known in _BLUEPRINTS}:
+    if name not in {*COPIES, *(known for _, known in _BLUEPRINTS)}:
         import_installed()
-    known_names = list(dict.fromkeys(known for _, known in _BLUEPRINTS))
+    known_names = list(dict.fromkeys([*(known for _, known in _BLUEPRINTS), *COPIES]))
     if name not in known_names:
         raise ValueError(f"unknown blueprint {name!r}; {suggest_name(name, known_names)}")
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from esper_lightning.blueprints import get_blueprint, suggest_name
+from esper_lightning.blueprints import suggest_name
 from esper_lightning.controllers.learned import Hosts
 from esper_lightning.controllers.schedules import WAIT_ACTION, is_possible
 from esper_lightning.envs import Action, Op
@@ -286,8 +286,7 @@ def list_candidates(pool: Hosts, config: ClimbingConfig, host: int = 0) -> list[
     pairs = [(k, b) for b in chosen for k in places if growable[k][b]]
 
     def parameters(pair: tuple[int, int]) -> int:
-        slot = slots[pair[0]]
-        return get_blueprint(pool.space.blueprint[pair[1]], slot.layout).parameters(slot.width)
+        return slots[pair[0]].seed_parameters(pool.space.blueprint[pair[1]])
 
     keys: dict[str, Callable[[tuple[int, int]], int]] = {
         "listed": lambda pair: 0,

@@ -1,18 +1,20 @@
 """FLOPs of a host's forward pass: those of the host are counted in a run, those of its seeds computed by formulas."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.hooks import RemovableHandle
 
 from esper_lightning.blueprints import get_blueprint
 from esper_lightning.growth.blend import GatedSeed
 from esper_lightning.growth.lifecycle import slots_of
-from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.slot import SeedSlot, StackSlot
 
 PASSES_PER_STEP = 3
 """Cost of a training step in forward passes: the forward pass and one backward pass each for inputs and weights.
@@ -27,12 +29,16 @@ class HostFlops(NamedTuple):
     """Number of positions (pixels or tokens) of the feature at each slot, one entry per pass through the slot."""
     behind: dict[str, int]
     """FLOPs of the host behind each slot that its forward pass reaches, in the order in which it reaches them."""
+    blocks: Mapping[str, int] = MappingProxyType({})
+    """FLOPs of one of the blocks that each stack slot copies."""
 
     def seed_flops(self, slot: SeedSlot) -> int:
         """Return the FLOPs of the seed in `slot` for one sample, its gate included; 0 for an empty slot."""
         if not slot.occupied:
             return 0
         assert slot.blueprint is not None, "the seed's"
+        if isinstance(slot, StackSlot):
+            return slot.num_blocks(slot.blueprint) * self.blocks[slot.name]
         flops_of_pass = get_blueprint(slot.blueprint, slot.layout).flops
         gate_flops = 0
         # The gate's linear layers run once per pass, on the mean over all positions.
@@ -93,13 +99,24 @@ def count_flops(host: nn.Module, run: Callable[[], Any]) -> HostFlops:
     slots = slots_of(host).values()
     positions_by_slot: dict[str, list[int]] = {slot.name: [] for slot in slots}
     before: dict[str, int] = {}
+    blocks: dict[str, int] = {}
 
     def record(slot: SeedSlot, x: Tensor) -> Tensor:
         positions_by_slot[slot.name].append(x[0].numel() // slot.width)
         before.setdefault(slot.name, counter.get_total_flops())
         return x
 
+    def count_block(slot: StackSlot) -> tuple[RemovableHandle, RemovableHandle]:
+        def begin(*_: Any) -> None:
+            blocks[slot.name] = -counter.get_total_flops()
+
+        def end(*_: Any) -> None:
+            blocks[slot.name] += counter.get_total_flops()
+
+        return slot.block.register_forward_pre_hook(begin), slot.block.register_forward_hook(end)
+
     host.eval()
+    hooks = [hook for slot in slots if isinstance(slot, StackSlot) for hook in count_block(slot)]
     for slot in slots:
         slot.override = record
     try:
@@ -108,5 +125,7 @@ def count_flops(host: nn.Module, run: Callable[[], Any]) -> HostFlops:
     finally:
         for slot in slots:
             slot.override = None
+        for hook in hooks:
+            hook.remove()
     total = counter.get_total_flops()
-    return HostFlops(total, positions_by_slot, {name: total - flops for name, flops in before.items()})
+    return HostFlops(total, positions_by_slot, {name: total - flops for name, flops in before.items()}, blocks)

@@ -106,6 +106,11 @@ class Subject:
     def price(self) -> float:
         return self.objective_config.price
 
+    @property
+    def flops_left(self) -> float | None:
+        """FLOPs of training that are left until the horizon. None: not limited."""
+        return None
+
     def apply(self, action: Sequence[int]) -> list[SeedEvent]:
         """Execute one action, an index per head. Raises ValueError if the lifecycle forbids it."""
         chosen, growing = self.space.decode(action), self.growing
@@ -310,6 +315,10 @@ class HostEnv(Subject):
             return self.training.steps_per_epoch(samples)
         # What earlier epochs left is added, and epochs that were rolled back have cost theirs.
         return max(1, int(((self.tick + 1) * self.training.flops - self.flops_spent) // self._batch_flops))
+
+    @property
+    def flops_left(self) -> float | None:
+        return None if self.training.flops is None else self.horizon * self.training.flops - self.flops_spent
 
     @property
     def _batch_flops(self) -> int:

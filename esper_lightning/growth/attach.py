@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from esper_lightning.blueprints import suggest_name
+from esper_lightning.blueprints import STACK, suggest_name
 from esper_lightning.growth.lifecycle import check_slot_names, slots_of
 from esper_lightning.growth.nested import (
     ExampleInput,
@@ -23,7 +23,8 @@ from esper_lightning.growth.nested import (
     repeat_rows,
     replace_at,
 )
-from esper_lightning.growth.slot import EXTRA_STATE, Layout, SeedSlot, decode, encode
+from esper_lightning.growth.slot import EXTRA_STATE, Layout, SeedSlot, StackSlot, decode, encode
+from esper_lightning.growth.stack import check_blocks
 
 CONTAINER_NAME = "grown_slots"
 """Name of the child module that holds the attached slots; the prefix of their keys in the state dict."""
@@ -36,7 +37,8 @@ BATCH_LENGTH_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, Asserti
 
 Place = Mapping[str, Any]
 """Where a slot is attached, in plain JSON types: `slot`, its name; `module`, whose output passes through it; `path` to
-the tensor in that output; `channels_last`, if the tensor is [B, H, W, C]; and the arguments of its `SeedSlot`."""
+the tensor in that output; `channels_last`, if the tensor is [B, H, W, C]; the arguments of its `SeedSlot`; and for a
+stack slot `blocks`, the name of its list."""
 
 
 class AttachedSlots(nn.ModuleDict):
@@ -159,6 +161,47 @@ def attach_slots(
     return slots_of(network)
 
 
+def attach_stacks(network: nn.Module, stacks: Mapping[str, int], example_input: ExampleInput) -> dict[str, SeedSlot]:
+    """Attach stack slots behind lists of like blocks, in place. Copies of the blocks can grow there.
+
+    Args:
+        network: Any module, see `attach_slots`.
+        stacks: Number of slots by the name of an `nn.ModuleList` or `nn.Sequential`; slots are called `NAME.stack1` …
+        example_input: See `attach_slots`.
+
+    Returns all slots of the network by name. Raises ValueError if a list does not exist, if its blocks differ, or if
+    the last one takes or returns more than one tensor.
+    """
+    places: list[tuple[Place, Tensor]] = []
+    for name, count in stacks.items():
+        _check_module_name(network, name)
+        blocks = check_blocks(network.get_submodule(name))
+        last = f"{name}.{list(blocks._modules)[-1]}"
+        called: list[tuple[Any, Any]] = []
+        hook = network.get_submodule(last).register_forward_hook(
+            lambda module, inputs, keywords, output, called=called: called.append((inputs, keywords)), with_kwargs=True
+        )
+        with evaluation_mode(network), torch.no_grad():
+            try:
+                features, outputs = _dry_run(network, [last], example_input)
+            finally:
+                hook.remove()
+            path, feature = features[last]
+            inputs, keywords = called[0]
+            if path or feature.ndim not in LAYOUTS or keywords or len(inputs) != 1 or inputs[0].shape != feature.shape:
+                raise ValueError(
+                    f"stack slot behind {name!r}: its blocks must take one feature and return one of the same shape; "
+                    f"wrap them in a module that does"
+                )
+            is_single = _is_on_single_path(network, last, path, example=example_input, outputs=outputs)
+        place = {"module": last, "path": [], "channels_last": False, "layout": STACK, "detach_input": False}
+        place |= {"width": feature.shape[LAYOUTS[feature.ndim][1]], "on_single_path": is_single, "blocks": name}
+        places += [({"slot": f"{name}.stack{i + 1}", **place}, feature) for i in range(count)]
+    for place, feature in places:
+        _attach(network, place, feature)
+    return slots_of(network)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Return True if torch.compile has wrapped this module, or replaced its call."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
@@ -243,16 +286,16 @@ def _is_doubled(twice: Tensor, once: Tensor) -> bool:
 
 def _attach(network: nn.Module, place: Place, like: Tensor) -> None:
     """Attach a slot at its place, on the device and with the dtype of `like`."""
-    slot = SeedSlot(
-        place["slot"],
-        place["layout"],
-        place["width"],
-        detach_input=place["detach_input"],
-        on_single_path=place["on_single_path"],
-    )
     if not hasattr(network, CONTAINER_NAME):
         network.add_module(CONTAINER_NAME, AttachedSlots())
     container: AttachedSlots = getattr(network, CONTAINER_NAME)
+    name, width, is_single = place["slot"], place["width"], place["on_single_path"]
+    if place.get("blocks"):
+        own = [other["slot"] for other in container.places.values() if other.get("blocks") == place["blocks"]]
+        before = (network.get_submodule(place["blocks"]), *(container[_container_key(other)] for other in own))
+        slot = StackSlot(name, width, before, on_single_path=is_single)
+    else:
+        slot = SeedSlot(name, place["layout"], width, detach_input=place["detach_input"], on_single_path=is_single)
     container[_container_key(slot.name)] = slot.to(like.device, like.dtype).train(network.training)
     container.places[slot.name] = place
     hook = _SlotHook(slot, tuple(place["path"]), place["channels_last"])

@@ -139,6 +139,7 @@ class GrowingNetwork:
         """Put a new seed in an empty slot; from BLENDING on, alpha rises over `ticks` host epochs.
 
         With stage BLENDING the seed is blended from the start: it has no time to learn alone, and no gate is asked.
+        Copies of blocks, in a stack slot, are fossilized at once.
         """
         if stage not in ("GERMINATED", "BLENDING"):
             raise ValueError(f"a seed cannot begin in {stage!r}; choose GERMINATED or BLENDING")
@@ -152,7 +153,7 @@ class GrowingNetwork:
             seed_slot.empty()
             raise
         self.measurements[slot] = SeedMeasurements()
-        if stage == "BLENDING":
+        if stage == "BLENDING" and seed_slot.live:
             for next_stage in (Stage.TRAINING, Stage.BLENDING):
                 seed_slot.move_to(next_stage)
             event = replace(event, after=Stage.BLENDING)

@@ -15,7 +15,7 @@ from esper_lightning.blueprints import Birth, suggest_name
 from esper_lightning.growth import gates
 from esper_lightning.growth.blend import BlendStyle, Ramp, check_ramp
 from esper_lightning.growth.gates import Evidence, LifecycleConfig
-from esper_lightning.growth.slot import SeedSlot, new_seed
+from esper_lightning.growth.slot import SeedSlot, StackSlot, new_seed
 from esper_lightning.growth.stages import Stage, check_transition
 
 
@@ -76,17 +76,26 @@ def germinate(
 ) -> SeedEvent:
     """Put a new seed in an empty slot, with weights drawn from `generator`, which must be on the slot's device.
 
+    Copies of blocks, in a stack slot, are fossilized at once, without a blend.
+
     The seed learns only once an optimizer holds its parameters: see `add_group`, and `remove_group` for its cull.
     """
     check_transition(slot.name, slot.stage, Stage.GERMINATED)
     check_ramp(ramp)
     if style not in get_args(BlendStyle):
         raise ValueError(f"unknown style {style!r}; {suggest_name(style, get_args(BlendStyle))}")
+    if isinstance(slot, StackSlot):
+        style = "add"
     # If this fails, the slot is unchanged.
     slot.seed = new_seed(slot, blueprint, style, generator=generator, birth=birth)
     slot.blueprint, slot.style, slot.age = blueprint, style, 0
     slot.start_ramp(ramp)
-    return move(slot, Stage.GERMINATED, "germinate")
+    event = move(slot, Stage.GERMINATED, "germinate")
+    if isinstance(slot, StackSlot):
+        for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED):
+            slot.move_to(stage)
+        event = replace(event, after=slot.stage)
+    return event
 
 
 def cull(slot: SeedSlot, cause: str = "cull") -> SeedEvent:

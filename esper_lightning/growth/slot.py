@@ -1,13 +1,14 @@
 """SeedSlot: a module of the host in which a seed can grow."""
 
+import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import Birth, build_on, build_seed
+from esper_lightning.blueprints import COPIES, STACK, Birth, build_on, build_seed, get_blueprint
 from esper_lightning.growth.blend import (
     BlendStyle,
     GatedSeed,
@@ -59,7 +60,7 @@ class SeedSlot(nn.Module):
     def __init__(
         self,
         name: str,
-        layout: Layout | Literal["absent"],
+        layout: Layout | Literal["absent", "stack"],
         width: int,
         *,
         detach_input: bool | None = None,
@@ -147,6 +148,10 @@ class SeedSlot(nn.Module):
             self.ramp_ticks += 1
             self.alpha.fill_(self.alpha_now)
 
+    def seed_parameters(self, blueprint: str) -> int:
+        """Return the number of parameters of a seed, without the gate of style "gate"."""
+        return get_blueprint(blueprint, self.layout).parameters(self.width)
+
     def forward(self, x: Tensor) -> Tensor:  # same shape in and out
         if self.folded is not None:
             x = self.folded(x)
@@ -209,6 +214,51 @@ class SeedSlot(nn.Module):
         self.alpha.fill_(self.alpha_now)
 
 
+class StackSlot(SeedSlot):
+    """Slot behind a list of like blocks, in which copies of the blocks before it grow, for good and at once.
+
+    Args:
+        name, width, on_single_path: See `SeedSlot`.
+        before: The list of blocks, and the stack slots between it and this one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        width: int,
+        before: Sequence["nn.ModuleList | nn.Sequential | StackSlot"],
+        *,
+        on_single_path: bool,
+    ) -> None:
+        super().__init__(name, STACK, width, detach_input=False, on_single_path=on_single_path)
+        self._before = tuple(before)  # a tuple, because these modules are no children of the slot
+
+    @property
+    def block(self) -> nn.Module:
+        """First block of the list; all have parameters of the same shapes."""
+        return self._before[0][0]  # pyright: ignore[reportIndexIssue]
+
+    def num_blocks(self, blueprint: str) -> int:
+        """Return the number of blocks that a blueprint adds. Raises ValueError for one that is no copy."""
+        if blueprint not in COPIES:
+            raise ValueError(f"blueprint {blueprint!r} does not grow in stack slots; these do: {', '.join(COPIES)}")
+        return len(self._before[0]) if blueprint == "stack" else 1  # pyright: ignore[reportArgumentType]
+
+    def seed_parameters(self, blueprint: str) -> int:
+        return self.num_blocks(blueprint) * sum(parameter.numel() for parameter in self.block.parameters())
+
+    def sources(self, blueprint: str) -> list[nn.Module]:
+        """Return the blocks that a blueprint copies, the last ones before the slot."""
+        return list(self._blocks())[-self.num_blocks(blueprint) :]
+
+    def _blocks(self) -> Iterator[nn.Module]:
+        for part in self._before:
+            if not isinstance(part, StackSlot):
+                yield from part
+            elif part.occupied:
+                yield from part.seed.children()
+
+
 def _accept_host_without_slots(slot: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Let an empty slot load the state dict of a host that had no slots."""
     assert isinstance(slot, SeedSlot)
@@ -230,6 +280,8 @@ def new_seed(
     slot: SeedSlot, blueprint: str, style: BlendStyle, *, generator: torch.Generator, birth: Birth = "identity"
 ) -> nn.Module:
     """Build a seed for `slot`, with its device, dtype and mode; `generator`, on the same device, draws the weights."""
+    if isinstance(slot, StackSlot):
+        return nn.Sequential(*(copy.deepcopy(block) for block in slot.sources(blueprint)))
     device = slot.alpha.device
     seed = build_seed(blueprint, slot.layout, slot.width, device=device, generator=generator, birth=birth)
     if style == "gate":

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.growth.attach import attach_at, attach_slots, attached_places
+from esper_lightning.growth.attach import attach_at, attach_slots, attach_stacks, attached_places
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.registry import import_object
 
@@ -35,6 +35,7 @@ class Attached(nn.Module):
         tokens: True if inputs are token indices (int64) instead of real numbers.
         isolate: Detach the seeds' inputs until they are fossilized (`SeedSlot.detach_input`). None: only for images.
         channels_last: The subset of `slots` whose features have shape [B, H, W, C].
+        stacks: Number of stack slots behind lists of like blocks, by name of the list; see `attach_stacks`.
     """
 
     def __init__(
@@ -43,12 +44,13 @@ class Attached(nn.Module):
         outputs: int,
         *,
         network: str,
-        slots: list[str],
+        slots: list[str] | None = None,
         settings: dict[str, Any] | None = None,
         classes_as: str | None = "num_classes",
         tokens: bool = False,
         isolate: bool | None = None,
         channels_last: list[str] | None = None,
+        stacks: dict[str, int] | None = None,
     ) -> None:
         super().__init__()
         self._path = network
@@ -59,12 +61,14 @@ class Attached(nn.Module):
             example_shape=(TRIAL_BATCH_SIZE, *input_shape),
             outputs=outputs,
             tokens=tokens,
-            slots=tuple(slots),
+            slots=tuple(slots or ()),
             isolate=isolate,
             channels_last=tuple(channels_last or ()),
+            stacks=tuple((stacks or {}).items()),
         )
         self.network = make_network(network, self._settings)
-        attach_at(self, [record | {"module": f"network.{record['module']}"} for record in records])
+        inner = [{key: f"network.{record[key]}" for key in ("module", "blocks") if key in record} for record in records]
+        attach_at(self, [record | own for record, own in zip(records, inner, strict=True)])
 
     def initialise_whole(self, generator: torch.Generator) -> None:
         """Initialise the whole network by its own constructor, since its modules may be of any class."""
@@ -91,6 +95,7 @@ def find_slot_records(
     slots: tuple[str, ...],
     isolate: bool | None,
     channels_last: tuple[str, ...],
+    stacks: tuple[tuple[str, int], ...],
 ) -> list[dict[str, Any]]:
     """Return records of the slots of a network, found by a trial forward pass that leaves random states unchanged.
 
@@ -105,7 +110,9 @@ def find_slot_records(
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"host Attached: {network} takes no inputs {list(example_shape[1:])}: {reason}") from error
-        attach_slots(trial, slots, example, detach_input=isolate, channels_last=channels_last)
+        if slots or not stacks:
+            attach_slots(trial, slots, example, detach_input=isolate, channels_last=channels_last)
+        attach_stacks(trial, dict(stacks), example)
     if not isinstance(output, Tensor) or output.shape[-1] != outputs:
         found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise ValueError(

@@ -26,9 +26,10 @@ HORIZON = 9
 def random_actions(pool: HostPool, choices: list[random.Random]) -> Action:
     """Choose a possible action for every environment from its own random generator."""
     rows = []
-    for masks, choice in zip(pool.masks.slot.tolist(), choices, strict=True):
+    for masks, fitting, choice in zip(pool.masks.slot.tolist(), pool.masks.blueprint.tolist(), choices, strict=True):
         op, slot = choice.choice([(op, k) for op, row in enumerate(masks) for k, may in enumerate(row) if may])
-        blueprint, tempo = (choice.randrange(len(each)) for each in (pool.space.blueprint, pool.space.tempo))
+        blueprint = choice.choice([p for p, fits in enumerate(fitting[slot]) if fits])
+        tempo = choice.randrange(len(pool.space.tempo))
         rows.append(decide(Op(op), slot=slot, blueprint=blueprint, tempo=tempo))
     return act(*rows)
 

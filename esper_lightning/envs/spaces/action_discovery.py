@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import Birth, default_blueprints
+from esper_lightning.blueprints import STACK, Birth, default_blueprints
 from esper_lightning.blueprints.registry import check_parameters
 from esper_lightning.envs.spaces.actions import ActionConfig, ActionSpace
 from esper_lightning.growth.lifecycle import count_parameters, slots_of
@@ -118,7 +118,7 @@ def probe_action_space(
         allowed = [name in (actions.blueprints or blueprints) for name in blueprints]
         return actions.make_space(list(slots), blueprints), growable & torch.tensor(allowed)
     for (k, slot), (p, blueprint) in product(enumerate(slots.values()), enumerate(blueprints)):
-        if growable[k, p]:
+        if growable[k, p] and slot.layout != STACK:
             check_parameters(blueprint, slot.layout, slot.width)
     for k, slot in enumerate(slots):
         if not growable[k].any():

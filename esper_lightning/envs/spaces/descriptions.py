@@ -4,6 +4,7 @@ K slots, B blueprints. Every number is approximately within [-1, 1].
 """
 
 import math
+from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple, get_args
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from esper_lightning.blueprints import blueprint_names, get_blueprint
 from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.observation import LOG_SIZE_SCALE, clip
-from esper_lightning.growth.slot import ABSENT, Layout, SeedSlot
+from esper_lightning.growth.slot import ABSENT, Layout, SeedSlot, StackSlot
 
 LAYOUTS = get_args(Layout)
 
@@ -82,17 +83,23 @@ def _describe_blueprint(subject: Subject, slot: SeedSlot, name: str) -> tuple[li
     """Return the description of a blueprint in a slot, and the parameters of such a seed."""
     if slot.layout == ABSENT or name not in blueprint_names(slot.layout):
         return [0.0] * len(BLUEPRINT_DESCRIPTION), 0
-    blueprint, width, n = get_blueprint(name, slot.layout), slot.width, _positions(subject, slot)
-    parameters = blueprint.parameters(width)
-    flops = sum(blueprint.flops(width, positions) for positions in subject.flops.positions.get(slot.name, ()))
-    once, twice = blueprint.flops(width, n), blueprint.flops(width, 2 * n)
-    kinds, widths = read_layers(name, slot.layout, width)
+    width, n, parameters = slot.width, _positions(subject, slot), slot.seed_parameters(name)
+    if isinstance(slot, StackSlot):
+        flops, exponent = slot.num_blocks(name) * subject.flops.blocks.get(slot.name, 0), 1.0
+        kinds, widths = read_layers(slot.block.modules())
+        widths = widths * slot.num_blocks(name)
+    else:
+        flops_of_pass = get_blueprint(name, slot.layout).flops
+        flops = sum(flops_of_pass(width, positions) for positions in subject.flops.positions.get(slot.name, ()))
+        once, twice = flops_of_pass(width, n), flops_of_pass(width, 2 * n)
+        exponent = math.log2(twice / once) if once else 0.0
+        kinds, widths = layers_of_blueprint(name, slot.layout, width)
     numbers = [
         math.log1p(parameters / subject.host_parameters) / LOG_SIZE_SCALE,
         math.log1p(flops / max(subject.flops.host, 1)) / LOG_SIZE_SCALE,
         math.log1p(parameters) / (2 * LOG_SIZE_SCALE),
         *(float(kinds[kind]) for kind in LAYER_KINDS),
-        math.log2(twice / once) if once else 0.0,
+        exponent,
         len(widths) / LAYERS_SCALE,
         math.log(max(widths, default=width) / width) / INNER_WIDTH_SCALE,
         math.log(min(widths, default=width) / width) / INNER_WIDTH_SCALE,
@@ -101,13 +108,18 @@ def _describe_blueprint(subject: Subject, slot: SeedSlot, name: str) -> tuple[li
 
 
 @cache
-def read_layers(name: str, layout: str, width: int) -> tuple[dict[str, bool], list[int]]:
-    """Return the kinds of layers in a blueprint's module, and the width behind each linear layer or convolution.
-
-    The policy sees these in place of the blueprint's name. The module is built on the meta device, without memory.
-    """
+def layers_of_blueprint(name: str, layout: str, width: int) -> tuple[dict[str, bool], list[int]]:
+    """Return `read_layers` of a blueprint's module, which is built on the meta device, without memory."""
     with torch.device("meta"):
-        modules = list(get_blueprint(name, layout).build(width).modules())
+        return read_layers(get_blueprint(name, layout).build(width).modules())
+
+
+def read_layers(parts: Iterable[nn.Module]) -> tuple[dict[str, bool], list[int]]:
+    """Return the kinds of layers in a seed, and the width behind each linear layer or convolution.
+
+    The policy sees these in place of the blueprint's name.
+    """
+    modules = list(parts)
     convs = [module for module in modules if isinstance(module, CONVOLUTIONS)]
     linear = [module for module in modules if isinstance(module, nn.Linear)]
     spatial = [conv for conv in convs if max(conv.kernel_size) > 1]

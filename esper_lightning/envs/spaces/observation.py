@@ -112,6 +112,11 @@ def host_features(env: Subject) -> dict[str, float]:
     values["ticks_left"] = math.log1p(max(0, env.horizon - env.tick)) / LOG_SIZE_SCALE
     values["lr"] = env.lr_share
     values["host.parameters"] = math.log(env.host_parameters) / (2 * LOG_SIZE_SCALE)
+    if env.flops_left is not None:
+        # A training step takes about six FLOPs per parameter and position, so this is the number of positions (tokens)
+        # per parameter that are left (https://arxiv.org/abs/2001.08361).
+        positions = max(1.0, env.flops_left) / (6.0 * env.fossilized_parameters**2)
+        values["budget"] = clip(math.log(positions) / LOG_SIZE_SCALE)
     return values
 
 

@@ -16,7 +16,7 @@ from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.measurements import EpochResult, LossAndScore, TrainingStats, Validation
-from esper_lightning.envs.spaces.descriptions import read_layers
+from esper_lightning.envs.spaces.descriptions import layers_of_blueprint
 from esper_lightning.envs.spaces.observation import (
     MISSING,
     ObservationConfig,
@@ -42,9 +42,9 @@ def gradient_of(norm: float, vanished: float = 0.0) -> GradientStats:
 
 
 def measured(env: HostEnv, loss: float = 1.0, score: float = 0.5, norm: float = 1.0) -> EpochResult:
-    gradient, score, slots = gradient_of(norm), LossAndScore(loss, score), len(env.slots)
+    gradient, both, slots = gradient_of(norm), LossAndScore(loss, score), len(env.slots)
     training = TrainingStats(loss, score, 0, gradient, [gradient] * slots)
-    return EpochResult(training, Validation(score, [score] * slots, score))
+    return EpochResult(training, Validation(both, [both] * slots, both))
 
 
 class Named(NamedTuple):
@@ -219,7 +219,7 @@ def test_a_culled_seed_is_remembered_by_what_it_has_shown_even_after_a_checkpoin
     ],
 )
 def test_blueprints_are_described_by_their_layers(name: str, layout: str, kinds: set[str], widths: list[int]) -> None:
-    found, found_widths = read_layers(name, layout, 16)
+    found, found_widths = layers_of_blueprint(name, layout, 16)
 
     assert {kind for kind, has_it in found.items() if has_it} == kinds and found_widths == widths
 

@@ -125,7 +125,8 @@ class Trial:
                     germinate(slot, blueprint, TRIAL_RAMP, generator=self.generator, style=style, birth="random")
                     self._randomise(slot.seed)
                     is_isolated = i == 1 and k == len(slots) - 1
-                    for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY)[: 1 if is_isolated else 3]:
+                    stages = (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY)[: 1 if is_isolated else 3]
+                    for stage in stages if slot.live else ():  # copies of blocks are fossilized at once
                         slot.move_to(stage)
 
     def compare(self, stack: HostStack, seeds: str) -> None:

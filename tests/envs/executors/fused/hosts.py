@@ -58,6 +58,7 @@ HOSTS: dict[str, Callable[[Sequence[int], int], nn.Module]] = {
         GPT, width=16, blocks=2, heads=2, context=8, slots=["layer1"], rotary=True, rms_norm=True, bias=False
     ),
     "gpt, likelihood": partial(GPT, width=16, blocks=2, heads=2, context=8, slots=["layer1", "layer2"]),
+    "gpt, stacks": partial(GPT, width=16, blocks=2, heads=2, context=8, slots=["layer2"], stacks=2),
     "mlp": partial(MLP, width=16),
     "mlp, quantities": partial(MLP, width=16),
     "residual": ShortcutHost,

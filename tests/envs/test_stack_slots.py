@@ -1,0 +1,123 @@
+"""Hosts that grow in depth within a pool: budgets, resuming, rollbacks, and what the policy sees."""
+
+import io
+from functools import partial
+
+import pytest
+import torch
+
+from esper_lightning.envs import HostPool
+from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.governor.judge import GovernorConfig
+from esper_lightning.growth.slot import StackSlot
+from esper_lightning.growth.stages import Stage
+from esper_lightning.hosts import Attached
+from esper_lightning.tasks import Synthetic
+from tests.decisions import WAIT, act, germinate
+from tests.envs.episodes import Episode, breaking_epoch
+from tests.envs.executors.fused.hosts import FAST_CONFIG, make
+
+STACK, LAST = 0, 1
+
+
+def make_deep(executor: str = "loop", batches: float | None = None, **settings: object) -> HostPool:
+    """Return two GPTs of two blocks with two stack slots; `batches`: host epochs of so many minibatches' FLOPs."""
+    pool = make("loop", "gpt, stacks", 2, actions=FAST_CONFIG.actions)
+    training = HostTraining(batches=2, batch_size=16, lr=0.02)
+    if batches is not None:
+        training = HostTraining(flops=batches * 16 * pool.envs[0].flops.of_step([]), batch_size=16, lr=0.02)
+    pool = make(executor, "gpt, stacks", 2, training=training, **settings)
+    assert pool.space.slot == ["layer2", "stack1", "stack2"] and {"stack", "last"} <= set(pool.space.blueprint)
+    return pool
+
+
+def stacked(pool: HostPool, slot: int, blueprint: str) -> tuple[int, ...]:
+    return germinate(slot, pool.space.blueprint.index(blueprint))
+
+
+def test_a_deeper_host_trains_on_fewer_minibatches_of_the_same_flops() -> None:
+    pool = make_deep(batches=10.0)
+    pool.reset([1, 3])
+    counts: list[list[int]] = [[], []]
+    for host, env in enumerate(pool.envs):
+        env.on_batches = partial(lambda counts, batches: counts.append(len(batches.indices)), counts[host])
+    budgets = []
+    for rows in (
+        [WAIT, WAIT],
+        [stacked(pool, 1, "stack"), stacked(pool, 1, "last")],
+        [WAIT, stacked(pool, 2, "stack")],
+    ):
+        pool.step(act(*rows))
+        budgets.append(pool.envs[1].flops_left)
+
+    flops = pool.envs[0].flops
+    share = flops.host / (flops.host + 2 * flops.blocks["stack1"])
+    assert counts[0][:2] == [10, int(10 * share)] and counts[1][0] == 10 > counts[1][1] > counts[1][2]
+    assert budgets == sorted(budgets, reverse=True) and budgets[0] is not None
+    assert [slot.stage for slot in pool.envs[0].slots] == [Stage.DORMANT, Stage.FOSSILIZED, Stage.DORMANT]
+    assert len(pool.envs[1].slots[2].seed) == 2 and len(pool.envs[1].slots[1].seed) == 1
+
+
+@pytest.mark.parametrize("executor", ["loop", "fused"])
+def test_an_episode_goes_on_bit_for_bit_at_its_depth(executor: str) -> None:
+    whole = Episode(make_deep(executor, batches=4.0), 7).play(5)
+    assert any(slot.occupied for env in whole.pool.envs for slot in env.slots[1:]), "some host has become deeper"
+    file = io.BytesIO()
+    torch.save(whole.pool.state_dict(), file)
+    file.seek(0)
+
+    other = make_deep(executor, batches=4.0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    continued = whole.continue_in(other).play(4)
+    whole.play(4)
+
+    for ours, theirs in zip(whole.rows[5:], continued.rows, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_rollback_keeps_copies_as_it_keeps_what_is_fossilized() -> None:
+    pool = make_deep(governor=GovernorConfig())
+    pool.reset([1, 3])
+    with breaking_epoch(pool, [0]):
+        step = pool.step(act(stacked(pool, 1, "stack"), stacked(pool, 1, "stack")))
+
+    assert [verdict.host for verdict in step.verdicts] == [0]
+    assert [env.slots[1].stage for env in pool.envs] == [Stage.FOSSILIZED] * 2
+    slot, other = (env.slots[1] for env in pool.envs)
+    assert isinstance(slot, StackSlot) and isinstance(other, StackSlot)
+    pairs = zip(slot.seed.children(), slot.sources("stack"), strict=True)
+    assert all(torch.equal(a, b) for x, y in pairs for a, b in zip(x.parameters(), y.parameters(), strict=True))
+    assert not torch.equal(next(other.seed.parameters()), next(other.sources("stack")[0].parameters())), (
+        "it has learned"
+    )
+
+
+def test_the_policy_sees_the_size_of_copies_and_the_budget() -> None:
+    limited, free = make_deep(batches=10.0), make_deep()
+    limited.reset([1, 3])
+    place = limited.feature_names.index("budget")
+    before = limited.step(act(WAIT, WAIT)).observation[0][:, 0, place].clone()
+    after = limited.step(act(stacked(limited, 1, "stack"), WAIT)).observation[0][:, 0, place]
+
+    assert "budget" not in free.feature_names
+    assert after[0] < after[1] < before[1], "a deeper host has fewer tokens for each parameter"
+
+
+def test_a_network_of_others_becomes_deeper_in_a_pool() -> None:
+    task = Synthetic([3, 8, 8], 4, train=64, validation=16, test=16)
+    host = partial(
+        Attached,
+        network="torchvision.models.VisionTransformer",
+        settings={"image_size": 8, "patch_size": 4, "num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32},
+        stacks={"encoder.layers": 2},
+    )
+    pool = HostPool(task, task.load(), host, config=FAST_CONFIG, n_envs=1, device=torch.device("cpu"))
+    pool.reset([1])
+    step = pool.step(act(germinate(1, LAST)))
+
+    assert pool.space.slot == ["encoder.layers.stack1", "encoder.layers.stack2"] and pool.space.blueprint == [
+        "stack",
+        "last",
+    ]
+    assert [slot.occupied for slot in pool.envs[0].slots] == [False, True] and step.metrics.loss.isfinite().all()
