@@ -4,6 +4,8 @@
     python -m benchmarks.depth run --steps 14000 --rows six three "3 to 6" --seeds 0 1 2    # at the best rate so far
     python -m benchmarks.depth table --steps 14000
     python -m benchmarks.depth curves --steps 14000 --out docs/depth.png
+    python -m benchmarks.depth run --host gpt32 --steps 3000 --rows one two "1 to 2" --rates 5e-3
+    python -m benchmarks.depth value
 
 run: make the trainings that the results lack. All rows have the same number of FLOPs of training, those of `--steps`
     steps of six blocks, so a small network makes more steps. The learning rate warms up over 100 steps, is constant,
@@ -12,15 +14,19 @@ table: the best learning rate of each row, by the validation loss of RNG seed 0,
     at that rate; the lead over six blocks, paired by RNG seed; the FLOPs that are saved: 1 − the share at which the
     validation loss of the row falls below the final one of six blocks; processor time relative to six blocks.
 curves: validation loss over FLOPs, a line for each row at its best rate, means over RNG seeds.
+value: what it is worth to know the context (network, rate and budget) of the small GPTs: test losses, RNG seed 0; and how
+    far the best single row, the best row of each budget, and the best fixed depth are behind the best row of each
+    context.
 
 Hosts: `gpt` (width 64, bytes, source of the Python installation), `vit` (patches of 4) and `cnn` (three stages, each as
-deep as the row says) on letters at 32×32, `mlp` (residual, width 64) on the table of digits.
+deep as the row says) on letters at 32×32, `mlp` (residual, width 64) on the table of digits. `gpt32` and `gpt16` are
+narrower, with shorter texts; `english` is `gpt32` on the Python language reference.
 """
 
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +42,7 @@ from esper_lightning.envs.flops import count_training_flops
 from esper_lightning.growth import stack
 from esper_lightning.growth.stack import Content, Order, State
 from esper_lightning.hosts import GPT
-from esper_lightning.tasks import Glyphs, Source, Tabular
+from esper_lightning.tasks import Glyphs, Source, Tabular, Text
 from esper_lightning.tasks.task import Split, TaskData
 
 RESULTS = Path(__file__).parent / "results" / "depth.csv"
@@ -78,6 +84,12 @@ PLANS = {
     "3 to 6, half the rate after": Plan(3, AT_20, rate_after=0.5),
     "1 to 6": Plan(1, AT_20),
     "1 to 3 to 6": Plan(1, ((0.1, 3), (0.3, 6))),
+    "1 to 2": Plan(1, ((0.3, 2),)),
+    "1 to 3": Plan(1, ((0.3, 3),)),
+    "1 to 2 to 4": Plan(1, ((0.2, 2), (0.5, 4))),
+    "2 to 4": Plan(2, ((0.3, 4),)),
+    "2 to 6": Plan(2, ((0.3, 6),)),
+    "2 to 4 to 8": Plan(2, ((0.2, 4), (0.5, 8))),
 }
 
 
@@ -92,9 +104,9 @@ class ResidualBlock(nn.Module):
         return x + self.narrow(F.gelu(self.widen(self.norm(x))))
 
 
-def make_gpt(depth: int) -> nn.Module:
+def make_gpt(depth: int, width: int = 64, length: int = 128) -> nn.Module:
     modern = {"rotary": True, "rms_norm": True, "bias": False}
-    gpt = GPT((128,), 256, width=64, blocks=depth, heads=4, context=128, slots=[], **modern)
+    gpt = GPT((length,), 256, width=width, blocks=depth, heads=width // 16, context=length, slots=[], **modern)
     gpt.initialise(torch.Generator().manual_seed(torch.initial_seed()))
     return gpt
 
@@ -132,11 +144,15 @@ class Host(NamedTuple):
 
 
 LETTERS = cache(lambda: Glyphs(32, train=24_000, validation=1_000, test=4_000).load())
+GPT_HOST = Host(make_gpt, ("blocks",), ("attention.project", "mlp.2"), lambda: Source(length=128).load(), 4)
 HOSTS = {
-    "gpt": Host(make_gpt, ("blocks",), ("attention.project", "mlp.2"), lambda: Source(length=128).load(), 4),
+    "gpt": GPT_HOST,
     "vit": Host(make_vit, ("encoder.layers",), ("self_attention.out_proj", "mlp.3"), LETTERS, 32),
     "cnn": Host(make_cnn, ("1", "3", "5"), ("narrow",), LETTERS, 32),
     "mlp": Host(make_mlp, ("1",), ("narrow",), lambda: Tabular("digits").load(), 32),
+    "gpt32": GPT_HOST._replace(make=partial(make_gpt, width=32, length=64), load=lambda: Source(length=64).load()),
+    "gpt16": GPT_HOST._replace(make=partial(make_gpt, width=16, length=64), load=lambda: Source(length=64).load()),
+    "english": GPT_HOST._replace(make=partial(make_gpt, width=32, length=64), load=lambda: Text(length=64).load()),
 }
 
 
@@ -273,6 +289,33 @@ def reached(rows: Sequence[Row], plan: str, seed: int) -> float:
     return x0 + (x1 - x0) * (y0 - goal) / (y0 - y1)
 
 
+def value(rows: Sequence[Row]) -> list[str]:
+    """Return the lines of the table of the small GPTs, with rows that every context has; see above."""
+    small = ("gpt32", "gpt16", "english")
+    losses: dict[tuple[str, float, int], dict[str, float]] = {}  # by host, rate and budget
+    for row in (row for row in rows if row.host in small and row.split == "test" and row.seed == 0):
+        losses.setdefault((row.host, row.rate, row.steps), {})[row.plan] = row.loss
+    contexts = sorted(losses)
+    plans = [plan for plan in PLANS if all(plan in losses[context] for context in contexts)]
+    found = np.array([[losses[context][plan] for context in contexts] for plan in plans])  # [plans, contexts]
+    behind = found - found.min(0)
+    lines = [f"| network | {' | '.join(f'{h}, {r:g}, {s}' for h, r, s in contexts)} | behind the best, mean |"]
+    lines.append(f"|---|{'--:|' * (len(contexts) + 1)}")
+    for plan, of in zip(plans, found, strict=True):
+        cells = " | ".join(f"{loss:.3f}" for loss in of)
+        lines.append(f"| {plan} | {cells} | {(of - found.min(0)).mean():.3f} |")
+    budgets = np.array([steps for _, _, steps in contexts])
+    of_budget = [behind[:, budgets == steps] for steps in dict.fromkeys(budgets)]
+    fixed = [i for i, plan in enumerate(plans) if not PLANS[plan].growth]
+    for name, number in (
+        ("best single row", behind.mean(1).min()),
+        ("best row of each budget", sum(own.sum(1).min() for own in of_budget) / len(contexts)),
+        ("best fixed depth of each context", behind[fixed].min(0).mean()),
+    ):
+        lines.append(f"\n{name}: {number:.4f} nats behind the best of each context, mean over {len(contexts)} contexts")
+    return lines
+
+
 def draw(rows: Sequence[Row], out: Path) -> None:
     """Draw validation loss over FLOPs."""
     figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
@@ -289,15 +332,18 @@ def draw(rows: Sequence[Row], out: Path) -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=("run", "table", "curves"))
+    parser.add_argument("verb", choices=("run", "table", "curves", "value"))
     parser.add_argument("--host", choices=HOSTS, default="gpt")
-    parser.add_argument("--steps", type=int, required=True, help="budget in steps of six blocks")
+    parser.add_argument("--steps", type=int, default=14_000, help="budget in steps of six blocks")
     parser.add_argument("--rows", nargs="+", choices=PLANS, default=list(PLANS), metavar="ROW")
     parser.add_argument("--rates", nargs="+", type=float, help="learning rates; left out: the best so far of each row")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="RNG seeds")
     parser.add_argument("--csv", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=Path("depth.png"))
     chosen = parser.parse_args(args)
+    if chosen.verb == "value":
+        print("\n".join(value(read_rows(chosen.csv, Row))))
+        return
     rows = [row for row in read_rows(chosen.csv, Row) if (row.host, row.steps) == (chosen.host, chosen.steps)]
     if chosen.verb == "table":
         print("\n".join(table(rows)))
