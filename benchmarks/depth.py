@@ -14,8 +14,8 @@ table: the best learning rate of each row, by the validation loss of RNG seed 0,
     at that rate; the lead over six blocks, paired by RNG seed; the FLOPs that are saved: 1 − the share at which the
     validation loss of the row falls below the final one of six blocks; processor time relative to six blocks.
 curves: validation loss over FLOPs, a line for each row at its best rate, means over RNG seeds.
-value: what it is worth to know the context (network, rate and budget) of the small GPTs: test losses, RNG seed 0; and how
-    far the best single row, the best row of each budget, and the best fixed depth are behind the best row of each
+value: what it is worth to know the context (network, rate and budget) of the small GPTs. Test losses, RNG seed 0; and
+    how far the best single row, the best row of each budget, and the best fixed depth are behind the best row of each
     context.
 
 Hosts: `gpt` (width 64, bytes, source of the Python installation), `vit` (patches of 4) and `cnn` (three stages, each as

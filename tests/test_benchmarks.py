@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import grow, tables, zero_shot
+from benchmarks import depth, grow, tables, zero_shot
 from benchmarks.rows import read_rows
 from esper_lightning.evaluation.statistics import mean_interval
 from tests.runs import ROOT
@@ -112,3 +112,25 @@ def test_the_page_on_a_policy_for_any_network_shows_the_kept_results() -> None:
         assert "\n".join(table(rows, zero_shot.GENERAL)) in page
     clipped = zero_shot.table(read_rows(zero_shot.RESULTS.with_stem("zero_shot_clipped"), zero_shot.Row), "general")
     assert "\n".join(clipped[: clipped.index("")]) in page
+
+
+def test_networks_of_any_depth_are_compared_at_equal_flops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = str(tmp_path / "depth.csv")
+    plans = ["six", "three", "3 to 6", "1 to 3 to 6", "3 to 6, zero", "3 to 6, interleave"]
+    run = ["run", "--host", "mlp", "--steps", "40", "--rows", *plans, "--rates", "1e-3", "--csv", results]
+    depth.main(run)
+    depth.main(run)  # makes no training twice
+    rows = read_rows(Path(results), depth.Row)
+
+    assert [row.plan for row in rows if row.split == "test"] == plans
+    budget = 40 * depth.step_flops(depth.HOSTS["mlp"], 6)
+    for row in (row for row in rows if row.split == "test"):
+        assert 0 <= row.flops - budget < depth.step_flops(depth.HOSTS["mlp"], row.depth)
+        assert row.depth == max([depth.PLANS[row.plan].start, *(to for _, to in depth.PLANS[row.plan].growth)])
+    capsys.readouterr()
+    depth.main(["table", "--host", "mlp", "--steps", "40", "--csv", results])
+    lines = capsys.readouterr().out.splitlines()
+    by_plan = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in lines[2:]}
+    six, grown = (next(row.loss for row in rows if (row.plan, row.split) == (p, "test")) for p in ("six", "3 to 6"))
+    assert list(by_plan) == [plan for plan in depth.PLANS if plan in plans]
+    assert by_plan["3 to 6"][3] == f"{grown:.3f}" and by_plan["3 to 6"][4].startswith(f"{six - grown:+.3f}")
