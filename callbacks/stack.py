@@ -223,8 +223,10 @@ class Stack(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Grow to the number of blocks due by the share of training done, but only between two optimizer steps."""
         # False in the middle of gradient accumulation: growing would mix gradients of two depths.
-        between_steps = trainer.global_step != self._steps
+        between_steps, begins = trainer.global_step != self._steps, self._steps == -1
         self._steps = trainer.global_step
+        if begins:
+            self._log_blocks(trainer)
         if len(self.blocks) < len(self.final):
             lr = max(float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups)
             self.lr_peak = max(self.lr_peak, lr)
@@ -233,7 +235,6 @@ class Stack(Callback):
             depth = max((depth for at, depth in depth_from_share.items() if share >= at), default=0)
             if between_steps and depth > len(self.blocks):
                 self._grow(trainer, depth, lr)
-        pl_module.log(f"stack/{self.name}", float(len(self.blocks)))
         self._stop_counting()  # another callback may have skipped the batch before
         depths = depths_of(trainer)
         self.batches[depths] = self.batches.get(depths, 0) + 1
@@ -243,9 +244,16 @@ class Stack(Callback):
                 self._counter = count_training_flops()
                 self._counter.__enter__()
 
+    def _log_blocks(self, trainer: Trainer) -> None:
+        """Write the number of blocks. Only at changes: `LightningModule.log` would take half a millisecond a batch."""
+        for logger in trainer.loggers:
+            logger.log_metrics({f"stack/{self.name}": float(len(self.blocks))}, step=trainer.global_step)
+
     def _grow(self, trainer: Trainer, to: int, lr: float) -> None:
         before = len(self.blocks)
+        self._log_blocks(trainer)
         self._grow_list(trainer, to)
+        self._log_blocks(trainer)
         wrap_again(trainer)
         for model in averages_of(trainer):
             average = self._find(model)
@@ -254,7 +262,8 @@ class Stack(Callback):
                 for i in (i for i, source in enumerate(sources) if source in sources[:i]):
                     average[i].load_state_dict(self.blocks[i].state_dict())
         self.depths.append(to)
-        self._told = f"Stack, step {trainer.global_step}: {self.name} {before} → {to}, training loss {text(self._loss)}"
+        self._told = f"Stack, step {trainer.global_step}: {self.name} {before} → {to}, training loss "
+        self._told += self._last_loss(trainer)
         if lr < 0.99 * self.lr_peak:
             rank_zero_warn(
                 f"Stack: the learning rate has fallen from {self.lr_peak:.3g} to {lr:.3g} before {self.name} grows; "
@@ -267,16 +276,22 @@ class Stack(Callback):
         if self._counter is not None:
             self.flops[depths_of(trainer)] = self._stop_counting()
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        self._loss = None
-        if isinstance(loss, Tensor):  # Lightning has divided it by the number of accumulated batches
-            self._loss = loss.detach() * (trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1)
+        self._loss = loss.detach() if isinstance(loss, Tensor) else None
         if self._told is not None:
             if trainer.is_global_zero:
-                print_status(f"{self._told} → {text(self._loss)}")
+                print_status(f"{self._told} → {self._last_loss(trainer)}")
             self._told = None
+
+    def _last_loss(self, trainer: Trainer) -> str:
+        """Return the loss of the last batch as text. Lightning has divided it by the number of accumulated batches."""
+        if self._loss is None:
+            return "unknown"
+        parts = trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
+        return f"{float(self._loss.float().mean()) * parts:.3f}"
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Name the trainings of fixed depth that cost as much as this one."""
+        self._log_blocks(trainer)
         if trainer.is_global_zero and len(self.batches) > 1 and all(self.flops.values()):
             first, *_, last = self.batches
             spent = sum(self.flops[depths] * count for depths, count in self.batches.items())
@@ -334,7 +349,3 @@ def wrap_again(trainer: Trainer) -> None:
         trainer.strategy.model = trainer.lightning_module
         gc.collect()  # releases the hooks of the former wrapper on the parameters
         trainer.strategy.configure_ddp()
-
-
-def text(loss: Tensor | None) -> str:
-    return "unknown" if loss is None else f"{float(loss.float().mean()):.3f}"

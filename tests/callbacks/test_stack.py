@@ -16,7 +16,9 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.swa_utils import AveragedModel
@@ -225,6 +227,17 @@ def test_the_change_is_told_with_the_losses_of_the_batches_around_it(
     before, after = losses.values[batches - 1 : batches + 1]
     told = f"Stack, step {steps}: net.blocks 2 → 4, training loss {before:.3f} → {after:.3f}"
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("Stack, ")] == [told]
+
+
+def test_the_loggers_get_the_number_of_blocks_at_each_change(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+
+    train(make(), stacked(), logger=logger)
+
+    logger.experiment.flush()
+    events = EventAccumulator(logger.log_dir).Reload().Scalars("stack/net.blocks")
+    total = BATCHES * EPOCHS
+    assert [(e.step, e.value) for e in events] == [(0, 2.0), (CHANGE, 2.0), (CHANGE, 4.0), (total, 4.0)]
 
 
 def test_the_flops_of_a_training_are_told_in_batches_of_a_fixed_depth(
