@@ -11,8 +11,9 @@ run: make the trainings that the results lack. All rows have the same number of 
     steps of six blocks, so a small network makes more steps. The learning rate warms up over 100 steps, is constant,
     and falls to 0 over the last fifth of the FLOPs. AdamW; gradients are clipped to norm 1; one thread.
 table: the best learning rate of each row, by the validation loss of RNG seed 0, with the rates beside it; the test loss
-    at that rate; the lead over six blocks, paired by RNG seed; the FLOPs that are saved: 1 − the share at which the
-    validation loss of the row falls below the final one of six blocks; processor time relative to six blocks.
+    at that rate; the lead over six blocks, paired by RNG seed; the FLOPs and the processor time that are saved: 1 − the
+    share at which the validation loss of the row falls below the final one of six blocks; processor time of the whole
+    training relative to six blocks.
 curves: validation loss over FLOPs, a line for each row at its best rate, means over RNG seeds.
 value: what it is worth to know the context (network, rate and budget) of the small GPTs. Test losses, RNG seed 0; and
     how far the best single row, the best row of each budget, and the best fixed depth are behind the best row of each
@@ -28,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -256,13 +257,13 @@ def table(rows: Sequence[Row]) -> list[str]:
     rates = best_rates(rows)
     at_best = [row for row in rows if row.rate == next(iter(rates.get(row.plan, ())), None)]
     tests = {(row.plan, row.seed): row for row in at_best if row.split == "test"}
-    lines = ["| network | rate | rates tried | test loss | ahead of six | FLOPs saved | processor time |"]
-    lines.append("|---|--:|---|---|---|---|--:|")
+    lines = ["| network | rate | rates tried | test loss | ahead of six | FLOPs saved | time saved | processor time |"]
+    lines.append("|---|--:|---|---|---|---|---|--:|")
     for plan in (plan for plan in PLANS if plan in rates):
         seeds = sorted(seed for name, seed in tests if name == plan)
         both = [seed for seed in seeds if ("six", seed) in tests]
         leads = np.array([tests["six", seed].loss - tests[plan, seed].loss for seed in both])
-        saved = [100 * (1 - reached(at_best, plan, seed)) for seed in both]
+        saved = [[100 * (1 - reached(at_best, plan, seed, by=by)) for seed in both] for by in ("flops", "seconds")]
         slower = np.median([tests[plan, seed].seconds / tests["six", seed].seconds for seed in both] or [np.nan])
         tried = ", ".join(f"{rate:g}" for rate in sorted(rates[plan]))
         lead = f"{leads.mean():+.3f} ({', '.join(f'{lead:+.3f}' for lead in leads)})" if len(leads) else ""
@@ -271,17 +272,21 @@ def table(rows: Sequence[Row]) -> list[str]:
             tried,
             ", ".join(f"{tests[plan, seed].loss:.3f}" for seed in seeds),
             "" if plan == "six" else lead,
-            "" if plan == "six" else ", ".join(f"{share:.0f} %" for share in saved),
+            *("" if plan == "six" else ", ".join(f"{share:.0f} %" for share in of) for of in saved),
             f"{slower:.2f}",
         )
         lines.append(f"| {plan} | {' | '.join(cells)} |")
     return lines
 
 
-def reached(rows: Sequence[Row], plan: str, seed: int) -> float:
-    """Return the share of the FLOPs at which a plan falls below the final loss of six blocks for good; 1 if never."""
-    curve = sorted((r.share, r.loss) for r in rows if (r.plan, r.seed, r.split) == (plan, seed, "validation"))
-    (goal,) = (r.loss for r in rows if (r.plan, r.seed, r.split) == ("six", seed, "validation") and r.share >= 1.0)
+def reached(rows: Sequence[Row], plan: str, seed: int, *, by: Literal["flops", "seconds"]) -> float:
+    """Return the share of the FLOPs, or of the time, of six blocks at which a plan is below their final loss for good.
+
+    1 if it never is.
+    """
+    (six,) = (r for r in rows if (r.plan, r.seed, r.split) == ("six", seed, "validation") and r.share >= 1.0)
+    goal, own = six.loss, [r for r in rows if (r.plan, r.seed, r.split) == (plan, seed, "validation")]
+    curve = sorted((getattr(r, by) / getattr(six, by), r.loss) for r in own)
     above = [k for k, (_, loss) in enumerate(curve) if loss > goal]
     if not above or above[-1] == len(curve) - 1:
         return 1.0 if above else curve[0][0]
