@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -44,7 +45,7 @@ from esper_lightning.evaluation.search import (
     search_best_schedules,
 )
 from esper_lightning.evaluation.statistics import Interval, mean_interval
-from esper_lightning.parallel import check_jobs, processes, run_all
+from esper_lightning.parallel import check_jobs, run_all
 from esper_lightning.tasks import Score
 
 TAMIYO = "tamiyo"
@@ -284,11 +285,12 @@ class Comparison:
         rivals: Sequence[TrainedPolicy] = (),
         *,
         task: str | None = None,
+        executor: ProcessPoolExecutor | None = None,
     ) -> ComparisonResult:
         """Run the comparison on hosts of one task (None: the first), in pools of its own.
 
         There is one of the `policies` per training seed, or none: then rules and schedules are compared alone. Each of
-        the `rivals`, policies that `against` names, has a row.
+        the `rivals`, policies that `against` names, has a row. `executor` plays episodes in other processes.
         """
         config = self.config
         if not policies:
@@ -299,7 +301,6 @@ class Comparison:
                 raise ValueError(
                     "model.evaluation.against is empty and there is no policy, so nothing is compared; name controllers"
                 )
-        executor = processes(config.jobs) if config.jobs > 1 else None
         make_pool = partial(data.make_pool, task=task, sight=policies[0].sight if policies else None)
         pool = make_pool(config.hosts, held_out=config.held_out)
         rng_seeds = episode_rng_seeds(config.seed, EVALUATION, 0, n_envs=config.hosts)

@@ -7,6 +7,7 @@ import csv
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from esper_lightning.evaluation.checkpoints import TrainedPolicy, check_training
 from esper_lightning.evaluation.comparison import Comparison, ComparisonResult, Entry, EvaluationConfig
 from esper_lightning.evaluation.statistics import Interval, mean_interval
 from esper_lightning.machine import provenance
+from esper_lightning.parallel import processes
 from esper_lightning.serialization import replace_file
 from esper_lightning.telemetry.events import replace_non_finite
 from esper_lightning.telemetry.figures import timeline
@@ -78,21 +80,22 @@ def compare(
         "run": provenance(data.seed, data.pool.device, data.pool.executor_choice, precision=data.precision),
     }
     results = {}
-    for task, pool in data.pools.items():
-        out = folder
-        if len(data.pools) > 1:
-            print_status(f"hosts of {task}")
-            out = folder and folder / task
-        if out is not None and (out / RESULTS_FILE).is_file():
-            print_status(f"this comparison will replace the earlier one in {out}")
-        results[task] = result = comparison.run(data, policies, rivals, task=task)
-        for note in result.notes if out is not None else ():
-            wide_console().print(note, soft_wrap=True)
-        for table in make_tables(result):
-            wide_console().print(table)
-        if out is not None:
-            written = write_report(result, pool.space.slot, out, record)
-            wide_console().print(f"written to {out}: {', '.join(written)}", soft_wrap=True)
+    with processes(config.jobs) if config.jobs > 1 else nullcontext() as executor:
+        for task, pool in data.pools.items():
+            out = folder
+            if len(data.pools) > 1:
+                print_status(f"hosts of {task}")
+                out = folder and folder / task
+            if out is not None and (out / RESULTS_FILE).is_file():
+                print_status(f"this comparison will replace the earlier one in {out}")
+            results[task] = result = comparison.run(data, policies, rivals, task=task, executor=executor)
+            for note in result.notes if out is not None else ():
+                wide_console().print(note, soft_wrap=True)
+            for table in make_tables(result):
+                wide_console().print(table)
+            if out is not None:
+                written = write_report(result, pool.space.slot, out, record)
+                wide_console().print(f"written to {out}: {', '.join(written)}", soft_wrap=True)
     return results
 
 
