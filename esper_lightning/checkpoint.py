@@ -20,7 +20,7 @@ from esper_lightning.growth.nested import iter_tensors
 from esper_lightning.machine import CPU, versions
 from esper_lightning.serialization import excerpt, generator_device, replace_durably
 
-SCHEMA = 8
+SCHEMA = 9
 """Version number of the checkpoint format; increased whenever checkpoints of the previous version cannot be resumed."""
 
 SCHEMA_KEY = "esper_schema"

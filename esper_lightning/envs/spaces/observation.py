@@ -101,7 +101,7 @@ def host_features(env: Subject) -> dict[str, float]:
     values = {"price.compute": 0.0, "compute.committed": 0.0, "progress": min(1.0, env.tick / env.horizon)}
     for name, losses in (("train_loss", history.train_loss), ("loss", history.loss)):
         values |= last_values([symlog(loss, LOG_LOSS_SCALE) for loss in losses[-HISTORY_WINDOW:]], name)
-    values |= last_values(history.score, "accuracy")
+    values |= last_values(history.score, "score")
     values["gap"] = history.train_score[-1] - history.score[-1] if history.train_score else 0.0
     values["plateau"] = plateau_length(history.score) / env.horizon
     values["price"] = min(1.0, env.price)

@@ -97,14 +97,14 @@ def test_what_has_not_been_measured_yet_says_so_and_the_newest_value_comes_first
     host, slots, _ = seen(pool)
 
     assert [host[f"train_loss.{age}"] for age in range(5)] == [MISSING] * 5
-    assert [host[f"accuracy.{age}"] for age in range(1, 5)] == [MISSING] * 4
+    assert [host[f"score.{age}"] for age in range(1, 5)] == [MISSING] * 4
     assert host["host.gradient_norm"] == slots[2]["gradient.norm"] == slots[2]["gradient.health"] == MISSING
     assert host["gap"] == host["progress"] == slots[2]["contribution.known"] == 0
     assert slots[2]["DORMANT"] == host["last_op.WAIT"] == 1
     for score in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6):
         env.record_epoch(measured(env, score=score))
     shown = host_features(env)
-    assert [shown[f"accuracy.{age}"] for age in range(5)] == [0.6, 0.5, 0.4, 0.3, 0.2]
+    assert [shown[f"score.{age}"] for age in range(5)] == [0.6, 0.5, 0.4, 0.3, 0.2]
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +287,7 @@ def test_hidden_features_are_not_there_and_the_others_are_the_same(make_pool: Ma
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"hidden": ["acuracy.0"]}, "no feature is called 'acuracy.0'; did you mean 'accuracy.0'"),
+        ({"hidden": ["scroe.0"]}, "no feature is called 'scroe.0'; did you mean 'score.0'"),
         ({"shown": ["nothing*"]}, "no feature is called 'nothing\\*'"),
         ({"hidden": ["*"]}, "shows no feature"),
     ],
