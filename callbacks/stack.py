@@ -75,7 +75,9 @@ class Stack(Callback):
         depths = [start, *at.values()] if isinstance(at, Mapping) else [start]
         if not shares or not 0.0 < min(shares) <= max(shares) < 1.0:
             raise ValueError(f"Stack: at must lie between 0 and 1, got {at}")
-        if start < 1 or any(a >= b for numbers in (shares, depths) for a, b in pairwise(numbers)):
+        if start < 1:
+            raise ValueError(f"Stack: start must be at least 1 block, got {start}")
+        if any(a >= b for numbers in (shares, depths) for a, b in pairwise(numbers)):
             raise ValueError(f"Stack: shares and numbers of blocks must increase from start = {start} on, got {at}")
         self.name = blocks
         self.start = start
@@ -99,6 +101,7 @@ class Stack(Callback):
         self.batches: dict[tuple[int, ...], int] = {}
         """Training batches so far by these depths."""
         self._counter: FlopCounterMode | None = None  # of a batch whose FLOPs are counted
+        self._waits: LightningModule | None = None  # whose next `training_step` is counted
 
     @property
     def state_key(self) -> str:
@@ -133,19 +136,27 @@ class Stack(Callback):
         # A compiled module has its names in a module within it.
         modules = {k.replace("_orig_mod.", ""): part for k, part in module.named_modules(remove_duplicate=False)}
         found = modules.get(self.name)
+        lists = ", ".join(name for name, part in modules.items() if can_grow(part)) or "none"
         if found is None:
-            lists = ", ".join(name for name, part in modules.items() if can_grow(part)) or "none"
             raise ValueError(f"Stack: there is no {self.name!r} in {type(module).__name__}; lists in it: {lists}")
-        return check_blocks(getattr(found, "_orig_mod", found))  # compiled
+        try:
+            return check_blocks(getattr(found, "_orig_mod", found))  # compiled
+        except ValueError as error:
+            raise ValueError(f"Stack: {self.name!r} cannot grow: {error}; lists in the module: {lists}") from None
 
     def _check(self, trainer: Trainer, module: LightningModule) -> None:
         """Raise ValueError if a part of the trainer or of the module does not follow a network that grows."""
         count = len(self.final)
         last = list(self.at.values())[-1] if isinstance(self.at, Mapping) else count
-        if self.start >= count or last != count:
+        if self.start >= count:
             raise ValueError(
-                f"Stack: the module builds {count} blocks in {self.name!r}, and that is what start = {self.start} must "
-                f"be below and the last number of blocks must be, got {last}; build the final network"
+                f"Stack: start must be below {count}, the number of blocks that the module builds in {self.name!r}, "
+                f"got {self.start}; build the final network, or start with fewer blocks"
+            )
+        if last != count:
+            raise ValueError(
+                f"Stack: the module builds {count} blocks in {self.name!r}, and at ends with {last}; build the final "
+                f"network"
             )
         grows_alone = (Grow,) if isinstance(trainer.strategy, DDPStrategy) else ()
         reason = "does not follow a network whose depth grows here"
@@ -179,6 +190,7 @@ class Stack(Callback):
 
     def _stop_counting(self) -> int:
         """Return the FLOPs since counting began; 0 if they are not counted."""
+        self._stop_waiting()
         counter, self._counter = self._counter, None
         if counter is None:
             return 0
@@ -241,8 +253,33 @@ class Stack(Callback):
         if depths not in self.flops:
             self.flops[depths] = 0  # unknown, as where a part is compiled, which would run without its code
             if pl_module._compiler_ctx is None and not any(map(is_compiled, pl_module.modules())):
-                self._counter = count_training_flops()
-                self._counter.__enter__()
+                self._count(pl_module)
+
+    def _count(self, module: LightningModule) -> None:
+        """Count the FLOPs from the coming `training_step` on: other callbacks may run the network before."""
+        step = module.training_step
+
+        def counted(*args: Any, **settings: Any) -> Any:
+            self._stop_waiting()
+            self._counter = count_training_flops()
+            self._counter.__enter__()
+            return step(*args, **settings)
+
+        module.training_step, self._waits = counted, module
+
+    def _stop_waiting(self) -> None:
+        """Give the module its own `training_step` back."""
+        if self._waits is not None:
+            vars(self._waits).pop("training_step", None)  # another `Stack` may have been first
+            self._waits = None
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if pl_module.automatic_optimization:  # by hand there may be several backward passes
+            self._end_count(trainer)
+
+    def _end_count(self, trainer: Trainer) -> None:
+        if self._counter is not None:
+            self.flops[depths_of(trainer)] = self._stop_counting()
 
     def _log_blocks(self, trainer: Trainer) -> None:
         """Write the number of blocks. Only at changes: `LightningModule.log` would take half a millisecond a batch."""
@@ -273,8 +310,7 @@ class Stack(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._counter is not None:
-            self.flops[depths_of(trainer)] = self._stop_counting()
+        self._end_count(trainer)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         self._loss = loss.detach() if isinstance(loss, Tensor) else None
         if self._told is not None:
@@ -294,10 +330,15 @@ class Stack(Callback):
         self._log_blocks(trainer)
         if trainer.is_global_zero and len(self.batches) > 1 and all(self.flops.values()):
             first, *_, last = self.batches
+            parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            unit = "training batches" if parts == 1 else f"steps of {parts} batches"  # what max_steps counts
             spent = sum(self.flops[depths] * count for depths, count in self.batches.items())
-            fixed = (f"{spent // self.flops[depths]:,} at {' + '.join(map(str, depths))}" for depths in (last, first))
+            fixed = (
+                f"{spent // (parts * self.flops[depths]):,} at {' + '.join(map(str, depths))}"
+                for depths in (last, first)
+            )
             print_status(
-                f"Stack: {sum(self.batches.values()):,} training batches cost the FLOPs of {' or '.join(fixed)} blocks "
+                f"Stack: {sum(self.batches.values()) // parts:,} {unit} cost the FLOPs of {' or '.join(fixed)} blocks "
                 f"throughout; compare with such trainings, without Stack"
             )
 

@@ -240,6 +240,34 @@ def test_the_loggers_get_the_number_of_blocks_at_each_change(tmp_path: Path) -> 
     assert [(e.step, e.value) for e in events] == [(0, 2.0), (CHANGE, 2.0), (CHANGE, 4.0), (total, 4.0)]
 
 
+class Look(Callback):
+    """Runs the network itself, as one does to look at it."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: object) -> None:
+        with torch.no_grad():
+            pl_module.loss([0, 1, 2, 3])
+
+    on_train_batch_end = on_before_optimizer_step = on_train_batch_start
+
+
+def test_flops_of_other_callbacks_are_not_counted_and_steps_are_those_of_max_steps(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    alone, beside = stacked(), stacked()
+    train(make(), alone)
+    train(make(), Look(), beside, Look())
+    assert beside.flops == alone.flops
+
+    capsys.readouterr()
+    train(make(), stacked(), max_epochs=4, accumulate_grad_batches=5)
+    batches = {depth: sum(of[0] == depth for of in [(2,)] * 15 + [(4,)] * 5) for depth in (2, 4)}
+    spent = sum(alone.flops[(depth,)] * count for depth, count in batches.items())
+    last, first = (spent // (5 * alone.flops[(depth,)]) for depth in (4, 2))
+    assert (
+        f"Stack: 4 steps of 5 batches cost the FLOPs of {last} at 4 or {first} at 2 blocks" in capsys.readouterr().out
+    )
+
+
 def test_the_flops_of_a_training_are_told_in_batches_of_a_fixed_depth(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -360,7 +388,7 @@ trainer:
         ({"at": {0.2: 4, 0.1: 8}}, "must increase from start = 2 on"),
         ({"at": {0.1: 8, 0.2: 4}}, "must increase from start = 2 on"),
         ({"at": {0.1: 2}}, "must increase from start = 2 on"),
-        ({"start": 0}, "must increase from start = 0 on"),
+        ({"start": 0}, "start must be at least 1 block, got 0"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], reason: str) -> None:
@@ -396,8 +424,13 @@ class Forgetful(LitGPT):
             {},
             "no 'net.layers' in LitGPT; lists in it: net.blocks",
         ),
-        (LitGPT, lambda: [stacked(start=4)], {}, "builds 4 blocks in 'net.blocks'"),
-        (LitGPT, lambda: [stacked({0.5: 3})], {}, "the last number of blocks must be, got 3"),
+        (
+            LitGPT,
+            lambda: [stacked(start=4)],
+            {},
+            "start must be below 4, the number of blocks that the module builds in 'net.blocks', got 4",
+        ),
+        (LitGPT, lambda: [stacked({0.5: 3})], {}, "at ends with 3; build the final network"),
         (Unlike, lambda: [stacked()], {}, "blocks 0 and 3 differ in their parameters or shapes"),
         (Forgetful, lambda: [stacked()], {}, "no optimizer holds parameter 'norm1.weight' of block 0"),
         (Averaging, lambda: [stacked()], {}, "AveragedModel, which does not grow along"),
