@@ -292,8 +292,9 @@ def _attach(network: nn.Module, place: Place, like: Tensor) -> None:
     name, width, is_single = place["slot"], place["width"], place["on_single_path"]
     if place.get("blocks"):
         own = [other["slot"] for other in container.places.values() if other.get("blocks") == place["blocks"]]
-        before = (network.get_submodule(place["blocks"]), *(container[_container_key(other)] for other in own))
-        slot = StackSlot(name, width, before, on_single_path=is_single)
+        blocks = check_blocks(network.get_submodule(place["blocks"]))
+        earlier = [container[_container_key(other)] for other in own]
+        slot = StackSlot(name, width, blocks, earlier, on_single_path=is_single)
     else:
         slot = SeedSlot(name, place["layout"], width, detach_input=place["detach_input"], on_single_path=is_single)
     container[_container_key(slot.name)] = slot.to(like.device, like.dtype).train(network.training)

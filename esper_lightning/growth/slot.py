@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -219,44 +219,41 @@ class StackSlot(SeedSlot):
 
     Args:
         name, width, on_single_path: See `SeedSlot`.
-        before: The list of blocks, and the stack slots between it and this one.
+        blocks: The list.
+        earlier: Stack slots between the list and this one.
     """
 
     def __init__(
         self,
         name: str,
         width: int,
-        before: Sequence["nn.ModuleList | nn.Sequential | StackSlot"],
+        blocks: nn.ModuleList | nn.Sequential,
+        earlier: Iterable[nn.Module],
         *,
         on_single_path: bool,
     ) -> None:
         super().__init__(name, STACK, width, detach_input=False, on_single_path=on_single_path)
-        self._before = tuple(before)  # a tuple, because these modules are no children of the slot
+        self._before = (blocks, tuple(earlier))  # in a tuple, because these modules are no children of the slot
 
     @property
     def block(self) -> nn.Module:
         """First block of the list; all have parameters of the same shapes."""
-        return self._before[0][0]  # pyright: ignore[reportIndexIssue]
+        return self._before[0][0]
 
     def num_blocks(self, blueprint: str) -> int:
         """Return the number of blocks that a blueprint adds. Raises ValueError for one that is no copy."""
         if blueprint not in COPIES:
             raise ValueError(f"blueprint {blueprint!r} does not grow in stack slots; these do: {', '.join(COPIES)}")
-        return len(self._before[0]) if blueprint == "stack" else 1  # pyright: ignore[reportArgumentType]
+        return len(self._before[0]) if blueprint == "stack" else 1
 
     def seed_parameters(self, blueprint: str) -> int:
         return self.num_blocks(blueprint) * sum(parameter.numel() for parameter in self.block.parameters())
 
     def sources(self, blueprint: str) -> list[nn.Module]:
         """Return the blocks that a blueprint copies, the last ones before the slot."""
-        return list(self._blocks())[-self.num_blocks(blueprint) :]
-
-    def _blocks(self) -> Iterator[nn.Module]:
-        for part in self._before:
-            if not isinstance(part, StackSlot):
-                yield from part
-            elif part.occupied:
-                yield from part.seed.children()
+        blocks, earlier = self._before
+        grown = [block for slot in earlier if isinstance(slot, SeedSlot) for block in slot.seed.children()]
+        return [*blocks, *grown][-self.num_blocks(blueprint) :]
 
 
 def _accept_host_without_slots(slot: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

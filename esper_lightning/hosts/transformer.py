@@ -160,8 +160,7 @@ class GPT(nn.Module):
         )
         self.stacks = nn.ModuleList()
         for i in range(stacks):
-            before = (self.blocks, *self.stacks)
-            self.stacks.append(StackSlot(f"stack{i + 1}", width, before, on_single_path=True))
+            self.stacks.append(StackSlot(f"stack{i + 1}", width, self.blocks, self.stacks, on_single_path=True))
         self.norm = make_norm(width, rms_norm=rms_norm, bias=bias)
 
     def initialise(self, generator: torch.Generator) -> None:

@@ -78,7 +78,7 @@ class Tabular(Task):
         if not np.isfinite(values).all() or len(set(values)) < 3:
             raise ValueError(f"Tabular: the target of {self.source!r} is constant or not finite; name a quantity")
         parts = stratified(values, self.validation / (1.0 - self.test), self.test)
-        targets = StandardScaler().fit(values[parts[0], None]).transform(values[:, None])[:, 0]
+        targets = np.asarray(StandardScaler().fit(values[parts[0], None]).transform(values[:, None]))[:, 0]
         return table_data(columns, torch.tensor(targets, dtype=torch.float32), parts, outputs=1)
 
     def _read(self) -> tuple[list[np.ndarray], np.ndarray]:

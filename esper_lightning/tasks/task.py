@@ -193,8 +193,10 @@ def check_data(data: TaskData, task: str, score: Score = "accuracy") -> None:
 def check_outputs(outputs: object, expected: int, score: Score) -> None:
     """Raise ValueError unless the outputs of a host have a number for each class, or for each quantity."""
     found = list(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
-    is_tensor = isinstance(outputs, Tensor) and outputs.ndim >= 2
-    if not is_tensor or outputs.shape[-1] < expected or (score == "r2" and outputs[0].numel() != expected):
+    fits = isinstance(outputs, Tensor) and outputs.ndim >= 2
+    if isinstance(outputs, Tensor) and fits:
+        fits = outputs[0].numel() == expected if score == "r2" else outputs.shape[-1] >= expected
+    if not fits:
         kind = "quantities" if score == "r2" else "classes"
         raise ValueError(
             f"the host's forward returned {found}, and the task has {expected} {kind}; return a tensor [B, …] with as "
