@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from esper_lightning.blueprints import initialise
 from esper_lightning.controllers.learned import Hosts
 from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.blend import BlendStyle, Ramp
+from esper_lightning.growth.growing_network import GrowingNetwork
+from esper_lightning.growth.slot import StackSlot
 from esper_lightning.growth.stages import Stage
 
 STAGES_TO_FOSSILIZED = (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED)
@@ -29,7 +32,8 @@ class StaticController(WaitOnly):
 
     The weights of the seeds come from the host's own generator, right after the host's weights, and are initialised
     according to `lifecycle.birth`. Alpha is 1 and every seed is fossilized, so all of the network learns from the first
-    minibatch, on the same data as in any other episode.
+    minibatch, on the same data as in any other episode. Blocks in stack slots are no copies here: their weights are
+    drawn.
     """
 
     def __init__(self, topologies: Sequence[Topology]) -> None:
@@ -40,8 +44,17 @@ class StaticController(WaitOnly):
             for name, blueprint, style in topology:
                 env.growing.germinate(name, blueprint, style=style)
                 slot = env.growing.slots[name]
+                if isinstance(slot, StackSlot):
+                    self._draw(slot, env.growing)
+                    continue
                 slot.start_ramp(Ramp())
                 for stage in STAGES_TO_FOSSILIZED:
                     slot.move_to(stage)
             if isinstance(env, HostEnv) and env.monitor is not None:
                 env.take_snapshot()  # a rollback restores this network, not the bare host
+
+    def _draw(self, slot: StackSlot, growing: GrowingNetwork) -> None:
+        """Give blocks that are built in, and not copied, weights of their own, as the host gives them to its blocks."""
+        initialise(slot.seed, growing.generator)
+        if (of_host := getattr(growing.module, "initialise", None)) is not None:
+            of_host(growing.generator)

@@ -146,10 +146,13 @@ def named_controller(name: str, controller: Controller) -> Iterator[None]:
 def play_static(pool: HostPool, name: str, grown: Outcome, *, rng_seeds: Sequence[int]) -> list[Outcome]:
     """Play the final networks of an episode, complete from the first tick.
 
-    Returns two outcomes: with as many host epochs as the grown hosts had, and with as much training compute.
+    Returns two outcomes: with as many host epochs as the grown hosts had, and with as much training compute. Where host
+    epochs are budgets of FLOPs, both are one.
     """
     controller = StaticController(grown.topologies)
     static = play_episode(pool, name, controller, rng_seeds=rng_seeds)
+    if all(env.training.flops is not None for env in pool.envs):
+        return [static]
     limits = affordable_ticks(static, grown.flops)
     return [
         static,

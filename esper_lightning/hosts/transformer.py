@@ -170,11 +170,11 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=INITIAL_STD, generator=generator)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        for block in self.blocks:
-            assert isinstance(block, Block)
+        blocks = [module for module in self.modules() if isinstance(module, Block)]
+        for block in blocks:
             for last in (block.attention.project, block.mlp[-1]):
                 assert isinstance(last, nn.Linear)
-                nn.init.normal_(last.weight, std=INITIAL_STD / math.sqrt(2 * len(self.blocks)), generator=generator)
+                nn.init.normal_(last.weight, std=INITIAL_STD / math.sqrt(2 * len(blocks)), generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, T] int64 -> [B, T, outputs]
         x = self.positions(self.tokens(x))

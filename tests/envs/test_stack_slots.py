@@ -6,8 +6,11 @@ from functools import partial
 import pytest
 import torch
 
+from esper_lightning.controllers.rules import RandomValid
+from esper_lightning.controllers.static import FossilizedSeed, StaticController
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.evaluation.play import play_episode, play_static
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.slot import StackSlot
 from esper_lightning.growth.stages import Stage
@@ -91,6 +94,32 @@ def test_a_rollback_keeps_copies_as_it_keeps_what_is_fossilized() -> None:
     assert not torch.equal(next(other.seed.parameters()), next(other.sources("stack")[0].parameters())), (
         "it has learned"
     )
+
+
+def test_blocks_that_are_built_in_have_weights_of_their_own_and_the_scale_of_the_final_depth() -> None:
+    pool = make_deep()
+    pool.reset([1, 3])
+    deep = (FossilizedSeed("stack1", "stack", "add"),)
+    StaticController([deep, ()]).reset(pool)
+    built, plain = (env.network for env in pool.envs)
+    slot = pool.envs[0].slots[1]
+
+    assert isinstance(slot, StackSlot) and slot.stage is Stage.FOSSILIZED
+    for block, source in zip(slot.seed.children(), slot.sources("stack"), strict=True):
+        assert not torch.equal(next(iter(block.mlp.parameters())), next(iter(source.mlp.parameters())))
+    spread = [network.blocks[0].mlp[-1].weight.std().item() for network in (built, plain)]
+    assert spread[0] == pytest.approx(spread[1] / 2**0.5, rel=0.1)
+    assert pool.step(act(WAIT, WAIT)).metrics.loss.isfinite().all()
+
+
+def test_with_a_budget_the_network_built_in_has_the_flops_of_the_grown_one() -> None:
+    pool = make_deep(batches=6.0)
+    grown = play_episode(pool, "random", RandomValid(5), rng_seeds=[1, 3])
+    (static,) = play_static(pool, "static", grown, rng_seeds=[1, 3])
+
+    assert grown.fossils.sum() > 0 and static.parameters.tolist() == grown.parameters.tolist()
+    for spent, other, env in zip(static.flops, grown.flops, pool.envs, strict=True):
+        assert abs(spent - other) < 16 * env.flops.of_step(env.slots)
 
 
 def test_the_policy_sees_the_size_of_copies_and_the_budget() -> None:
