@@ -306,9 +306,8 @@ def value(rows: Sequence[Row]) -> list[str]:
     behind = found - found.min(0)
     lines = [f"| network | {' | '.join(f'{h}, {r:g}, {s}' for h, r, s in contexts)} | behind the best, mean |"]
     lines.append(f"|---|{'--:|' * (len(contexts) + 1)}")
-    for plan, of in zip(plans, found, strict=True):
-        cells = " | ".join(f"{loss:.3f}" for loss in of)
-        lines.append(f"| {plan} | {cells} | {(of - found.min(0)).mean():.3f} |")
+    for plan, of, gaps in zip(plans, found, behind, strict=True):
+        lines.append(f"| {plan} | {' | '.join(f'{loss:.3f}' for loss in of)} | {gaps.mean():.3f} |")
     budgets = np.array([steps for _, _, steps in contexts])
     of_budget = [behind[:, budgets == steps] for steps in dict.fromkeys(budgets)]
     fixed = [i for i, plan in enumerate(plans) if not PLANS[plan].growth]

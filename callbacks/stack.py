@@ -136,13 +136,15 @@ class Stack(Callback):
         # A compiled module has its names in a module within it.
         modules = {k.replace("_orig_mod.", ""): part for k, part in module.named_modules(remove_duplicate=False)}
         found = modules.get(self.name)
+        if found is not None:
+            try:
+                return check_blocks(getattr(found, "_orig_mod", found))  # compiled
+            except ValueError as error:
+                reason = f"{self.name!r} cannot grow: {error}; lists in the module"
+        else:
+            reason = f"there is no {self.name!r} in {type(module).__name__}; lists in it"
         lists = ", ".join(name for name, part in modules.items() if can_grow(part)) or "none"
-        if found is None:
-            raise ValueError(f"Stack: there is no {self.name!r} in {type(module).__name__}; lists in it: {lists}")
-        try:
-            return check_blocks(getattr(found, "_orig_mod", found))  # compiled
-        except ValueError as error:
-            raise ValueError(f"Stack: {self.name!r} cannot grow: {error}; lists in the module: {lists}") from None
+        raise ValueError(f"Stack: {reason}: {lists}")
 
     def _check(self, trainer: Trainer, module: LightningModule) -> None:
         """Raise ValueError if a part of the trainer or of the module does not follow a network that grows."""

@@ -83,9 +83,8 @@ def blueprint_names(layout: str) -> list[str]:
 
 def default_blueprints(layout: str) -> list[str]:
     """Return the names of this package's blueprints for `layout`: what settings offer that name none."""
-    if layout == STACK:
-        return list(COPIES)
-    return [name for name in blueprint_names(layout) if is_of_this_package(_BLUEPRINTS[layout, name].build)]
+    names = blueprint_names(layout)
+    return [name for name in names if layout == STACK or is_of_this_package(_BLUEPRINTS[layout, name].build)]
 
 
 def find_blueprint(name: str) -> str:

@@ -10,9 +10,7 @@ from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.blend import BlendStyle, Ramp
 from esper_lightning.growth.growing_network import GrowingNetwork
 from esper_lightning.growth.slot import StackSlot
-from esper_lightning.growth.stages import Stage
-
-STAGES_TO_FOSSILIZED = (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED)
+from esper_lightning.growth.stages import STAGES_TO_FOSSILIZED
 
 
 class FossilizedSeed(NamedTuple):
@@ -45,7 +43,7 @@ class StaticController(WaitOnly):
                 env.growing.germinate(name, blueprint, style=style)
                 slot = env.growing.slots[name]
                 if isinstance(slot, StackSlot):
-                    self._draw(slot, env.growing)
+                    draw(slot, env.growing)
                     continue
                 slot.start_ramp(Ramp())
                 for stage in STAGES_TO_FOSSILIZED:
@@ -53,8 +51,9 @@ class StaticController(WaitOnly):
             if isinstance(env, HostEnv) and env.monitor is not None:
                 env.take_snapshot()  # a rollback restores this network, not the bare host
 
-    def _draw(self, slot: StackSlot, growing: GrowingNetwork) -> None:
-        """Give blocks that are built in, and not copied, weights of their own, as the host gives them to its blocks."""
-        initialise(slot.seed, growing.generator)
-        if (of_host := getattr(growing.module, "initialise", None)) is not None:
-            of_host(growing.generator)
+
+def draw(slot: StackSlot, growing: GrowingNetwork) -> None:
+    """Give the blocks in a stack slot weights of their own, as the host gives them to its blocks."""
+    initialise(slot.seed, growing.generator)
+    if (of_host := getattr(growing.module, "initialise", None)) is not None:
+        of_host(growing.generator)

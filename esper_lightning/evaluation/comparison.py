@@ -155,7 +155,7 @@ class ComparisonResult(NamedTuple):
     """
     notes: list[str]
     score: Score
-    """What `Outcome.score` is."""
+    """Name of the score in `Outcome.score`, which the task of the hosts has chosen."""
 
     @property
     def reference(self) -> Entry:

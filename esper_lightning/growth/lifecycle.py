@@ -16,7 +16,7 @@ from esper_lightning.growth import gates
 from esper_lightning.growth.blend import BlendStyle, Ramp, check_ramp
 from esper_lightning.growth.gates import Evidence, LifecycleConfig
 from esper_lightning.growth.slot import SeedSlot, StackSlot, new_seed
-from esper_lightning.growth.stages import Stage, check_transition
+from esper_lightning.growth.stages import STAGES_TO_FOSSILIZED, Stage, check_transition
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def germinate(
     slot.start_ramp(ramp)
     event = move(slot, Stage.GERMINATED, "germinate")
     if isinstance(slot, StackSlot):
-        for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED):
+        for stage in STAGES_TO_FOSSILIZED:
             slot.move_to(stage)
         event = replace(event, after=slot.stage)
     return event

@@ -37,6 +37,9 @@ BLENDED = frozenset({Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED})
 LIVE = frozenset({Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY})
 """Stages in which the slot contains a seed that is not fossilized."""
 
+STAGES_TO_FOSSILIZED = (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED)
+"""Stages that a germinated seed passes until it is fossilized, in their order."""
+
 OCCUPIED = LIVE | {Stage.FOSSILIZED}
 """Stages in which the slot contains a seed."""
 

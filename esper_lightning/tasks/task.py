@@ -19,7 +19,8 @@ CALIBRATION_BINS = 15  # of confidence, as in https://arxiv.org/abs/1706.04599
 SPLITS = ("train", "validation", "test")
 
 Score = Literal["accuracy", "likelihood", "r2"]
-"""What hosts are judged by, per sample; the mean over samples is the score of a host. No score is above 1.
+"""Names of the scores by which a task judges hosts. A score is a number per sample, without a unit and at most 1; the
+score of a host is the mean over samples.
 
 - accuracy: share of correct predictions.
 - likelihood: 1 − cross-entropy / ln(classes). Uniform guesses have 0. A perplexity p of C classes is 1 − ln(p) / ln(C).
@@ -192,11 +193,9 @@ def check_data(data: TaskData, task: str, score: Score = "accuracy") -> None:
 
 def check_outputs(outputs: object, expected: int, score: Score) -> None:
     """Raise ValueError unless the outputs of a host have a number for each class, or for each quantity."""
-    found = list(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
-    fits = isinstance(outputs, Tensor) and outputs.ndim >= 2
-    if isinstance(outputs, Tensor) and fits:
-        fits = outputs[0].numel() == expected if score == "r2" else outputs.shape[-1] >= expected
-    if not fits:
+    shape = list(outputs.shape) if isinstance(outputs, Tensor) else []
+    if len(shape) < 2 or (math.prod(shape[1:]) != expected if score == "r2" else shape[-1] < expected):
+        found = shape if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
         kind = "quantities" if score == "r2" else "classes"
         raise ValueError(
             f"the host's forward returned {found}, and the task has {expected} {kind}; return a tensor [B, …] with as "
