@@ -6,10 +6,13 @@ RUN := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824
 # A worker that has nothing left to do takes tests from another one.
 WORKERS := --numprocesses auto --dist worksteal
 
-.PHONY: fit smoke test test-all coverage bench-execution gpu lint clean
+.PHONY: fit report smoke test test-all coverage bench-execution gpu lint clean
 
 fit: $(BIN)/.installed  ## train Tamiyo on handwritten digits
 	$(RUN) $(BIN)/esper-lightning fit --config digits
+
+report: $(BIN)/.installed  ## one page about the last run: report.html
+	$(BIN)/esper-lightning report $(ARGS)
 
 smoke: $(BIN)/.installed  ## the same in miniature
 	$(BIN)/esper-lightning fit --config smoke

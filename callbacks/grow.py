@@ -2,7 +2,8 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -29,12 +30,13 @@ from esper_lightning.callbacks.measuring import (
     make_decider,
     resume_decider,
 )
+from esper_lightning.callbacks.run_record import write_run_record
 from esper_lightning.console import print_status
 from esper_lightning.controllers.learned import TrainingRules
 from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.controllers.static import FossilizedSeed, StaticController
 from esper_lightning.envs import ActionConfig, EnvConfig, HostEvent
-from esper_lightning.envs.flops import count_flops
+from esper_lightning.envs.flops import PASSES_PER_STEP, count_flops
 from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.measurements import EpochResult, TrainingStats
 from esper_lightning.envs.single_pool import SinglePool
@@ -51,7 +53,7 @@ from esper_lightning.growth.param_groups import check_optimizer, follow, host_gr
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import ObjectiveConfig
-from esper_lightning.telemetry.events import EVENTS_FILE, SCHEMA, Contributed, Event, EventLog, Started
+from esper_lightning.telemetry.events import EVENTS_FILE, SCHEMA, Contributed, Event, EventLog, Started, Validated
 from esper_lightning.telemetry.observer import seed_changes
 
 STATE_FORMAT = 5
@@ -359,9 +361,12 @@ class Grow(Callback):
             self._log = EventLog(Path(folder) / EVENTS_FILE)
             if state:
                 self._log.discard_after(subject.tick)
-            self._log.write([Started(subject.tick, SCHEMA, 1, horizon, space.slot, space.blueprint)])
+            layout = (space.slot, space.blueprint, self.monitor, flops.host, flops.behind)
+            self._log.write([Started(subject.tick, SCHEMA, 1, horizon, *layout)])
+            self._began = time.perf_counter()
+            write_run_record(Path(folder), trainer)
         self._step_flops = flops.with_seeds(subject.slots)
-        self._tell(trainer, events, {})
+        self._tell(trainer, events, None)
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if the state of a checkpoint has another format, other slots or other blueprints."""
@@ -483,7 +488,7 @@ class Grow(Callback):
         if pool.subject.tick < pool.subject.horizon and not broken:
             events += self._decide(trainer)
         self._step_flops = pool.subject.flops.with_seeds(pool.subject.slots)
-        self._tell(trainer, events, pending.contributions)
+        self._tell(trainer, events, pending)
         self._gradients, self._train_loss, self._train_batches = None, 0.0, 0
 
     def _decide(self, trainer: Trainer) -> list[SeedEvent]:
@@ -577,20 +582,31 @@ class Grow(Callback):
                 for config in trainer.lr_scheduler_configs
             ]
 
-    def _tell(self, trainer: Trainer, changes: Sequence[SeedEvent], contributions: Mapping[str, float]) -> None:
-        """Print the changes of the present tick, and record them and the contributions, in the first process."""
+    def _tell(self, trainer: Trainer, changes: Sequence[SeedEvent], measured: Measured | None) -> None:
+        """Print the changes of the present tick, and record them and the measurements, in the first process."""
         tick = self._pool.subject.tick
         for change in changes if trainer.is_global_zero else ():
             worth = "" if change.contribution is None else f", worth {change.contribution:+.1f} points"
             print_status(f"Grow, tick {tick}: {change}{worth}".replace(" points", f" {self.scale.unit}"))
         if self._log is not None:
             events: list[Event] = [*seed_changes([HostEvent(0, tick, change) for change in changes], tick, [0])]
-            if contributions:
-                hosts = [0] * len(contributions)
-                events.append(Contributed(tick, hosts, list(contributions), list(contributions.values())))
+            if measured is not None:
+                events += self._measurements(trainer, tick, measured)
             self._log.write(events)
 
+    def _measurements(self, trainer: Trainer, tick: int, measured: Measured) -> Iterator[Event]:
+        """Yield the validation as an event, and the contributions if there are any."""
+        metrics: dict[str, float | None] = {self.monitor: measured.metric}
+        metrics |= {} if self.loss is None else {self.loss: measured.loss}
+        size = (count_parameters(self.growing.module), PASSES_PER_STEP * self.flops_spent)
+        yield Validated(tick, trainer.global_step, *size, time.perf_counter() - self._began, metrics)
+        if measured.contributions:
+            hosts = [0] * len(measured.contributions)
+            yield Contributed(tick, hosts, list(measured.contributions), list(measured.contributions.values()))
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._log is not None and self._pending is not None:  # of the last validation, which no decision follows
+            self._log.write(self._measurements(trainer, self._pool.subject.tick + 1, self._pending))
         if trainer.is_global_zero:
             subject = self._pool.subject
             sizes = f"{count_parameters(self.growing.module):,} parameters, {subject.host_parameters:,} of them"

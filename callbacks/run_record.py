@@ -16,6 +16,20 @@ RUN_FILE, LOCK_FILE = "run.json", "run.lock"
 """Files in a run folder: what the latest process of the run is, and the lock that it holds."""
 
 
+def write_run_record(folder: Path, trainer: Trainer) -> None:
+    """Write `run.json`: command, machine, device, versions and revision of the code of this process.
+
+    The file of an earlier process of the same run is kept as `run.1.json` and so on.
+    """
+    data: Any = attached_data(trainer)
+    executor, precision = "", str(trainer.precision)
+    if isinstance(data, HostPoolData):
+        executor, precision = data.pool.executor_choice, data.precision
+    record = provenance(getattr(data, "seed", None), trainer.strategy.root_device, executor, precision=precision)
+    record["processes"] = trainer.world_size
+    replace_and_keep(folder / RUN_FILE, json.dumps(record, indent=1) + "\n")
+
+
 class RunRecord(Callback):
     """Writes `run.json` into the run folder: command, machine, device, versions and revision of the code.
 
@@ -43,14 +57,7 @@ class RunRecord(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._lock is None:
             return
-        data: Any = attached_data(trainer)
-        executor, precision = "", str(trainer.precision)
-        if isinstance(data, HostPoolData):
-            executor, precision = data.pool.executor_choice, data.precision
-        record = provenance(data.seed, trainer.strategy.root_device, executor, precision=precision)
-        record["processes"] = trainer.world_size
-        text = json.dumps(record, indent=1) + "\n"
-        replace_and_keep(Path(self._lock.lock_file).with_name(RUN_FILE), text)
+        write_run_record(Path(self._lock.lock_file).parent, trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.teardown(trainer, pl_module, "fit")  # a program may go on, and Lightning calls no teardown then

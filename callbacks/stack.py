@@ -1,8 +1,10 @@
 """Callback that trains a shallow network first and grows it to its full depth by copies of its blocks."""
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.call import _call_configure_model
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
@@ -26,17 +29,22 @@ from torch.utils.hooks import RemovableHandle
 
 from esper_lightning.callbacks.checks import check_trainer
 from esper_lightning.callbacks.grow import Grow
+from esper_lightning.callbacks.run_record import write_run_record
 from esper_lightning.console import print_status
 from esper_lightning.envs.flops import count_training_flops
 from esper_lightning.growth import stack
 from esper_lightning.growth.attach import is_compiled
 from esper_lightning.growth.stack import Blocks, Content, Order, State, check_blocks, check_optimizers, place
+from esper_lightning.telemetry.events import SCHEMA, STACK_FILE, EventLog, Stacked, Started, Validated
 
 CONFLICTING_CALLBACKS = (BaseFinetuning, BatchSizeFinder, LearningRateFinder)
 """Callbacks that rearrange parameter groups, or try steps before the training."""
 
 ROUNDING = 1e-9
 """Share of the training by which a change may come early, so that rounding does not delay it by a batch."""
+
+MAX_STEPS = 2**53
+"""Steps of a training whose end is a time."""
 
 
 class Stack(Callback):
@@ -102,6 +110,7 @@ class Stack(Callback):
         """Training batches so far by these depths."""
         self._counter: FlopCounterMode | None = None  # of a batch whose FLOPs are counted
         self._waits: LightningModule | None = None  # whose next `training_step` is counted
+        self._log: EventLog | None = None
 
     @property
     def state_key(self) -> str:
@@ -186,6 +195,9 @@ class Stack(Callback):
         for handle in self._handles:
             handle.remove()
         self._stop_counting()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._stop_counting()
@@ -231,6 +243,19 @@ class Stack(Callback):
             torch.manual_seed(to)
             stack(self.blocks, to=to, optimizer=trainer.optimizers, into=list(spare), **self.options)
         self.final[:to] = self.blocks
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        folder = getattr(trainer.logger, "log_dir", None)
+        if folder is None or not trainer.is_global_zero:
+            return
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self._log, self._began = EventLog(Path(folder) / STACK_FILE), time.perf_counter()
+        if self is stacks_of(trainer)[0]:  # several lists grow: one of them writes what all have in common
+            self._log.discard_after(trainer.global_step)
+            lists = [each.name for each in stacks_of(trainer)]
+            steps = int(min(trainer.estimated_stepping_batches, MAX_STEPS))
+            self._log.write([Started(trainer.global_step, SCHEMA, 1, steps, lists, [], "", 0, {})])
+            write_run_record(Path(folder), trainer)
 
     # The training goes on, and grows between two steps.
 
@@ -301,6 +326,8 @@ class Stack(Callback):
                 for i in (i for i, source in enumerate(sources) if source in sources[:i]):
                     average[i].load_state_dict(self.blocks[i].state_dict())
         self.depths.append(to)
+        if self._log is not None:
+            self._log.write([Stacked(trainer.global_step, self.name, before, to)])
         self._told = f"Stack, step {trainer.global_step}: {self.name} {before} → {to}, training loss "
         self._told += self._last_loss(trainer)
         if lr < 0.99 * self.lr_peak:
@@ -320,6 +347,20 @@ class Stack(Callback):
                 print_status(f"{self._told} → {self._last_loss(trainer)}")
             self._told = None
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        is_training = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        if self._log is None or not is_training or self is not stacks_of(trainer)[0]:
+            return
+        step, size = trainer.global_step, sum(parameter.numel() for parameter in pl_module.parameters())
+        metrics: dict[str, float | None] = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        seconds = time.perf_counter() - self._began
+        self._log.write([Validated(step, step, size, float(self.flops_spent), seconds, metrics)])
+
+    @property
+    def flops_spent(self) -> int:
+        """FLOPs of the training so far; too few where they could not be counted."""
+        return sum(self.flops[depths] * count for depths, count in self.batches.items())
+
     def _last_loss(self, trainer: Trainer) -> str:
         """Return the loss of the last batch as text. Lightning has divided it by the number of accumulated batches."""
         if self._loss is None:
@@ -334,9 +375,8 @@ class Stack(Callback):
             first, *_, last = self.batches
             parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             unit = "training batches" if parts == 1 else f"steps of {parts} batches"  # what max_steps counts
-            spent = sum(self.flops[depths] * count for depths, count in self.batches.items())
             fixed = (
-                f"{spent // (parts * self.flops[depths]):,} at {' + '.join(map(str, depths))}"
+                f"{self.flops_spent // (parts * self.flops[depths]):,} at {' + '.join(map(str, depths))}"
                 for depths in (last, first)
             )
             print_status(
@@ -347,8 +387,12 @@ class Stack(Callback):
 
 def depths_of(trainer: Trainer) -> tuple[int, ...]:
     """Return the present numbers of blocks of all lists that a `Stack` grows."""
-    stacks = [callback for callback in trainer.callbacks if isinstance(callback, Stack)]  # type: ignore[attr-defined]
-    return tuple(len(each.blocks) for each in stacks)
+    return tuple(len(each.blocks) for each in stacks_of(trainer))
+
+
+def stacks_of(trainer: Trainer) -> list[Stack]:
+    """Return the callbacks that grow lists of blocks."""
+    return [callback for callback in trainer.callbacks if isinstance(callback, Stack)]  # type: ignore[attr-defined]
 
 
 def can_grow(part: nn.Module) -> bool:

@@ -1,8 +1,9 @@
-"""Callback that writes metrics, figures and events of a run to its loggers and to events.jsonl."""
+"""Callback that writes metrics, pictures and events of a run to its loggers and to events.jsonl."""
 
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,21 @@ from esper_lightning.envs.spaces.actions import relevance_table
 from esper_lightning.module import TamiyoModule
 from esper_lightning.telemetry import metrics as metrics_of
 from esper_lightning.telemetry.anomalies import AnomalyDetector
-from esper_lightning.telemetry.events import EVENTS_FILE, SCHEMA, Event, EventLog, Started, Updated
-from esper_lightning.telemetry.figures import draw_figures
-from esper_lightning.telemetry.observer import Observer, join, observe
+from esper_lightning.telemetry.charts import draw_pictures
+from esper_lightning.telemetry.events import EVENTS_FILE, Event, EventLog, Updated
+from esper_lightning.telemetry.observer import Observer, join, observe, started
 
 
 class Telemetry(Callback):
-    """Writes metrics, figures and events to the trainer's loggers and to events.jsonl, and prints anomalies.
+    """Writes metrics, pictures and events to the trainer's loggers and to events.jsonl, and prints anomalies.
 
     docs/reference/telemetry.md explains every plot, event and rule. Processes send what they see of their hosts to
     rank 0, which alone has statistics and writes.
 
     Args:
         every_n_ticks: Ticks between two writes of the hosts' metrics and of the mean seconds per tick.
-        figures_every: Rollouts between figures; the last rollout always has some. 0: no figures.
+        figures_every: Rollouts between pictures, which need the extra [report]; the last rollout always has some. 0:
+            none.
         ignore: Names of the rules for anomalies that are not applied.
     """
 
@@ -76,6 +78,9 @@ class Telemetry(Callback):
         """Discard what the interrupted run wrote after the checkpoint, and write what does not change in a run."""
         tick, pool = self.collector.ticks, self.collector.pool
         self.writers = [one.experiment for one in trainer.loggers if isinstance(one, TensorBoardLogger)]
+        self._has_charts = all(map(find_spec, ("altair", "vl_convert")))
+        if self.writers and self.figures_every and not self._has_charts:
+            print_status("no pictures in TensorBoard: they need pip install 'esper-lightning[report]'")
         for writer in self.writers:
             is_resumed = self._restored and len(list(Path(writer.log_dir).glob("events.out.tfevents.*"))) > 1
             if tick:  # makes readers drop what an earlier process wrote later
@@ -87,8 +92,7 @@ class Telemetry(Callback):
             Path(folder).mkdir(parents=True, exist_ok=True)
             self.events = EventLog(Path(folder) / EVENTS_FILE)
             self.events.discard_after(tick)
-        hosts, space = self.collector.ranks.total, pool.space
-        self._write_events([Started(tick, SCHEMA, hosts, pool.horizon, list(space.slot), list(space.blueprint))])
+        self._write_events([started(pool, tick=tick, hosts=self.collector.ranks.total)])
 
     def _write_events(self, events: Iterable[Event]) -> None:
         if self.events is not None:
@@ -125,7 +129,7 @@ class Telemetry(Callback):
                 logger.log_metrics(logged, step=collector.ticks)
 
     def _rollout_metrics(self, trainer: Trainer) -> dict[str, float]:
-        """Write events, histograms and figures of the finished rollout, and return its metrics.
+        """Write events, histograms and pictures of the finished rollout, and return its metrics.
 
         On other ranks: only send, and return {}.
         """
@@ -156,12 +160,14 @@ class Telemetry(Callback):
         blended = self._tick.slots["contribution"][self._tick.slots["blended"]]
         values = {name: torch.cat([one[name] for one in of_ranks]) for name in ("ratio", "advantage")}
         values["contribution"] = torch.from_numpy(blended).float()
+        is_drawn = is_due and self.writers and self._has_charts
+        pictures = draw_pictures(self.observer, self._tick.hosts["objective"]) if is_drawn else {}
         for writer in self.writers:
             for name, of_all in values.items():
                 if (finite := of_all[torch.isfinite(of_all)]).numel():
                     writer.add_histogram(f"histograms/{name}", finite, tick)
-            for tag, figure in draw_figures(self.observer).items() if is_due else ():
-                writer.add_figure(tag, figure, tick)
+            for tag, pixels in pictures.items():
+                writer.add_image(tag, pixels, tick, dataformats="HWC")
         return found | self._check_anomalies(found, trainer)
 
     def _cost_metrics(self) -> dict[str, float]:

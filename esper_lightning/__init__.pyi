@@ -4,6 +4,7 @@ from esper_lightning.api import train as train
 from esper_lightning.callbacks import Grow as Grow
 from esper_lightning.callbacks import default_callbacks as default_callbacks
 from esper_lightning.cli import from_config as from_config
+from esper_lightning.cli import report as report
 from esper_lightning.datamodules.hosts import HostPoolData as HostPoolData
 from esper_lightning.envs import ActionConfig as ActionConfig
 from esper_lightning.envs import EnvConfig as EnvConfig

@@ -129,7 +129,7 @@ def evaluate(
         config: Settings of the comparison.
         task: Name of the task whose result is returned, where the data have several.
         governor: When a host counts as diverged and is rolled back. None: hosts are not watched.
-        folder: Folder for tables and figures. None: they are only printed.
+        folder: Folder for tables. None: they are only printed.
 
     Raises ValueError if a controller or the task is unknown, or if the checkpoint is damaged or of other hosts.
     """

@@ -1,6 +1,8 @@
 """Command line: LightningCLI with `fit`, `validate` and `test`, and the small commands, which are functions."""
 
+import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -8,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import yaml
 from jsonargparse import ArgumentError, set_parsing_settings
 from jsonargparse.typing import PositiveInt
 from lightning import LightningModule, Trainer
@@ -28,7 +31,9 @@ from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ranks import local_world
 from esper_lightning.registry import config_paths, find_config, is_of_this_package
+from esper_lightning.run_report import write_page
 from esper_lightning.sweep import sweep
+from esper_lightning.telemetry.events import EVENTS_FILE, STACK_FILE
 
 PROGRAM = "esper-lightning"
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -120,6 +125,8 @@ class EsperCLI(LightningCLI):
         trainer: Any = self.trainer  # Lightning does not declare all attributes
         if self.model.evaluation.hosts and not trainer.fast_dev_run:
             trainer.test(self.model, datamodule=self.datamodule, verbose=False)
+        if trainer.is_global_zero and trainer.loggers:
+            print_status(f"a page about this run: {PROGRAM} report {shlex.quote(os.path.relpath(trainer.log_dir))}")
 
 
 def last_of_each_class(callbacks: Sequence[Any]) -> list[Any]:
@@ -206,7 +213,7 @@ def grow(config: str, controller: str, *, out: str = "runs/grown") -> None:
         config: Path of a config, or the name of one of the package, as `digits`.
         controller: A rule (`periodic`, `climbing`, `heuristic`, `wait` …), the import path of your own, the file of a
             schedule (.json), a trained policy (.ckpt or .safetensors), or `tamiyo`, the one of the package.
-        out: Folder for the network, its exported program, the network with folded seeds, scores and a figure.
+        out: Folder for the network, its exported program, the network with folded seeds, scores and events.
     """
     made = load_config(config)
     data, rules = made.datamodule, Comparison(made.model.evaluation).make_controllers()
@@ -219,6 +226,42 @@ def grow(config: str, controller: str, *, out: str = "runs/grown") -> None:
     (rng_seed,) = episode_rng_seeds(data.seed, EVALUATION, 0, n_envs=1)
     grow_host(pool, controller, chosen, rng_seed=rng_seed, folder=Path(out))
     print_status(f"written to {out}")
+
+
+def report(runs: Sequence[str | Path] = (), *, out: str | Path = "report.html") -> None:
+    """Write one page about a run, or about several side by side: what grew, and what it was worth.
+
+    Args:
+        runs: Folders of loggers, as `runs/digits/version_0`: of `fit`, `test`, `Grow` or `Stack`, or of a training
+            that is compared with one of them. None: the newest run below `runs`.
+        out: HTML file to write; it needs no network.
+
+    Raises ValueError if a folder holds no run, or if the extra [report] is missing.
+    """
+    folders = [Path(run) for run in runs] or [newest_run(Path("runs"))]
+    write_page(folders, [changed_settings(folder / "config.yaml") for folder in folders], Path(out))
+    print_status(f"written to {out}: {', '.join(map(str, folders))}")
+
+
+def newest_run(root: Path) -> Path:
+    """Return the newest run of this package below a folder. Raises ValueError if there is none."""
+    found = [*root.rglob(EVENTS_FILE), *root.rglob(STACK_FILE)]
+    if not found:
+        raise ValueError(f"report: there is no run below {str(root)!r}; name the folder of one")
+    return max(found, key=lambda path: path.stat().st_mtime_ns).parent
+
+
+def changed_settings(config: Path) -> str:
+    """Return the settings of a run's config that differ from their defaults, as YAML; empty if there is none."""
+    if not config.is_file():
+        return ""
+    settings = yaml.safe_load(config.read_text(encoding="utf-8"))
+    try:
+        args = [f"--{name}={json.dumps(settings[name])}" for name in ("seed_everything", "trainer", "model", "data")]
+        cli = make_cli(args, run=False, parser_kwargs={"exit_on_error": False})
+    except (ArgumentError, ValueError, LookupError) as error:  # of another version, or of classes that are not here
+        return f"{config.name} cannot be read here: {' '.join(str(error).split())}"
+    return cli.parser.dump(cli.config, skip_default=True)
 
 
 def configs() -> None:
@@ -244,6 +287,7 @@ COMMANDS: dict[str, Callable[..., object]] = {
     "grow": grow,
     "export": export_grown,
     "sweep": sweep,
+    "report": report,
     "configs": configs,
     "init": init,
 }
@@ -255,8 +299,10 @@ def run(args: list[str]) -> None:
     if args and args[0] in COMMANDS:
         command = COMMANDS[args[0]]
         parser = Parser(prog=f"{PROGRAM} {args[0]}", description=(command.__doc__ or "").partition("\n")[0])
+        if command is report:  # several folders, where a list among the others would be written as [a, b]
+            parser.add_argument("runs", nargs="*", help="folders of loggers; none: the newest run below `runs`")
         # Not by `auto_cli`, which drops an argument that is called config.
-        parser.add_function_arguments(command, as_group=False, as_positional=True)
+        parser.add_function_arguments(command, as_group=False, as_positional=True, skip={"runs"})
         command(**parser.parse_args(args[1:]).as_dict())
         return
     # One form for both: a config may be named by its name in the package.

@@ -54,7 +54,7 @@ def first_line(error: Exception) -> str:
     return f"out of memory: {message.splitlines()[0]}"
 
 
-def provenance(rng_seed: int, device: torch.device, executor: str, *, precision: str) -> dict[str, Any]:
+def provenance(rng_seed: int | None, device: torch.device, executor: str, *, precision: str) -> dict[str, Any]:
     """Return the command, device, software versions and git revision of this process; no environment variables."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {

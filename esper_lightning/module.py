@@ -330,7 +330,7 @@ class TamiyoModule(LightningModule):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Compare the policy with baselines on fresh hosts and test data; see `EvaluationConfig`.
 
-        Tables and figures go to the folder `evaluation` of the run, the policy's means to the loggers.
+        Tables go to the folder `evaluation` of the run, the policy's means to the loggers.
         """
         folder = Path(self.trainer.log_dir or self.trainer.default_root_dir) / EVALUATION_FOLDER
         if not self.trainer.is_global_zero:

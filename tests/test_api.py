@@ -290,6 +290,6 @@ def test_ctrl_c_reaches_the_program_that_grows_a_network_and_so_does_the_next_on
 def test_every_name_of_the_package_is_there() -> None:
     for name in esper_lightning.EXPORTS:
         assert getattr(esper_lightning, name).__name__ == name and name in dir(esper_lightning)
-    assert len(esper_lightning.EXPORTS) == 18
+    assert len(esper_lightning.EXPORTS) == 19
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         esper_lightning.trian  # noqa: B018

@@ -334,7 +334,7 @@ class Comparison:
             if name.startswith(BEST_PRICE_PREFIX)
         }
         # What never acts is the ungrown host, whatever replays it: unless asked for by name, its controls are left out.
-        acts = config.against is not None or any((one.outcome.trace.ops != Op.WAIT).any() for one in of_policies)
+        acts = config.against is not None or any((one.outcome.ops != Op.WAIT).any() for one in of_policies)
         if of_policies and not acts:
             notes.append(f"{TAMIYO} grew nothing on any host: its controls would be {UNGROWN_HOST} and are left out")
         derived: dict[str, list[Controller]] = {

@@ -28,10 +28,12 @@ from esper_lightning.growth.fold import fold
 from esper_lightning.growth.lifecycle import count_parameters, slots_of
 from esper_lightning.growth.nested import iter_tensors
 from esper_lightning.growth.stages import Stage
+from esper_lightning.ranks import Ranks
 from esper_lightning.registry import describe_factory, import_object
 from esper_lightning.serialization import replace_durably
 from esper_lightning.tasks import Split
-from esper_lightning.telemetry.figures import timeline
+from esper_lightning.telemetry.events import EVENTS_FILE, EventLog
+from esper_lightning.telemetry.observer import Observer, join, observe, started
 
 NETWORK_FILE, HOST_FILE, SAMPLES_FILE = ("network.safetensors", "host.json", "samples.safetensors")
 
@@ -41,7 +43,7 @@ FORMAT_VERSION = 1
 NUM_SAMPLES = 8
 """Test samples that are saved beside a network."""
 
-PROGRAM_FILE, FOLDED_FOLDER, STEPS_FILE, TIMELINE_FILE = "network.pt2", "folded", "scores.csv", "timeline.png"
+PROGRAM_FILE, FOLDED_FOLDER, STEPS_FILE = "network.pt2", "folded", "scores.csv"
 """Files of a host that `grow` has grown, beside those of every saved host."""
 
 PREDICTED_SAMPLES = 256
@@ -140,19 +142,26 @@ def grow_host(pool: HostPool, name: str, controller: Controller, *, rng_seed: in
     """Train the host of a pool of one while a controller grows it, and write what it has become.
 
     The folder gets the grown network, its `torch.export` program, the network with its seeds folded into its layers,
-    test scores after each step, and a figure of the seeds' lives.
+    test scores after each step, and the events of the seeds' lives, from which `report` makes a page.
     """
     pool.reset([rng_seed])
-    before, epochs = fossilized_copy(pool.envs[0]), count(1)
+    before, epochs, ranks = fossilized_copy(pool.envs[0]), count(1), Ranks((1,))
+    observer = Observer(pool.space.slot, pool.space.blueprint, horizon=pool.horizon, n_envs=1)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / EVENTS_FILE).unlink(missing_ok=True)
+    log = EventLog(folder / EVENTS_FILE)
+    log.write([started(pool, tick=0, hosts=1)])
 
     def report(step: StepResult) -> None:
-        events = "".join(f"; {event.seed_event}" for event in step.events)
+        events, epoch = "".join(f"; {event.seed_event}" for event in step.events), next(epochs)
+        log.write(observer.update(join([observe(pool, step, epoch)], ranks)))
         print_status(
-            f"epoch {next(epochs)} of {pool.config.horizon}: validation score {step.metrics.score[0]:.4f}, "
+            f"epoch {epoch} of {pool.config.horizon}: validation score {step.metrics.score[0]:.4f}, "
             f"{step.metrics.parameters[0]} parameters{events}"
         )
 
     outcome = play_episode(pool, name, controller, rng_seeds=[rng_seed], on_step=report)
+    log.close()
     network, description = fossilized_copy(pool.envs[0]), describe_host(pool, 0, outcome)
     inputs, targets = test_data_of(pool, pool.envs[0])
     samples = inputs[:NUM_SAMPLES]
@@ -186,7 +195,6 @@ def grow_host(pool: HostPool, name: str, controller: Controller, *, rng_seed: in
         # The last column is the largest difference of an output from those of the grown network.
         header = ["step", "test_score", "test_loss", "parameters", "max_difference"]
         csv.writer(file).writerows([header, *rows])
-    timeline(outcome.trace.ops, outcome.trace.stages, pool.space.slot, title=name).savefig(folder / TIMELINE_FILE)
 
 
 def export_grown(source: str, to: Format, *, out: str | None = None) -> None:

@@ -29,13 +29,6 @@ from esper_lightning.registry import is_of_this_package
 from esper_lightning.tasks import Batches
 
 
-class PoolTrace(NamedTuple):
-    """Ops and stages at every tick of an episode, up to the horizon."""
-
-    ops: np.ndarray  # [T, H] int: Op carried out before the host epoch
-    stages: np.ndarray  # [T, H, K] int: Stage of each slot after the host epoch
-
-
 class Outcome(NamedTuple):
     """Results of one controller at the end of its episode, one value per host [H].
 
@@ -53,7 +46,7 @@ class Outcome(NamedTuple):
     rollbacks: np.ndarray
     seconds: float  # wall-clock time of the episode of the whole pool
     topologies: list[Topology]
-    trace: PoolTrace
+    ops: np.ndarray  # [T, H] int: Op carried out before each host epoch, up to the horizon
     contexts: list[str]  # variables of each host's context, as text
     metrics: dict[str, np.ndarray]  # further test metrics by name, see Task.test_metrics; NaN where undefined
 
@@ -74,7 +67,7 @@ def play_episode(
     """
     started, horizon = perf_counter(), pool.config.horizon
     flops, ticks, rollbacks = (np.zeros(pool.n_envs, dtype=np.int64) for _ in range(3))
-    ops, stages = [], []
+    ops = []
     pool.reset(rng_seeds)
 
     def count_epoch(host: int, batches: Batches) -> None:
@@ -99,7 +92,6 @@ def play_episode(
             for verdict in step.verdicts:
                 rollbacks[verdict.host] += verdict.verdict.diverged
             ops.append(download(step.action.op).numpy().copy())
-            stages.append([[int(slot.stage) for slot in env.slots] for env in pool.envs])
     finally:
         for env in pool.envs:
             env.data_order = env.on_batches = None
@@ -121,7 +113,7 @@ def play_episode(
         rollbacks=rollbacks,
         seconds=seconds,
         topologies=topologies,
-        trace=PoolTrace(np.array(ops), np.array(stages)),
+        ops=np.array(ops),
         contexts=[str(env.context.context) for env in pool.envs],
         metrics={name: values.numpy() for name, values in pool.test_metrics().items()},
     )

@@ -1,4 +1,4 @@
-"""A comparison from its settings to tables on the terminal, and CSV, JSON and PNG files in a folder.
+"""A comparison from its settings to tables on the terminal, and CSV and JSON files in a folder.
 
 S training seeds, T ticks, H hosts.
 """
@@ -6,14 +6,11 @@ S training seeds, T ticks, H hosts.
 import csv
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 from rich.table import Table
 
 from esper_lightning.console import print_status, wide_console
@@ -21,13 +18,12 @@ from esper_lightning.controllers.schedules import write_schedule
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.evaluation import statistics
 from esper_lightning.evaluation.checkpoints import TrainedPolicy, check_training_seeds, load_policies
-from esper_lightning.evaluation.comparison import Comparison, ComparisonResult, Entry, EvaluationConfig
+from esper_lightning.evaluation.comparison import Comparison, ComparisonResult, EvaluationConfig
 from esper_lightning.evaluation.statistics import Interval, mean_interval
 from esper_lightning.machine import provenance
 from esper_lightning.parallel import processes
 from esper_lightning.serialization import replace_file
 from esper_lightning.telemetry.events import replace_non_finite
-from esper_lightning.telemetry.figures import timeline
 
 COLUMNS = ("score", "loss", "parameters", "objective", "flops", "ticks", "fossils", "rollbacks")
 """Columns of an outcome, with one number per host."""
@@ -42,11 +38,6 @@ INTERVAL_METHOD = (
     f"{100 * statistics.CONFIDENCE:g} % percentile bootstrap, {statistics.RESAMPLES} resamples, "
     f"seed {statistics.RNG_SEED}: of hosts, and where there are several training seeds of training seeds and of hosts"
 )
-
-MARKERS = "osD^v<>ph*XPd8H"
-
-MAX_TIMELINE_HOSTS = 48
-"""Maximum number of hosts in a timeline; more rows would be too thin."""
 
 
 def compare(
@@ -81,7 +72,7 @@ def compare(
     }
     results = {}
     with processes(config.jobs) if config.jobs > 1 else nullcontext() as executor:
-        for task, pool in data.pools.items():
+        for task in data.pools:
             out = folder
             if len(data.pools) > 1:
                 print_status(f"hosts of {task}")
@@ -94,7 +85,7 @@ def compare(
             for table in make_tables(result):
                 wide_console().print(table)
             if out is not None:
-                written = write_report(result, pool.space.slot, out, record)
+                written = write_report(result, out, record)
                 wide_console().print(f"written to {out}: {', '.join(written)}", soft_wrap=True)
     return results
 
@@ -153,11 +144,11 @@ def format_interval(interval: Interval) -> str:
     return f"{interval.mean:.3f} ± {(interval.high - interval.low) / 2:.3f}"
 
 
-def write_report(result: ComparisonResult, slots: Sequence[str], folder: Path, record: Mapping[str, Any]) -> list[str]:
+def write_report(result: ComparisonResult, folder: Path, record: Mapping[str, Any]) -> list[str]:
     """Write all files of a comparison, with a `record` of this process, and return the names of the main ones."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("*"):  # of an earlier comparison of more policies; schedules of a search stay
-        if re.fullmatch(r"schedule\d*\.json|timeline\d*\.png", path.name):
+        if re.fullmatch(r"schedule\d*\.json", path.name):
             path.unlink()
     replace_file(folder / RESULTS_FILE, lambda draft: write_rows(result, draft))
     # NaN and infinity, which JSON lacks, become null.
@@ -165,17 +156,7 @@ def write_report(result: ComparisonResult, slots: Sequence[str], folder: Path, r
     replace_file(folder / SUMMARY_FILE, lambda draft: draft.write_text(text))
     for name, schedule in result.schedules.items():
         write_schedule(schedule, folder / f"{name}.json")
-    figures = {"pareto.png": pareto_figure(result)}
-    first, shown = result.reference, np.s_[:, :MAX_TIMELINE_HOSTS]
-    for number, (outcome, seed) in enumerate(zip(first.outcomes, first.training_seeds, strict=True)):
-        name = "timeline.png" if len(first.outcomes) == 1 else f"timeline{number}.png"
-        op, stages = outcome.trace.ops[shown], outcome.trace.stages[shown]
-        of_hosts = f"the first {op.shape[1]} of {len(result.rng_seeds)} hosts"
-        who = first.name if seed is None else f"{first.name}, seed {seed}"
-        figures[name] = timeline(op, stages, slots, title=f"{who}: {of_hosts}")
-    for name, figure in figures.items():
-        replace_file(folder / name, lambda draft, figure=figure: figure.savefig(draft, dpi=130, format="png"))
-    return [RESULTS_FILE, SUMMARY_FILE, *figures]
+    return [RESULTS_FILE, SUMMARY_FILE]
 
 
 def write_rows(result: ComparisonResult, path: Path) -> None:
@@ -219,33 +200,3 @@ def summary(result: ComparisonResult) -> dict[str, Any]:
         "controllers": controllers,
         "notes": result.notes,
     }
-
-
-def entry_style(number: int, entry: Entry) -> dict[str, Any]:
-    """Return colour, marker and label of an entry, the same in all figures."""
-    return {"color": f"C{number % 10}", "marker": MARKERS[number % len(MARKERS)], "label": entry.name}
-
-
-def pareto_figure(result: ComparisonResult) -> Figure:
-    """Plot mean score against parameters and against training FLOPs, with intervals; up and left is better."""
-    figure = Figure(figsize=(12, 5.5), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    columns = (("parameters", "final parameters"), ("flops", "FLOP of training"))
-    sizes = np.linspace(13.0, 5.0, len(result.entries))  # hollow and ever smaller: controllers at one point all show
-    for axes, (column, heading) in zip(panels, columns, strict=True):
-        for number, entry in enumerate(result.entries):
-            x, y = mean_interval(entry.values(column)), mean_interval(entry.values("score"))
-            errors = ([[one.mean - one.low], [one.high - one.mean]] for one in (y, x))
-            look = {"ls": "", "ms": sizes[number], "mfc": "none", "mew": 1.6, "elinewidth": 0.8}
-            axes.errorbar(x.mean, y.mean, *errors, **entry_style(number, entry), **look)
-        axes.set_xscale("log")
-        low, high = axes.xaxis.get_view_interval()  # few labels: matplotlib labels every minor tick within a decade
-        axes.xaxis.set_major_locator(MaxNLocator(5) if high < 10.0 * low else LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.set_xlabel(f"{heading}, mean per host")
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel(f"test {result.score}")
-    figure.suptitle(f"{len(result.rng_seeds)} hosts, test data, mean and 95 % interval", fontsize=10)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
-    return figure

@@ -11,11 +11,14 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of the records' format; raised whenever a reader of the old format cannot read the new one."""
 
 EVENTS_FILE = "events.jsonl"
 """Name of the file of events in the run's folder."""
+
+STACK_FILE = "stack.jsonl"
+"""Name of the file of the callback `Stack`, whose ticks are optimizer steps."""
 
 
 class Started(NamedTuple):
@@ -27,6 +30,40 @@ class Started(NamedTuple):
     horizon: int
     slots: list[str]
     blueprints: list[str]
+    score: str  # name of the score, or of the monitored metric; empty: none
+    flops: int  # of the first host's forward pass for one sample, without seeds
+    behind: dict[str, int]  # those behind each slot, in the order in which data pass
+
+
+class HostsMeasured(NamedTuple):
+    """Measurements of all hosts after one tick, with their blended seeds: columns with one value for each host."""
+
+    tick: int
+    op: list[str]  # carried out before the tick
+    score: list[float | None]
+    loss: list[float | None]
+    objective: list[float | None]
+    parameters: list[int]  # with the fossilized seeds
+
+
+class Validated(NamedTuple):
+    """A validation of a network that `Grow` or `Stack` grows."""
+
+    tick: int  # of `Grow`; for `Stack` optimizer steps
+    step: int  # optimizer steps
+    parameters: int
+    flops: float  # of training so far
+    seconds: float  # of wall-clock time since the process began to train
+    metrics: dict[str, float | None]  # all that was logged
+
+
+class Stacked(NamedTuple):
+    """A list of blocks has grown."""
+
+    tick: int  # optimizer steps
+    blocks: str
+    before: int
+    after: int
 
 
 class SeedChanged(NamedTuple):
@@ -111,10 +148,25 @@ class AnomalyChanged(NamedTuple):
         return line if self.level == "cleared" else f"{line}: {self.cause}; look at {', '.join(self.settings)}"
 
 
-Event = Started | SeedChanged | GateRefused | Contributed | RolledBack | Vetoed | Updated | AnomalyChanged
+Event = (
+    Started
+    | HostsMeasured
+    | Validated
+    | Stacked
+    | SeedChanged
+    | GateRefused
+    | Contributed
+    | RolledBack
+    | Vetoed
+    | Updated
+    | AnomalyChanged
+)
 
 EVENT_CLASSES: dict[str, type[Event]] = {
     "started": Started,
+    "hosts": HostsMeasured,
+    "validation": Validated,
+    "stack": Stacked,
     "seed": SeedChanged,
     "gate": GateRefused,
     "contributions": Contributed,

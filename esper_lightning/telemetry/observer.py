@@ -9,12 +9,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from esper_lightning.envs import HostEvent, HostPool, StepResult
+from esper_lightning.envs import HostEvent, HostPool, Op, StepResult
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import LIVE, Stage
 from esper_lightning.ranks import Ranks
-from esper_lightning.telemetry.events import Contributed, Event, GateRefused, RolledBack, SeedChanged, Vetoed
+from esper_lightning.telemetry.events import (
+    SCHEMA,
+    Contributed,
+    Event,
+    GateRefused,
+    HostsMeasured,
+    RolledBack,
+    SeedChanged,
+    Started,
+    Vetoed,
+)
 
 HOST = np.dtype(
     [
@@ -30,7 +40,7 @@ HOST = np.dtype(
 SLOT = np.dtype(
     [
         *(("stage", "u1"), ("blueprint", "i2"), ("age", "i4")),  # blueprint -1: the slot is empty
-        *(("live", "?"), ("blended", "?"), ("alpha", "f4")),  # alpha in the next tick
+        *(("live", "?"), ("blended", "?")),
         *((name, "f8") for name in ("norm", "health", "contribution")),  # NaN: not measured
         ("gain", "f8"),  # points that a host with this blended seed has gained since it was germinated
     ]
@@ -62,6 +72,14 @@ class Tick(NamedTuple):
     changes: list[SeedChanged]
     refusals: list[GateRefused]  # of gates that are closed now, whether or not they were closed before
     interventions: list[Event]  # rollbacks and vetoes
+
+
+def started(pool: Any, *, tick: int, hosts: int) -> Started:
+    """Return the event with which the events of a pool begin, or of the pools of several tasks."""
+    space, flops = pool.space, pool.envs[0].flops
+    scores = sorted({each.task.score for each in getattr(pool, "pools", {"": pool}).values()})
+    names = (list(space.slot), list(space.blueprint), " or ".join(scores))
+    return Started(tick, SCHEMA, hosts, pool.horizon, *names, flops.host, flops.behind)
 
 
 def observe(pool: HostPool, step: StepResult, tick: int, own: Sequence[int] | None = None) -> Tick:
@@ -120,7 +138,6 @@ def _slot_rows(env: HostEnv, blueprints: dict[str | None, int]) -> list[tuple[An
         rows.append(
             (
                 *(int(slot.stage), blueprints[slot.blueprint], slot.age, slot.live, blended),
-                slot.alpha_now if blended else 0.0,
                 *((np.nan, np.nan) if gradient is None else (gradient.norm, gradient.health)),
                 np.nan if record.contribution is None else record.contribution,
                 100.0 * (env.history.score[-1] - before) if blended else np.nan,
@@ -182,7 +199,7 @@ class SeedStats(NamedTuple):
         return np.where(self.measured > 0.0, self.contribution / np.maximum(self.measured, 1.0), np.nan)
 
 
-TRACED = ("op", "stage", "alpha", "rolled_back")
+TRACED = ("op", "stage", "rolled_back")
 ARRAYS = {
     "earlier": "sums_of_earlier_rollouts",
     "sums": "sums_of_rollout",
@@ -192,20 +209,19 @@ ARRAYS = {
 
 
 class Trace:
-    """One episode of every host for figures: op, stages, alphas and rollbacks by tick."""
+    """One episode of every host for pictures: op, stages and rollbacks by tick."""
 
     def __init__(self, ticks: int, n_envs: int, slots: int) -> None:
         self.length = 0
         self.op = np.zeros((ticks, n_envs), np.uint8)
         self.stage = np.zeros((ticks, n_envs, slots), np.uint8)  # after the tick
-        self.alpha = np.zeros((ticks, n_envs, slots), np.float32)  # in the next tick
         self.rolled_back = np.zeros((ticks, n_envs), bool)
 
     def update(self, tick: int, hosts: Any, slots: Any) -> None:
         """Record an environment step, counted from 1 in each episode; see `HOST` and `SLOT`."""
         self.length = tick
         self.op[tick - 1], self.rolled_back[tick - 1] = hosts["op"], hosts["rolled_back"]
-        self.stage[tick - 1], self.alpha[tick - 1] = slots["stage"], slots["alpha"]
+        self.stage[tick - 1] = slots["stage"]
 
 
 class Observer:
@@ -243,8 +259,8 @@ class Observer:
     def update(self, tick: Tick) -> list[Event]:
         """Add one environment step to the statistics.
 
-        Returns its events: seed changes, new refusals of gates, contributions, rollbacks and vetoes. The first tick of
-        an episode begins a new rollout.
+        Returns its events: seed changes, new refusals of gates, contributions, rollbacks, vetoes and measurements. The
+        first tick of an episode begins a new rollout.
         """
         if tick.number == 1:
             self.sums_of_earlier_rollouts += self.sums_of_rollout
@@ -259,7 +275,8 @@ class Observer:
         self._watch_gradients(tick)
         for name, paid in tick.terms.items():
             self.terms[name] = self.terms.get(name, 0.0) + float(paid.mean())
-        return [*tick.changes, *self._refusals(tick), *contributions(tick, self.slots), *tick.interventions]
+        events = [*tick.changes, *self._refusals(tick), *contributions(tick, self.slots), *tick.interventions]
+        return [*events, measurements(tick)]
 
     def _count(self, seed: SeedChanged) -> None:
         """Count a seed that has germinated, or whose fate was decided."""
@@ -346,6 +363,13 @@ class Observer:
             self.terms, self.seen, self.trace.length = dict(state["terms"]), seen, length
         elif length == len(state["op"]):
             self.sums_of_earlier_rollouts += state["sums"].numpy()
+
+
+def measurements(tick: Tick) -> HostsMeasured:
+    """Return one event with the measurements of all hosts, rounded: there is one in every tick."""
+    score, loss, objective = (np.round(tick.hosts[name], 4).tolist() for name in ("score", "loss", "objective"))
+    parameters = tick.hosts["parameters"].astype(int).tolist()
+    return HostsMeasured(tick.run_tick, [Op(op).name for op in tick.hosts["op"]], score, loss, objective, parameters)
 
 
 def contributions(tick: Tick, slots: Sequence[str]) -> list[Event]:

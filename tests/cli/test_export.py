@@ -36,7 +36,7 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_grow_leaves_a_network_its_program_its_folded_form_and_what_each_is_worth(grown: Path) -> None:
-    files = ["scores.csv", "folded", HOST_FILE, NETWORK_FILE, "network.pt2", SAMPLES_FILE, "timeline.png"]
+    files = ["scores.csv", "folded", HOST_FILE, NETWORK_FILE, "network.pt2", SAMPLES_FILE, "events.jsonl"]
     assert sorted(path.name for path in grown.iterdir()) == sorted(files)
     with (grown / "scores.csv").open(newline="") as file:
         rows = {row["step"]: {name: float(row[name]) for name in row if name != "step"} for row in csv.DictReader(file)}

@@ -1,10 +1,9 @@
-"""Files, tables and figures of a comparison."""
+"""Files and tables of a comparison."""
 
 import csv
 import io
 import json
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +14,11 @@ from torch import nn
 from esper_lightning.controllers.schedules import Schedule, read_schedule
 from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.comparison import ComparisonResult, Entry
-from esper_lightning.evaluation.play import Outcome, PoolTrace
+from esper_lightning.evaluation.play import Outcome
 from esper_lightning.evaluation.report import (
     COLUMNS,
     format_interval,
     make_tables,
-    pareto_figure,
     write_report,
 )
 from esper_lightning.evaluation.statistics import Interval, mean_interval
@@ -31,14 +29,11 @@ RIVAL = "rival best.ckpt"
 
 def outcome(name: str, score: np.ndarray, parameters: float) -> Outcome:
     random = np.random.default_rng(len(name))
-    trace = PoolTrace(
-        ops=random.integers(0, 4, size=(TICKS, HOSTS)),
-        stages=random.integers(0, 6, size=(TICKS, HOSTS, len(SLOTS))),
-    )
+    ops = random.integers(0, 4, size=(TICKS, HOSTS))
     whole = np.arange(HOSTS)
     return Outcome(
         name, score, 1 - score, whole + parameters, score - 0.01, 1000 * whole + 1, whole, whole, whole, 1.5,
-        [()] * HOSTS, trace, ["as configured"] * HOSTS,
+        [()] * HOSTS, ops, ["as configured"] * HOSTS,
         {"calibration_error": 0.1 * score, "accuracy.0": score, "accuracy.1": score - 0.1},
     )  # fmt: skip
 
@@ -82,7 +77,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def test_the_csv_has_a_row_per_host_controller_and_training_seed(played: ComparisonResult, tmp_path: Path) -> None:
-    names = write_report(played, SLOTS, tmp_path, {})
+    names = write_report(played, tmp_path, {})
 
     expected = [(c, i, host) for c in played.entries for i in range(len(c.outcomes)) for host in range(HOSTS)]
     for row, (contender, i, host) in zip(rows_of(tmp_path / "evaluation.csv"), expected, strict=True):
@@ -93,15 +88,13 @@ def test_the_csv_has_a_row_per_host_controller_and_training_seed(played: Compari
             assert float(row[column]) == pytest.approx(float(getattr(contender.outcomes[i], column)[host]), rel=1e-8)
         assert row["pool_seconds"] == "1.500"
         assert float(row["accuracy.1"]) == pytest.approx(contender.outcomes[i].metrics["accuracy.1"][host])
-    timelines = ["timeline0.png", "timeline1.png"] if len(played.policies) == 2 else ["timeline.png"]
-    assert names == ["evaluation.csv", "evaluation.json", "pareto.png", *timelines]
+    assert names == ["evaluation.csv", "evaluation.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "schedule.json"])
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.glob("*.png"))
 
 
 def test_the_json_holds_intervals_and_how_it_was_made(played: ComparisonResult, tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "folder"
-    write_report(played, SLOTS, folder, {"settings": {"data.n_envs": "2"}, "run": {"seed": 3}})
+    write_report(played, folder, {"settings": {"data.n_envs": "2"}, "run": {"seed": 3}})
 
     read = json.loads((folder / "evaluation.json").read_text())
     ours = played.entries[0]
@@ -123,7 +116,7 @@ def test_what_is_no_number_is_null_or_an_empty_cell(tmp_path: Path) -> None:
     broken.entries[1].outcomes[0].loss[2] = np.inf
     broken.entries[1].outcomes[0].metrics["accuracy.1"][2] = np.nan
 
-    write_report(broken, SLOTS, tmp_path, {})
+    write_report(broken, tmp_path, {})
 
     assert json.loads((tmp_path / "evaluation.json").read_text())["controllers"]["random"]["loss"]["mean"] is None
     rows = [row for row in rows_of(tmp_path / "evaluation.csv") if row["controller"] == "random"]
@@ -155,28 +148,11 @@ def test_the_tables_fit_and_compare_everyone_with_the_first_row(played: Comparis
     assert further[-1][1:] == (f"{0.1 * score:.3f}", f"{score - 0.1:.3f} (1)")
 
 
-def test_the_pareto_figure_has_every_controller_where_it_belongs_and_few_labels(played: ComparisonResult) -> None:
-    figure = pareto_figure(played)
-    figure.canvas.draw()
-
-    for axes, column in zip(figure.axes, ("parameters", "flops"), strict=True):
-        drawn = [line.get_xydata()[0] for line, *_ in axes.containers]
-        expected = [(one.values(column).mean(), one.values("score").mean()) for one in played.entries]
-        np.testing.assert_allclose(drawn, expected)
-        sizes = [line.get_markersize() for line, *_ in axes.containers]
-        assert sizes == sorted(set(sizes), reverse=True), "one at the place of another shows"
-        boxes = [label.get_window_extent() for label in axes.get_xticklabels(which="both") if label.get_text()]
-        boxes = sorted((box for box in boxes if box.width), key=lambda box: box.x0)
-        assert all(one.x1 < other.x0 for one, other in pairwise(boxes)), "labels do not overlap"
-    said = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert said == [contender.name for contender in played.entries]
-
-
 def test_files_of_an_earlier_comparison_are_removed_and_those_of_the_user_and_of_a_search_stay(tmp_path: Path) -> None:
-    kept = ["best_schedule.json", "schedule_mine.json", "notes.txt", "timeline.png.bak"]
-    for name in ("schedule12.json", "timeline1.png", *kept):
+    kept = ["best_schedule.json", "schedule_mine.json", "notes.txt"]
+    for name in ("schedule12.json", *kept):
         (tmp_path / name).touch()
 
-    names = write_report(contest([0]), SLOTS, tmp_path, {})
+    names = write_report(contest([0]), tmp_path, {})
 
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, *names, "schedule.json"])

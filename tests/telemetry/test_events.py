@@ -21,7 +21,7 @@ from esper_lightning.telemetry.events import (
 from tests.runs import ROOT, SaveEveryTick, fit, only_run, with_callback
 from tests.tiers import rest_is_slow
 
-START = Started(0, SCHEMA, 2, 12, ["block1"], ["norm"])
+START = Started(0, SCHEMA, 2, 12, ["block1"], ["norm"], "accuracy", 500, {"block1": 100})
 BORN = SeedChanged(3, 1, "block1", "norm", "DORMANT", "GERMINATED", "germinate", 0, None)
 PAGE = (ROOT / "docs" / "reference" / "telemetry.md").read_text()
 
@@ -61,8 +61,8 @@ def test_going_on_forgets_what_came_later_and_the_line_that_a_crash_has_cut(tmp_
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"type":"nonsense","tick":1}', "no event of schema 3"),
-        ('{"type":"seed","tick":1}', "no event of schema 3"),
+        ('{"type":"nonsense","tick":1}', "no event of schema 4"),
+        ('{"type":"seed","tick":1}', "no event of schema 4"),
         (to_line(START._replace(schema=2)), "events of schema 2; use the version of this package that wrote them"),
         ("x" * 1_000_000, "Expecting value"),
         ("\udcff", "can't decode byte"),

@@ -1,0 +1,250 @@
+"""Charts of growth, for TensorBoard and for the page of a run: Vega-Altair, of the extra [report].
+
+Altair is imported when a chart is drawn, so that a run without it only has no pictures. Colours of text and lines
+are those of the page around a chart.
+"""
+
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from esper_lightning.envs import Op
+from esper_lightning.growth.stages import Stage
+from esper_lightning.telemetry.observer import Observer, SeedStats
+
+Row = Mapping[str, Any]
+"""One record of a chart's data: plain values by column."""
+
+STAGES = {
+    "DORMANT": ("#ffffff", ""),
+    "GERMINATED": ("#d9f0d3", "G"),
+    "TRAINING": ("#a6dba0", "T"),
+    "BLENDING": ("#fee08b", "B"),
+    "PROBATIONARY": ("#fdae61", "P"),
+    "FOSSILIZED": ("#9ecae1", "F"),
+    "CULLED": ("#f4a6a6", "×"),
+    "EMBARGOED": ("#e0e0e0", "E"),
+}
+"""Colour and mark of each stage."""
+
+OPS = {
+    "WAIT": ("#f2f2f2", "·"),
+    "GERMINATE": ("#74c476", "+"),
+    "CULL": ("#f4a6a6", "×"),
+    "FOSSILIZE": ("#9ecae1", "F"),
+}
+"""Colour and mark of each op."""
+
+LINE_COLOURS = ["#3182bd", "#e6550d", "#31a354", "#756bb1", "#d6616b", "#8c6d31", "#17becf", "#969696"]
+"""Colours of series, to be told apart on white and on black."""
+
+SHAPES = ["circle", "square", "triangle-up", "cross", "diamond", "triangle-right", "triangle-down", "triangle-left"]
+
+AXIS_WIDTH = 96
+"""Pixels left of every plot, so that plots below each other share their horizontal axis."""
+
+PICTURE_WIDTH = 560
+"""Pixels of the plot in a picture; on a page a chart is as wide as its place."""
+
+
+def styled(chart: Any, description: str) -> Any:
+    """Return a chart in the style of all charts, with a description for readers who cannot see it."""
+    text = {"labelColor": "currentColor", "titleColor": "currentColor"}
+    lines = {"gridColor": "#8883", "domainColor": "#888", "tickColor": "#888"}
+    chart = chart.properties(description=description, background="transparent")
+    chart = chart.configure_axis(**text, **lines, labelLimit=AXIS_WIDTH - 16, titleFontWeight="normal")
+    chart = chart.configure_axisY(minExtent=AXIS_WIDTH - 24, maxExtent=AXIS_WIDTH - 24)
+    legend = {"orient": "bottom", "columns": 4, "symbolStrokeWidth": 2}
+    return chart.configure_legend(**text, **legend).configure_view(stroke="#8886").configure_title(color="currentColor")
+
+
+def timeline(cells: Sequence[Row], rows: Sequence[str], *, ticks: int, rolled_back: Iterable[int] = ()) -> Any:
+    """Return the life of one host: op before each tick, and each slot's stage after it, by colour and by mark.
+
+    Args:
+        cells: Rows with `tick`, `row`, `state` (an op or a stage), and `blueprint`.
+        rows: Names in the order from above: `action`, and the slots.
+        ticks: Ticks of the episode.
+        rolled_back: Ticks in which the Governor rolled the host back.
+    """
+    import altair as alt
+
+    looks = {**STAGES, **OPS}
+    seen = [name for name in looks if any(cell["state"] == name for cell in cells)]
+    data = alt.Data(values=[{**cell, "mark": looks[cell["state"]][1]} for cell in cells])
+    x = alt.X("tick:O", title="tick", axis=alt.Axis(labelAngle=0, labelOverlap=True), scale=ordinal(ticks))
+    y = alt.Y("row:N", sort=list(rows), title=" ")  # as wide as a title
+    colour = alt.Color("state:N", title=None).scale(domain=seen, range=[looks[name][0] for name in seen])
+    base = alt.Chart(data).encode(x=x, y=y, tooltip=["tick:O", "row:N", "state:N", "blueprint:N"])
+    layers = [
+        base.mark_rect(stroke="#8886", strokeWidth=1).encode(color=colour),
+        base.mark_text(fontSize=11, color="#222").encode(text="mark:N"),
+    ]
+    marks = [{"tick": tick, "row": rows[0], "what": "rolled back"} for tick in rolled_back]
+    if marks:
+        point = alt.Chart(alt.Data(values=marks)).mark_point(shape="triangle-down", filled=True, size=90, yOffset=-12)
+        shape = alt.Shape("what:N", title=None, scale=alt.Scale(range=["triangle-down"]))
+        layers.append(point.encode(x=x, y=y, shape=shape, color=alt.value("#d62728"), tooltip="what:N"))
+    return alt.layer(*layers).properties(height=26 * len(rows), width="container")
+
+
+def ordinal(ticks: int) -> Any:
+    """Return the horizontal scale of an episode, on which a tick is a cell."""
+    import altair as alt
+
+    return alt.Scale(domain=list(range(1, ticks + 1)))
+
+
+def colours_of(names: Sequence[str]) -> Any:
+    """Return the colours of series in this order."""
+    import altair as alt
+
+    return alt.Scale(domain=list(names), range=[LINE_COLOURS[i % len(LINE_COLOURS)] for i in range(len(names))])
+
+
+def shapes_of(names: Sequence[str]) -> Any:
+    """Return the marks of series in this order; with the colours no two of 64 look alike."""
+    import altair as alt
+
+    shapes = [SHAPES[(i + i // len(SHAPES)) % len(SHAPES)] for i in range(len(names))]
+    return alt.Scale(domain=list(names), range=shapes)
+
+
+def curve(
+    points: Sequence[Row],
+    *,
+    x: str,
+    y: str,
+    marks: Sequence[Row] = (),
+    ticks: int | None = None,
+    shown: str | None = None,
+) -> Any:
+    """Return lines over a common axis.
+
+    Args:
+        points: Rows with `x`, `y` and `series`.
+        x, y: Titles of the axes.
+        marks: Rows with `x` and `what`, drawn as vertical lines.
+        ticks: Ticks of an episode, whose axis is that of `timeline`. None: the axis is a number.
+        shown: Name of a parameter by which the page moves a vertical line.
+    """
+    import altair as alt
+
+    names = list(dict.fromkeys(point["series"] for point in points))
+    axis = alt.Axis(labelAngle=0, labelOverlap=True) if ticks else alt.Axis(format="~s")
+    at = alt.X("x:O" if ticks else "x:Q", title=x, axis=axis, scale=ordinal(ticks) if ticks else alt.Scale(zero=False))
+    legend = alt.Legend(symbolType="stroke") if len(names) > 1 else None
+    lines = alt.Chart(alt.Data(values=list(points))).encode(
+        x=at,
+        y=alt.Y("y:Q", title=y, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=4)),
+        color=alt.Color("series:N", title=None, sort=names, legend=legend, scale=colours_of(names)),
+        strokeDash=alt.StrokeDash("series:N", sort=names, legend=None),
+        tooltip=["series:N", alt.Tooltip("x:Q", title=x), alt.Tooltip("y:Q", title=y, format=".4~g")],
+    )
+    layers = [lines.mark_line(point={"size": 18} if len(points) <= 60 * len(names) else False)]
+    if marks:
+        rule = alt.Chart(alt.Data(values=list(marks))).mark_rule(strokeDash=[2, 2], color="#888", strokeWidth=2)
+        layers.append(rule.encode(x=at, tooltip="what:N"))
+    if shown:
+        chosen = alt.param(name=shown, value=ticks)
+        place = alt.Chart(alt.sequence(1, (ticks or 0) + 1, as_="x")).mark_rule(color="currentColor", opacity=0.6)
+        layers.append(place.encode(x=at).transform_filter(f"datum.x == {shown}").add_params(chosen))
+    return alt.layer(*layers).properties(height=150, width="container")
+
+
+def worth(rows: Sequence[Row]) -> Any:
+    """Return what each blueprint was worth: mean contribution by blueprint and slot, a larger mark for more seeds.
+
+    Rows have `blueprint`, `slot`, `seeds`, `kept` (their share) and `points`.
+    """
+    import altair as alt
+
+    axis = alt.Axis(format="+~g")
+    slots, blueprints = (list(dict.fromkeys(row[column] for row in rows)) for column in ("slot", "blueprint"))
+    chart = alt.Chart(alt.Data(values=list(rows))).mark_point(filled=True, opacity=0.9)
+    return chart.encode(
+        x=alt.X("points:Q", title="mean contribution of a seed, in points", axis=axis),
+        y=alt.Y("blueprint:N", title=" "),
+        color=alt.Color("slot:N", title=None, scale=colours_of(slots)),
+        shape=alt.Shape("slot:N", title=None, scale=shapes_of(slots)),
+        size=alt.Size("seeds:Q", scale=alt.Scale(range=[30, 260], type="sqrt"), legend=None),
+        tooltip=["blueprint:N", "slot:N", "seeds:Q", alt.Tooltip("kept:Q", format=".0%"), "points:Q"],
+    ).properties(height=24 * len(blueprints), width="container")
+
+
+def scatter(rows: Sequence[Row], *, x: str, y: str) -> Any:
+    """Return means with intervals both ways, on a logarithmic horizontal axis.
+
+    Rows have `name`, `x`, `x_low`, `x_high`, `y`, `y_low` and `y_high`.
+    """
+    import altair as alt
+
+    names = [row["name"] for row in rows]
+    scale = alt.Scale(type="log", nice=False, padding=12)
+    base = alt.Chart(alt.Data(values=list(rows))).encode(
+        x=alt.X("x:Q", title=x, scale=scale, axis=alt.Axis(format="~s", tickCount=4)),
+        y=alt.Y("y:Q", title=y, scale=alt.Scale(zero=False)),
+        color=alt.Color("name:N", title=None, scale=colours_of(names)),
+        tooltip=["name:N", alt.Tooltip("x:Q", format=".4~s"), alt.Tooltip("y:Q", format=".4f")],
+    )
+    shape = alt.Shape("name:N", title=None, scale=shapes_of(names))
+    return alt.layer(
+        base.mark_rule(opacity=0.6).encode(y="y_low:Q", y2="y_high:Q"),
+        base.mark_rule(opacity=0.6).encode(x=alt.X("x_low:Q", scale=scale), x2="x_high:Q"),
+        base.mark_point(size=80, strokeWidth=2).encode(shape=shape),
+    ).properties(height=280, width="container")
+
+
+def draw_pictures(observer: Observer, objective: np.ndarray) -> dict[str, np.ndarray]:
+    """Return pictures of the finished rollout by tag, as pixels: what blueprints were worth since the run began, and
+    the lives of the worst, the median and the best host by their objectives [N].
+
+    The lives are left out if the rollout was not observed from its beginning.
+    """
+    found, rows = {}, worth_rows(observer.run_stats, observer.blueprints, observer.slots)
+    if rows:
+        found["figures/blueprints"] = picture(worth(rows))
+    if observer.is_complete:
+        trace, ranked = observer.trace, np.argsort(objective, kind="stable")
+        places = {"worst": ranked[0], "median": ranked[len(ranked) // 2], "best": ranked[-1]}
+        lives = []
+        for title, host in places.items():
+            cells = [
+                {"tick": tick + 1, "row": row, "state": state, "blueprint": ""}
+                for tick in range(trace.length)
+                for row, state in (
+                    ("action", Op(trace.op[tick, host]).name),
+                    *((slot, Stage(trace.stage[tick, host, k]).name) for k, slot in enumerate(observer.slots)),
+                )
+            ]
+            struck = (1 + np.flatnonzero(trace.rolled_back[: trace.length, host])).tolist()
+            life = timeline(cells, ["action", *observer.slots], ticks=observer.horizon, rolled_back=struck)
+            lives.append(life.properties(title=f"{title} host: {host}, objective {objective[host]:.3f}"))
+        found["figures/growth"] = picture(*lives)
+    return found
+
+
+def worth_rows(stats: SeedStats, blueprints: Sequence[str], slots: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows of `worth` for the blueprints that were tried; points are None where none were measured."""
+    rows = []
+    for b, k in zip(*np.nonzero(stats.germinated), strict=True):
+        points = float(stats.mean_contribution[b, k])
+        seeds, kept = float(stats.germinated[b, k]), float(stats.fossilized[b, k] / stats.germinated[b, k])
+        told = {"seeds": seeds, "kept": kept, "points": points if np.isfinite(points) else None}
+        rows.append({"blueprint": blueprints[b], "slot": slots[k], **told})
+    return rows
+
+
+def picture(*charts: Any) -> np.ndarray:
+    """Return charts below each other as pixels [height, width, 3], uint8, on white."""
+    import altair as alt
+    from PIL import Image
+    from vl_convert import vegalite_to_png
+
+    column = alt.vconcat(*(chart.properties(width=PICTURE_WIDTH) for chart in charts)).resolve_scale(
+        color="independent"
+    )
+    png = vegalite_to_png(styled(column, "").properties(background="white").to_dict(), scale=1.5)
+    return np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
