@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -214,6 +215,7 @@ def grow(
     lr: float = 0.001,
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
     controls: bool = False,
+    folder: str | Path | None = None,
     accelerator: str = "auto",
     rng_seed: int = 0,
 ) -> GrownNetwork:
@@ -236,6 +238,8 @@ def grow(
             they end. `ungrown`: nothing grows. `built in`: the seeds that the network ends with are in it from the
             first batch on. `built in, equal FLOPs`: the same, for as many batches as have the training FLOPs of
             growth; its last value is that of the end.
+        folder: Folder for a CSV log of each training (`grown`, `ungrown` …), of which `report` makes a page. None:
+            nothing is written.
         accelerator: Device, as Lightning's Trainer names it.
         rng_seed: RNG seed of the order of data and of the seeds' weights.
 
@@ -248,7 +252,9 @@ def grow(
         raise ValueError(f"epochs must be at least 1, got {epochs}")
     batches = loader_of(training), loader_of(validation)
 
-    def train(network: nn.Module, decider: str | Decider, *, max_steps: int = -1) -> tuple[Grow, list[float]]:
+    def train(
+        name: str, network: nn.Module, decider: str | Decider, *, max_steps: int = -1
+    ) -> tuple[Grow, list[float]]:
         seed_everything(rng_seed, verbose=False)
         network.train()  # Lightning keeps the mode that it finds, and in evaluation mode no seed would learn
         module = _Classifier(network, loss, lr)
@@ -262,7 +268,8 @@ def grow(
             rng_seed=rng_seed,
         )
         limits = {"max_epochs": epochs} if max_steps == -1 else {"max_steps": max_steps, "max_epochs": -1}
-        files: dict[str, Any] = {"logger": False, "enable_checkpointing": False}
+        logger: Any = False if folder is None else CSVLogger(folder, name=name.replace(", ", " ").replace(" ", "_"))
+        files: dict[str, Any] = {"logger": logger, "enable_checkpointing": False}
         trainer = Trainer(accelerator=accelerator, callbacks=[growing], **limits, **files, **ALONE)
         handler = signal.getsignal(signal.SIGINT)
         try:
@@ -282,18 +289,18 @@ def grow(
         return growing, module.accuracy
 
     original = deepcopy(network) if controls else network
-    growing, accuracy = train(network, controller)
+    growing, accuracy = train("grown", network, controller)
     filled = {name: slot for name, slot in growing.growing.slots.items() if slot.stage in OCCUPIED}
     seeds = {name: f"{slot.blueprint} {slot.stage.name}" for name, slot in filled.items()}
     found: dict[str, list[float]] = {}
     if controls:
         for name, decider in growing.controls.items():
             print_status(f"control: {name}")
-            _, found[name] = train(deepcopy(original), decider)
+            _, found[name] = train(name, deepcopy(original), decider)
             if name == "built in":
                 limit, equal = growing.affordable_batches, f"{name}, equal FLOPs"
                 print_status(f"control: {equal}")
-                _, found[equal] = train(deepcopy(original), decider, max_steps=limit)
+                _, found[equal] = train(equal, deepcopy(original), decider, max_steps=limit)
         for name, values in {"grown": accuracy, **found}.items():
             print_status(f"{name}: validation accuracy {values[-1]:.4f}")
     return GrownNetwork(network, accuracy, seeds, found)

@@ -24,6 +24,7 @@ from esper_lightning.evaluation.comparison import Comparison, EvaluationConfig
 from esper_lightning.evaluation.search import SearchConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.hosts import CNN, MLP
+from esper_lightning.run_report import read_run
 from esper_lightning.tasks import Digits, Tabular
 from tests.callbacks.grow.trainings import Plan
 from tests.decisions import germinate
@@ -243,13 +244,16 @@ def test_the_ungrown_control_of_a_network_has_its_parameters_alone() -> None:
     assert grown.seeds == {} and [name for name, _ in network.named_parameters()] == names
 
 
-def test_the_controls_are_trained_on_copies_and_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_controls_are_trained_on_copies_and_change_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     def grown(**settings: Any) -> GrownNetwork:
         data = batches(64)
         return grow(network_of_digits(), data[:8], data[20:22], ["2"], epochs=6, lr=0.01, accelerator="cpu", **settings)
 
     growing: dict[str, Any] = {"controller": Plan({3: germinate(0)}), "blueprints": ["lora"]}
-    alone, compared, ungrown = grown(**growing), grown(**growing, controls=True), grown(controller="wait")
+    alone, ungrown = grown(**growing), grown(controller="wait")
+    compared = grown(**growing, controls=True, folder=tmp_path)
 
     assert compared.accuracy == alone.accuracy and compared.seeds == alone.seeds and alone.controls == {}
     assert list(compared.controls) == ["ungrown", "built in", "built in, equal FLOPs"]
@@ -259,6 +263,10 @@ def test_the_controls_are_trained_on_copies_and_change_nothing(capsys: pytest.Ca
     said = capsys.readouterr().out
     for name, values in {"grown": compared.accuracy, **compared.controls}.items():
         assert f"\n{name}: validation accuracy {values[-1]:.4f}\n" in said
+    for name, folder in {"grown": "grown", "built in, equal FLOPs": "built_in_equal_FLOPs"}.items():
+        run = read_run(tmp_path / folder / "version_0")
+        last = run.validations[-1].metrics["val_acc"]
+        assert last == pytest.approx({"grown": compared.accuracy, **compared.controls}[name][len(run.validations) - 1])
     assert list(grown(controller="wait", controls=True).controls) == ["ungrown"]
 
 
