@@ -66,10 +66,6 @@ class Episode(NamedTuple):
     host: int
     moments: list[Moment]
 
-    @property
-    def is_rolled_back(self) -> bool:
-        return any(moment.rollback for moment in self.moments)
-
 
 class Seeds(NamedTuple):
     """Seeds of one blueprint in one slot, over a run."""
@@ -195,7 +191,7 @@ def read_file(path: Path, found: dict[str, Any], seeds: dict[tuple[str, str], Se
                 if episodes:
                     found["episodes"] = list(episodes.values())
                 if is_last:
-                    struck = [episode for episode in episodes.values() if episode.is_rolled_back]
+                    struck = [e for e in episodes.values() if any(moment.rollback for moment in e.moments)]
                     found["rolled_back"] = [*found["rolled_back"], *struck][-MAX_ROLLED_BACK:]
                     places.clear()
             case Contributed() if found["started"].hosts == 1:
@@ -250,7 +246,9 @@ def section(run: Run) -> dict[str, Any]:
         "cost": chart_of(cost(run), "Score against training FLOPs by controller") if run.summary else None,
         "hosts": [host_view(run, title, episode) for title, episode in chosen(run)],
         "stack": stack_view(run),
-        "worth": chart_of(charts.worth(rows), "What blueprints were worth") if (rows := worth_rows(run)) else None,
+        "worth": chart_of(charts.worth(rows), "What blueprints were worth")
+        if (rows := list(worth_rows(run)))
+        else None,
         "worth_rows": rows,
         "anomalies": list(anomalies(run)),
     }
@@ -313,10 +311,7 @@ def facts(run: Run) -> Iterator[tuple[str, str]]:
     elif run.validations:
         last = run.validations[-1]
         yield "seconds of training", f"{last.seconds:.0f} since the process began"
-        yield (
-            "parameters",
-            f"{run.validations[0].parameters:,} at the first validation, {last.parameters:,} at the last",
-        )
+        yield "parameters", f"{run.validations[0].parameters:,} at first, {last.parameters:,} at last"
         if last.flops:
             yield "training FLOPs", f"{last.flops:.4g}" + ("" if run.stacked else " for one sample in each batch")
     if run.rollbacks:
@@ -357,17 +352,12 @@ def chosen(run: Run) -> list[tuple[str, Episode]]:
     episodes = [e for e in run.episodes if e.moments]
     if run.validations or not episodes:  # a network of the user's
         return [("the network", episode) for episode in episodes if run.started and run.started.blueprints]
-    ranked = sorted(episodes, key=lambda episode: last_objective(episode))
+    ranked = sorted(episodes, key=lambda e: -np.inf if (last := e.moments[-1].objective) is None else last)
     places = {"worst": 0, "median": len(ranked) // 2, "best": len(ranked) - 1}
     found = [(f"{name} host of rollout {ranked[i].rollout}", ranked[i]) for name, i in places.items()]
     shown = {(episode.rollout, episode.host) for _, episode in found}
     struck = [episode for episode in run.rolled_back if (episode.rollout, episode.host) not in shown]
     return found + [(f"rolled back in rollout {episode.rollout}", episode) for episode in struck]
-
-
-def last_objective(episode: Episode) -> float:
-    value = episode.moments[-1].objective
-    return -np.inf if value is None else value
 
 
 def host_view(run: Run, title: str, episode: Episode) -> dict[str, Any]:
@@ -396,14 +386,13 @@ def host_view(run: Run, title: str, episode: Episode) -> dict[str, Any]:
         for tick, moment in enumerate(moments, 1)
         if getattr(moment, column) is not None
     ]
+    life = charts.timeline(cells, rows, ticks=ticks, rolled_back=rolled_back)
     behind = [started.flops, *(started.behind.get(slot, 0) for slot in started.behind), 0]
     shares = [100 * (a - b) / max(1, started.flops) for a, b in pairwise(behind)]
     return {
         "title": f"{title}: host {episode.host}" if has_ops else title,
         "told": tell(moments, label),
-        "timeline": chart_of(
-            charts.timeline(cells, rows, ticks=ticks, rolled_back=rolled_back), f"Stages of the slots of {title}"
-        ),
+        "timeline": chart_of(life, f"Stages of the slots of {title}"),
         "curve": chart_of(charts.curve(points, x="tick", y=label, ticks=ticks, shown="tick"), f"{label} of {title}"),
         "slots": slots,
         "shares": [f"{share:.0f} %" for share in shares],
@@ -459,14 +448,12 @@ def stack_view(run: Run) -> dict[str, Any] | None:
     }
 
 
-def worth_rows(run: Run) -> list[dict[str, Any]]:
-    """Return what blueprints were worth, for the chart and the table."""
-    rows = []
+def worth_rows(run: Run) -> Iterator[dict[str, Any]]:
+    """Yield what blueprints were worth, for the chart and the table."""
     for (blueprint, slot), seeds in sorted(run.seeds.items()):
         points = seeds.points / seeds.measured if seeds.measured else None
         kept = seeds.kept / max(1, seeds.germinated)
-        rows.append({"blueprint": blueprint, "slot": slot, "seeds": seeds.germinated, "kept": kept, "points": points})
-    return rows
+        yield {"blueprint": blueprint, "slot": slot, "seeds": seeds.germinated, "kept": kept, "points": points}
 
 
 # What the page says of all runs together.
