@@ -294,16 +294,22 @@ COMMANDS: dict[str, Callable[..., object]] = {
 """Commands that are functions, by name."""
 
 
+def command_parser(name: str, **settings: Any) -> Parser:
+    """Return the parser of a command that is a function."""
+    command = COMMANDS[name]
+    description = (command.__doc__ or "").partition("\n")[0]
+    parser = Parser(prog=f"{PROGRAM} {name}", description=description, **settings)
+    if command is report:  # several folders, where a list among the others would be written as [a, b]
+        parser.add_argument("runs", nargs="*", help="folders of loggers; none: the newest run below `runs`")
+    # Not by `auto_cli`, which drops an argument that is called config.
+    parser.add_function_arguments(command, as_group=False, as_positional=True, skip={"runs"})
+    return parser
+
+
 def run(args: list[str]) -> None:
     """Run the command line with the arguments behind the program's name."""
     if args and args[0] in COMMANDS:
-        command = COMMANDS[args[0]]
-        parser = Parser(prog=f"{PROGRAM} {args[0]}", description=(command.__doc__ or "").partition("\n")[0])
-        if command is report:  # several folders, where a list among the others would be written as [a, b]
-            parser.add_argument("runs", nargs="*", help="folders of loggers; none: the newest run below `runs`")
-        # Not by `auto_cli`, which drops an argument that is called config.
-        parser.add_function_arguments(command, as_group=False, as_positional=True, skip={"runs"})
-        command(**parser.parse_args(args[1:]).as_dict())
+        COMMANDS[args[0]](**command_parser(args[0]).parse_args(args[1:]).as_dict())
         return
     # One form for both: a config may be named by its name in the package.
     args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]

@@ -20,7 +20,7 @@ from torchvision.utils import save_image
 
 from esper_lightning.__main__ import main
 from esper_lightning.callbacks import Grow, Stack
-from esper_lightning.cli import COMMANDS, Parser, make_cli
+from esper_lightning.cli import COMMANDS, command_parser, make_cli
 from esper_lightning.controllers.schedules import read_schedule
 from esper_lightning.growth import Stage, stack
 from esper_lightning.growth.lifecycle import slots_of
@@ -98,9 +98,7 @@ def test_a_command_of_a_page_is_one(command: str, parser: Any, monkeypatch: pyte
     monkeypatch.chdir(ROOT)  # for benchmarks/settings
     name, *args = shlex.split(command)
     if name in COMMANDS:
-        small = Parser(exit_on_error=False)
-        small.add_function_arguments(COMMANDS[name], as_group=False, as_positional=True)
-        small.parse_args(args)
+        command_parser(name, exit_on_error=False).parse_args(args)
         return
     assert name in ("fit", "validate", "test")
     settings = []
