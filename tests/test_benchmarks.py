@@ -117,9 +117,10 @@ def test_the_page_on_a_policy_for_any_network_shows_the_kept_results() -> None:
 def test_the_page_on_depth_shows_the_kept_results() -> None:
     rows = read_rows(depth.RESULTS, depth.Row)
     page = (ROOT / "docs" / "results" / "depth.md").read_text()
-    for host, steps in (("gpt", 14_000), ("mlp", 1_500)):
+    for host, steps in (("gpt", 14_000), ("gpt32", 6_000), ("vit", 3_000), ("cnn", 2_000), ("mlp", 1_500)):
         lines = depth.table([row for row in rows if (row.host, row.steps) == (host, steps)])
         assert len(lines) > 4 and "\n".join(lines) in page
+    assert "\n".join(depth.value(rows)).partition("\n\n")[0] in page
 
 
 def test_networks_of_any_depth_are_compared_at_equal_flops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
