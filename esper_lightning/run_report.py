@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 
 from esper_lightning.evaluation.report import EVALUATION_FOLDER, RESULTS_FILE, SUMMARY_FILE
 from esper_lightning.evaluation.statistics import mean_interval
@@ -42,6 +43,12 @@ MAX_ROLLED_BACK = 3
 
 CURVES = {"objective": ("rollout/objective", "val/objective"), "score": ("rollout/score",)}
 """Curves of a policy's training: lines by the title of their chart."""
+
+HOST_FAULTS = {"rolled_back", "gradient_health", "dead_seeds"}
+"""Anomalies of the hosts, from which no policy can learn."""
+
+SETTLED = ("FOSSILIZED", "CULLED", "EMBARGOED")
+"""Stages of a slot without a seed on trial."""
 
 MAX_METRICS = 6
 """Most metrics of a network of the user's that are shown."""
@@ -93,6 +100,7 @@ class Run(NamedTuple):
     scalars: dict[str, list[tuple[int, float]]]  # (step, value) by tag
     summary: dict[str, Any]  # evaluation.json
     outcomes: list[dict[str, str]]  # rows of evaluation.csv
+    config: dict[str, Any]  # config.yaml
 
 
 def write_page(folders: Sequence[Path], settings: Sequence[str], out: Path) -> None:
@@ -144,9 +152,20 @@ def read_run(folder: Path) -> Run:
         with path.open(newline="") as rows:
             outcomes = list(csv.DictReader(rows))
     summary, record = read_json(folder / EVALUATION_FOLDER / SUMMARY_FILE), read_json(folder / "run.json")
-    name = "/".join(folder.absolute().parts[-2:])
+    name, config = "/".join(folder.absolute().parts[-2:]), {}
+    if (path := folder / "config.yaml").is_file():
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
     record = record or summary.get("run", {})
-    return Run(name=name, record=record, scalars=scalars, summary=summary, outcomes=outcomes, seeds=seeds, **found)
+    return Run(
+        name=name,
+        config=config,
+        record=record,
+        scalars=scalars,
+        summary=summary,
+        outcomes=outcomes,
+        seeds=seeds,
+        **found,
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -275,6 +294,8 @@ def lead(run: Run) -> str:
         for relation, names in (("ahead of", ahead), ("level with", level), ("behind", behind))
         if names
     ]
+    if HOST_FAULTS & {change.name.partition(".")[0] for change in run.anomalies if change.level == "raised"}:
+        said.append("the comparison tells little until what went wrong is mended")
     return "; ".join(said) + "."
 
 
@@ -284,13 +305,25 @@ def anomalies(run: Run) -> Iterator[dict[str, Any]]:
     for change in run.anomalies:
         if change.level == "raised":
             raised[change.name.partition(".")[0]].append(change)
-    for rule, changes in raised.items():
+    # Hosts that diverge come first: whatever else is seen may follow from it.
+    for rule, changes in sorted(raised.items(), key=lambda pair: pair[0] != "rolled_back"):
         parts = list(dict.fromkeys(change.name.partition(".")[2] for change in changes))
         worst = changes[0]
         cause = worst.cause.replace(parts[0], ", ".join(parts)) if parts[0] else worst.cause
         measured = "not finite" if worst.value is None else f"{worst.value:.3g}"
-        told = f"{measured}, bound {worst.threshold:.3g}, first at update {worst.update}"
-        yield {"rule": rule, "told": told, "cause": cause, "settings": ", ".join(worst.settings)}
+        told = f"{measured} where the bound is {worst.threshold:.3g}, after rollout {worst.update}"
+        settings = [name + present(run.config, name) for name in worst.settings]
+        yield {"rule": rule, "told": told, "cause": cause, "settings": ", ".join(settings)}
+
+
+def present(config: Mapping[str, Any], name: str) -> str:
+    """Return ` (now 0.6)` for a setting of a config, by its path; empty if it has none there."""
+    value: Any = config
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    if isinstance(value, Mapping):
+        value = {key: each for key, each in value.items() if each}
+    return "" if value is None or value == {} else f" (now {json.dumps(value)})"
 
 
 def facts(run: Run) -> Iterator[tuple[str, str]]:
@@ -397,10 +430,18 @@ def host_view(run: Run, title: str, episode: Episode) -> dict[str, Any]:
         "slots": slots,
         "shares": [f"{share:.0f} %" for share in shares],
         "contributions": contributions_chart(run),
+        "loss": loss_chart(moments, ticks) if rolled_back else None,
         "states": json.dumps(states),
         "parameters": json.dumps([moment.parameters for moment in moments]),
         "ticks": len(moments),
     }
+
+
+def loss_chart(moments: Sequence[Moment], ticks: int) -> str:
+    """Return the chart of the validation loss of a host that was rolled back."""
+    points = [{"x": t, "y": m.loss, "series": "loss"} for t, m in enumerate(moments, 1) if m.loss is not None]
+    marks = [{"x": t, "what": m.rollback} for t, m in enumerate(moments, 1) if m.rollback]
+    return chart_of(charts.curve(points, x="tick", y="loss", marks=marks, ticks=ticks), "validation loss")
 
 
 def contributions_chart(run: Run) -> str | None:
@@ -418,7 +459,9 @@ def tell(moments: Sequence[Moment], label: str) -> str:
     """Return in a sentence how an episode ended."""
     last = moments[-1]
     kept = [f"{blueprint} in {slot}" for slot, (stage, blueprint) in last.slots.items() if stage == "FOSSILIZED"]
-    said = [f"Kept: {', '.join(kept) or 'nothing'}."]
+    tried = [f"{blueprint} in {slot}" for slot, (stage, blueprint) in last.slots.items() if stage not in SETTLED]
+    said = [f"Kept at the end: {', '.join(kept) or 'nothing'}."]
+    said += [f"Still on trial, and not counted: {', '.join(tried)}."] if tried else []
     for name, value in ((label, last.score), ("objective", last.objective)):
         if value is not None:
             said.append(f"{name} {value:.3f}.")
@@ -485,8 +528,8 @@ def curves_of(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
                     if (x := position(run, event.tick, axis)) is not None
                 ]
             if points:
-                told = f"{title} over {axis}"
-                x = axis if own else "host epochs (ticks)" if groups is CURVES else "step"
+                x = "ticks of the run" if groups is CURVES else axis
+                told = f"{title} over {x}"
                 yield told, chart_of(charts.curve(points, x=x, y=title, marks=marks), told)
 
 

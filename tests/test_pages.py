@@ -307,9 +307,9 @@ def test_the_controller_is_compared_with_waiting(open_guide: OpenGuide, capsys: 
     exec(page.files["compare.py"], names)
 
     assert "Interval(" in capsys.readouterr().out
-    ops = names["ours"].trace.ops
+    ops = names["ours"].ops
     assert ops[:2].max() == 0 < ops[2].min(), "something grows in the third tick"
-    assert names["waiting"].trace.ops.max() == 0
+    assert names["waiting"].ops.max() == 0
 
 
 def test_the_second_reward_charges_for_seeds_that_wait(open_guide: OpenGuide) -> None:

@@ -20,7 +20,7 @@ from esper_lightning import report
 from esper_lightning.__main__ import main
 from esper_lightning.callbacks import Grow, Stack
 from esper_lightning.evaluation.statistics import mean_interval
-from esper_lightning.run_report import Moment, format_interval, read_run
+from esper_lightning.run_report import Moment, format_interval, present, read_run
 from esper_lightning.telemetry.events import SCHEMA, EventLog, HostsMeasured, SeedChanged, Started, read_events
 from tests.runs import fit, only_run
 
@@ -191,6 +191,13 @@ def test_a_slot_that_is_empty_again_is_shown_as_empty(
     )
     (episode,) = read_run(tmp_path).episodes
     assert episode.moments == [Moment("WAIT", 0.5, 1.0, 0.4, 10, {} if place is None else {"a": place}, "")]
+
+
+def test_advice_tells_the_present_value_of_a_setting() -> None:
+    config = {"data": {"env": {"training": {"lr": 0.6}, "family": {"train": [{"fail": [1.0]}], "held_out": []}}}}
+    assert present(config, "data.env.training.lr") == " (now 0.6)"
+    assert present(config, "data.env.family") == ' (now {"train": [{"fail": [1.0]}]})'
+    assert present(config, "Governor.rules") == present(config, "data.env.training.lr.start") == ""
 
 
 def test_a_folder_without_a_run_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,7 +92,7 @@ def test_a_policy_as_safetensors_acts_as_that_of_its_checkpoint_and_is_found_by_
     pool = make_pool(2, sight=loaded.sight, actions=FAST)
     ours, theirs = (play_episode(pool, "tamiyo", one, rng_seeds=[3, 4]) for one in (named, loaded))
 
-    assert (ours.trace.ops == theirs.trace.ops).all() and (ours.objective == theirs.objective).all()
+    assert (ours.ops == theirs.ops).all() and (ours.objective == theirs.objective).all()
     told = read_policy(file)
     assert told["results"] == {"zero shot": "a table"} and "torch" in told["versions"]
     write_policy(file, file, {"zero shot": "a newer table"})
