@@ -4,7 +4,13 @@ from collections.abc import Mapping
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.swa_utils import AveragedModel
+
+
+def is_validation_of_fit(trainer: Trainer) -> bool:
+    """Return True if a validation is one of a training, and no trial before it."""
+    return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
 
 
 def check_trainer(name: str, trainer: Trainer, module: LightningModule, conflicting: Mapping[type, str]) -> None:

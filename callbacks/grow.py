@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,14 +12,13 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper_lightning.blueprints import suggest_name
-from esper_lightning.callbacks.checks import check_trainer
+from esper_lightning.callbacks.checks import check_trainer, is_validation_of_fit
 from esper_lightning.callbacks.measuring import (
     Decider,
     Measured,
@@ -30,7 +28,7 @@ from esper_lightning.callbacks.measuring import (
     make_decider,
     resume_decider,
 )
-from esper_lightning.callbacks.run_record import write_run_record
+from esper_lightning.callbacks.run_record import open_events, write_run_record
 from esper_lightning.console import print_status
 from esper_lightning.controllers.learned import TrainingRules
 from esper_lightning.controllers.rules import WaitOnly
@@ -355,16 +353,14 @@ class Grow(Callback):
             self.pool.begin(self.scale.validation(Measured(metric, loss, {}), space.slot))
             self.decider.reset(self.pool)
             events = self._decide(trainer)
-        folder = getattr(trainer.logger, "log_dir", None)
-        if folder is not None and trainer.is_global_zero:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            self._log = EventLog(Path(folder) / EVENTS_FILE)
+        self._log = open_events(trainer, EVENTS_FILE)
+        if self._log is not None:
             if state:
                 self._log.discard_after(subject.tick)
             layout = (space.slot, space.blueprint, self.monitor, flops.host, flops.behind)
             self._log.write([Started(subject.tick, SCHEMA, 1, horizon, *layout)])
             self._began = time.perf_counter()
-            write_run_record(Path(folder), trainer)
+            write_run_record(self._log.path.parent, trainer)
         self._step_flops = flops.with_seeds(subject.slots)
         self._tell(trainer, events, None)
 
@@ -404,11 +400,8 @@ class Grow(Callback):
 
     # One tick: a validation is measured, and followed by a decision before the next training batch.
 
-    def _is_validation_of_fit(self, trainer: Trainer) -> bool:
-        return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._is_validation_of_fit(trainer):
+        if not is_validation_of_fit(trainer):
             return
         self.validations += 1
         self._contributions = {}
@@ -424,7 +417,7 @@ class Grow(Callback):
             self._contributions = points
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_validation_of_fit(trainer):
+        if is_validation_of_fit(trainer):
             slots = self._pool.subject.slots
             metrics = {
                 "growth/parameters": float(count_parameters(self.growing.module)),
@@ -436,7 +429,7 @@ class Grow(Callback):
             pl_module.log_dict(metrics, sync_dist=trainer.world_size > 1, batch_size=1)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._is_validation_of_fit(trainer):
+        if not is_validation_of_fit(trainer):
             return
         self._plateau_due = trainer.is_last_batch
         if self.validations % self.every == 0:

@@ -11,6 +11,7 @@ from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.machine import provenance
 from esper_lightning.module import attached_data
 from esper_lightning.serialization import replace_and_keep
+from esper_lightning.telemetry.events import EventLog
 
 RUN_FILE, LOCK_FILE = "run.json", "run.lock"
 """Files in a run folder: what the latest process of the run is, and the lock that it holds."""
@@ -28,6 +29,15 @@ def write_run_record(folder: Path, trainer: Trainer) -> None:
     record = provenance(getattr(data, "seed", None), trainer.strategy.root_device, executor, precision=precision)
     record["processes"] = trainer.world_size
     replace_and_keep(folder / RUN_FILE, json.dumps(record, indent=1) + "\n")
+
+
+def open_events(trainer: Trainer, file: str) -> EventLog | None:
+    """Open a file of events in the folder of the trainer's logger. None: it has none, or this is no first process."""
+    folder = getattr(trainer.logger, "log_dir", None)  # Lightning wants it to be read on every rank
+    if folder is None or not trainer.is_global_zero:
+        return None
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return EventLog(Path(folder) / file)
 
 
 class RunRecord(Callback):

@@ -4,7 +4,6 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.call import _call_configure_model
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
@@ -27,13 +25,14 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
-from esper_lightning.callbacks.checks import check_trainer
+from esper_lightning.callbacks.checks import check_trainer, is_validation_of_fit
 from esper_lightning.callbacks.grow import Grow
-from esper_lightning.callbacks.run_record import write_run_record
+from esper_lightning.callbacks.run_record import open_events, write_run_record
 from esper_lightning.console import print_status
 from esper_lightning.envs.flops import count_training_flops
 from esper_lightning.growth import stack
 from esper_lightning.growth.attach import is_compiled
+from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.stack import Blocks, Content, Order, State, check_blocks, check_optimizers, place
 from esper_lightning.telemetry.events import SCHEMA, STACK_FILE, EventLog, Stacked, Started, Validated
 
@@ -245,17 +244,15 @@ class Stack(Callback):
         self.final[:to] = self.blocks
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        folder = getattr(trainer.logger, "log_dir", None)
-        if folder is None or not trainer.is_global_zero:
-            return
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self._log, self._began = EventLog(Path(folder) / STACK_FILE), time.perf_counter()
-        if self is stacks_of(trainer)[0]:  # several lists grow: one of them writes what all have in common
+        self._log, self._began = open_events(trainer, STACK_FILE), time.perf_counter()
+        if (
+            self._log is not None and self is stacks_of(trainer)[0]
+        ):  # several lists grow: one of them writes what all have in common
             self._log.discard_after(trainer.global_step)
             lists = [each.name for each in stacks_of(trainer)]
             steps = int(min(trainer.estimated_stepping_batches, MAX_STEPS))
             self._log.write([Started(trainer.global_step, SCHEMA, 1, steps, lists, [], "", 0, {})])
-            write_run_record(Path(folder), trainer)
+            write_run_record(self._log.path.parent, trainer)
 
     # The training goes on, and grows between two steps.
 
@@ -348,10 +345,9 @@ class Stack(Callback):
             self._told = None
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        is_training = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-        if self._log is None or not is_training or self is not stacks_of(trainer)[0]:
+        if self._log is None or not is_validation_of_fit(trainer) or self is not stacks_of(trainer)[0]:
             return
-        step, size = trainer.global_step, sum(parameter.numel() for parameter in pl_module.parameters())
+        step, size = trainer.global_step, count_parameters(pl_module)
         metrics: dict[str, float | None] = {name: float(value) for name, value in trainer.callback_metrics.items()}
         seconds = time.perf_counter() - self._began
         self._log.write([Validated(step, step, size, float(self.flops_spent), seconds, metrics)])

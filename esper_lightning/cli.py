@@ -5,12 +5,11 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import yaml
 from jsonargparse import ArgumentError, set_parsing_settings
 from jsonargparse.typing import PositiveInt
 from lightning import LightningModule, Trainer
@@ -239,7 +238,7 @@ def report(runs: Sequence[str | Path] = (), *, out: str | Path = "report.html") 
     Raises ValueError if a folder holds no run, or if the extra [report] is missing.
     """
     folders = [Path(run) for run in runs] or [newest_run(Path("runs"))]
-    write_page(folders, [changed_settings(folder / "config.yaml") for folder in folders], Path(out))
+    write_page(folders, Path(out), changed_settings)
     print_status(f"written to {out}: {', '.join(map(str, folders))}")
 
 
@@ -251,16 +250,15 @@ def newest_run(root: Path) -> Path:
     return max(found, key=lambda path: path.stat().st_mtime_ns).parent
 
 
-def changed_settings(config: Path) -> str:
-    """Return the settings of a run's config that differ from their defaults, as YAML; empty if there is none."""
-    if not config.is_file():
+def changed_settings(config: Mapping[str, Any]) -> str:
+    """Return the settings of a run's config that differ from their defaults, as YAML; empty if there are none."""
+    if not config:
         return ""
-    settings = yaml.safe_load(config.read_text(encoding="utf-8"))
     try:
-        args = [f"--{name}={json.dumps(settings[name])}" for name in ("seed_everything", "trainer", "model", "data")]
+        args = [f"--{name}={json.dumps(config[name])}" for name in ("seed_everything", "trainer", "model", "data")]
         cli = make_cli(args, run=False, parser_kwargs={"exit_on_error": False})
     except (ArgumentError, ValueError, LookupError) as error:  # of another version, or of classes that are not here
-        return f"{config.name} cannot be read here: {' '.join(str(error).split())}"
+        return f"config.yaml cannot be read here: {' '.join(str(error).split())}"
     return cli.parser.dump(cli.config, skip_default=True)
 
 

@@ -7,7 +7,7 @@ A run is a folder of a Lightning logger. Its numbers are those of the files in i
 import csv
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
+from esper_lightning.callbacks.run_record import RUN_FILE
 from esper_lightning.evaluation.report import EVALUATION_FOLDER, RESULTS_FILE, SUMMARY_FILE
 from esper_lightning.evaluation.statistics import mean_interval
+from esper_lightning.growth.stages import LIVE, Stage
 from esper_lightning.serialization import replace_file
 from esper_lightning.telemetry import charts
 from esper_lightning.telemetry.events import (
@@ -32,6 +34,7 @@ from esper_lightning.telemetry.events import (
     Validated,
     read_events,
 )
+from esper_lightning.telemetry.observer import SeedStats, count_seed
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 
@@ -46,9 +49,6 @@ CURVES = {"objective": ("rollout/objective", "val/objective"), "score": ("rollou
 
 HOST_FAULTS = {"rolled_back", "gradient_health", "dead_seeds"}
 """Anomalies of the hosts, from which no policy can learn."""
-
-SETTLED = ("FOSSILIZED", "CULLED", "EMBARGOED")
-"""Stages of a slot without a seed on trial."""
 
 MAX_METRICS = 6
 """Most metrics of a network of the user's that are shown."""
@@ -74,15 +74,6 @@ class Episode(NamedTuple):
     moments: list[Moment]
 
 
-class Seeds(NamedTuple):
-    """Seeds of one blueprint in one slot, over a run."""
-
-    germinated: int = 0
-    kept: int = 0
-    measured: int = 0  # whose contribution was known at the end of their trial
-    points: float = 0.0  # sum of these contributions
-
-
 class Run(NamedTuple):
     """Content of a run's folder."""
 
@@ -92,7 +83,7 @@ class Run(NamedTuple):
     episodes: list[Episode]  # of the last rollout, by objective; one for a network of the user's
     rolled_back: list[Episode]
     rollbacks: int
-    seeds: dict[tuple[str, str], Seeds]  # by blueprint and slot
+    seeds: SeedStats | None  # over the run, [blueprints, slots] each
     contributions: list[Contributed]  # of a network of the user's
     validations: list[Validated]
     stacked: list[Stacked]
@@ -103,8 +94,10 @@ class Run(NamedTuple):
     config: dict[str, Any]  # config.yaml
 
 
-def write_page(folders: Sequence[Path], settings: Sequence[str], out: Path) -> None:
-    """Write the page of one run, or of several side by side; `settings` are those of each that differ from defaults.
+def write_page(folders: Sequence[Path], out: Path, changed_settings: Callable[[Mapping[str, Any]], str]) -> None:
+    """Write the page of one run, or of several side by side.
+
+    `changed_settings` returns the settings of a config that differ from their defaults, as text.
 
     Raises ValueError if a folder holds no run, or if the extra is missing.
     """
@@ -117,7 +110,7 @@ def write_page(folders: Sequence[Path], settings: Sequence[str], out: Path) -> N
     names = [run.name for run in runs]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    sections = [{"run": run, "settings": changed, **section(run)} for run, changed in zip(runs, settings, strict=True)]
+    sections = [{"run": run, "settings": changed_settings(run.config), **section(run)} for run in runs]
     text = template.render(
         title=" and ".join(names),
         library=javascript_bundle(),  # pyright: ignore[reportCallIssue]  # its stub lacks the default
@@ -134,38 +127,33 @@ def write_page(folders: Sequence[Path], settings: Sequence[str], out: Path) -> N
 
 def read_run(folder: Path) -> Run:
     """Return the content of a run's folder. Raises ValueError if it holds no run."""
-    scalars = read_scalars(folder)
-    files = [folder / name for name in (EVENTS_FILE, STACK_FILE) if (folder / name).is_file()]
-    if not files and not scalars and not (folder / EVALUATION_FOLDER / SUMMARY_FILE).is_file():
+    scalars, summary = read_scalars(folder), read_json(folder / EVALUATION_FOLDER / SUMMARY_FILE)
+    events, stack_events = folder / EVENTS_FILE, folder / STACK_FILE
+    if not (events.is_file() or stack_events.is_file() or scalars or summary):
         raise ValueError(
             f"report: {str(folder)!r} holds no run: no {EVENTS_FILE}, no curves and no {EVALUATION_FOLDER}; name the "
             f"folder of a logger, as runs/digits/version_0"
         )
-    found: dict[str, Any] = {"started": None, "rollbacks": 0, "episodes": []}
-    for name in ("rolled_back", "contributions", "validations", "stacked", "anomalies"):
+    found: dict[str, Any] = {"started": None, "rollbacks": 0, "seeds": None}
+    for name in ("episodes", "rolled_back", "contributions", "validations", "stacked", "anomalies"):
         found[name] = []
-    seeds: dict[tuple[str, str], Seeds] = defaultdict(Seeds)
-    for file in files:
-        read_file(file, found, seeds)
+    if events.is_file():
+        read_growth(events, found)
+    if stack_events.is_file():
+        of_stack = list(read_events(stack_events))
+        found["stacked"] = [event for event in of_stack if isinstance(event, Stacked)]
+        # Where `Grow` ran beside `Stack`, both have recorded the same validations.
+        found["validations"] = found["validations"] or [event for event in of_stack if isinstance(event, Validated)]
     outcomes: list[dict[str, str]] = []
     if (path := folder / EVALUATION_FOLDER / RESULTS_FILE).is_file():
         with path.open(newline="") as rows:
             outcomes = list(csv.DictReader(rows))
-    summary, record = read_json(folder / EVALUATION_FOLDER / SUMMARY_FILE), read_json(folder / "run.json")
-    name, config = "/".join(folder.absolute().parts[-2:]), {}
+    config = {}
     if (path := folder / "config.yaml").is_file():
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    record = record or summary.get("run", {})
-    return Run(
-        name=name,
-        config=config,
-        record=record,
-        scalars=scalars,
-        summary=summary,
-        outcomes=outcomes,
-        seeds=seeds,
-        **found,
-    )
+    name = "/".join(folder.absolute().parts[-2:])
+    record = read_json(folder / RUN_FILE) or summary.get("run", {})
+    return Run(name, record, scalars=scalars, summary=summary, outcomes=outcomes, config=config, **found)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -173,67 +161,55 @@ def read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-def read_file(path: Path, found: dict[str, Any], seeds: dict[tuple[str, str], Seeds]) -> None:
-    """Add the events of a file to what was found of a run, one rollout after the other."""
+def read_growth(path: Path, found: dict[str, Any]) -> None:
+    """Add the events of a policy's training or of `Grow` to what was found of a run, one rollout after the other."""
+    events = read_events(path)
+    started = next(events, None)
+    if not isinstance(started, Started):  # the process ended before its first line was whole
+        return
+    stats = SeedStats(*np.zeros((len(SeedStats._fields), len(started.blueprints), len(started.slots))))
+    last_contributions = np.full((started.hosts, len(started.slots)), np.nan)
     places: dict[int, dict[str, tuple[str, str]]] = defaultdict(dict)  # of the present rollout, by host
     episodes: dict[int, Episode] = {}
     causes: dict[int, str] = {}
-    for event in read_events(path):
+
+    def record(rollout: int, rows: Iterable[Sequence[Any]]) -> None:
+        for host, numbers in enumerate(rows):
+            moment = Moment(*numbers, slots=dict(places[host]), rollback=causes.get(host, ""))
+            episodes.setdefault(host, Episode(rollout, host, [])).moments.append(moment)
+        causes.clear()
+        found["episodes"] = list(episodes.values())
+
+    for event in events:
         match event:
-            case Started():
-                found["started"] = found["started"] or event
             case SeedChanged():
-                count_seed(event, seeds)
+                names = {"slots": started.slots, "blueprints": started.blueprints}
+                count_seed(event, stats, last_contributions, **names)
                 places[event.host][event.slot] = (event.after, event.blueprint)
                 if event.after == "DORMANT":
                     del places[event.host][event.slot]
+            case Contributed():
+                last_contributions[event.host, [started.slots.index(slot) for slot in event.slot]] = event.points
+                if started.hosts == 1:
+                    found["contributions"].append(event)
             case RolledBack():
                 causes[event.host] = event.cause
                 found["rollbacks"] += 1
-            case HostsMeasured() | Validated():
-                horizon = found["started"].horizon
-                rollout, tick = divmod(event.tick - 1, horizon)
-                if isinstance(event, Validated):
-                    found["validations"].append(event)
-                    score = event.metrics.get(found["started"].score)
-                    rows = [(0, ("", score, None, None, event.parameters))]
-                    is_last = False
-                else:
-                    rows = list(enumerate(zip(*event[1:], strict=True)))
-                    is_last = tick + 1 == horizon
-                    if tick == 0:
-                        episodes = {}
-                for host, numbers in rows:
-                    moment = Moment(*numbers, dict(places[host]), causes.get(host, ""))
-                    episodes.setdefault(host, Episode(rollout + 1, host, [])).moments.append(moment)
-                causes = {}
-                if episodes:
-                    found["episodes"] = list(episodes.values())
-                if is_last:
+            case Validated():
+                found["validations"].append(event)
+                record(1, [("", event.metrics.get(started.score), None, None, event.parameters)])
+            case HostsMeasured():
+                rollout, ticks_before = divmod(event.tick - 1, started.horizon)
+                if ticks_before == 0:
+                    episodes = {}
+                record(rollout + 1, zip(*event[1:], strict=True))
+                if ticks_before == started.horizon - 1:
                     struck = [e for e in episodes.values() if any(moment.rollback for moment in e.moments)]
                     found["rolled_back"] = [*found["rolled_back"], *struck][-MAX_ROLLED_BACK:]
                     places.clear()
-            case Contributed() if found["started"].hosts == 1:
-                found["contributions"].append(event)
-            case Stacked():
-                found["stacked"].append(event)
             case AnomalyChanged():
                 found["anomalies"].append(event)
-
-
-def count_seed(event: SeedChanged, seeds: dict[tuple[str, str], Seeds]) -> None:
-    """Count a seed that has germinated, or whose trial has ended."""
-    key = (event.blueprint, event.slot)
-    before = seeds[key] if event.blueprint else Seeds()
-    if event.after == "GERMINATED" != event.before:
-        seeds[key] = before._replace(germinated=before.germinated + 1)
-    elif event.after in ("FOSSILIZED", "CULLED") and event.before != event.after and event.blueprint:
-        is_known = event.contribution is not None
-        seeds[key] = before._replace(
-            kept=before.kept + (event.after == "FOSSILIZED"),
-            measured=before.measured + is_known,
-            points=before.points + (event.contribution or 0.0),
-        )
+    found |= {"started": started, "seeds": stats}
 
 
 def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -258,6 +234,10 @@ def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def section(run: Run) -> dict[str, Any]:
     """Return the parts of the page that tell about one run, for the template."""
+    rows: list[dict[str, Any]] = []
+    if run.started is not None and run.seeds is not None:
+        rows = charts.worth_rows(run.seeds, run.started.blueprints, run.started.slots)
+    rows.sort(key=lambda row: (row["blueprint"], row["slot"]))
     return {
         "lead": lead(run),
         "facts": list(facts(run)),
@@ -265,9 +245,7 @@ def section(run: Run) -> dict[str, Any]:
         "cost": chart_of(cost(run), "Score against training FLOPs by controller") if run.summary else None,
         "hosts": [host_view(run, title, episode) for title, episode in chosen(run)],
         "stack": stack_view(run),
-        "worth": chart_of(charts.worth(rows), "What blueprints were worth")
-        if (rows := list(worth_rows(run)))
-        else None,
+        "worth": chart_of(charts.worth(rows), "What blueprints were worth") if rows else None,
         "worth_rows": rows,
         "anomalies": list(anomalies(run)),
     }
@@ -283,17 +261,13 @@ def lead(run: Run) -> str:
     if not run.summary:
         return ""
     (name, first), *others = run.summary["controllers"].items()
-    ahead, behind = (
-        [other for other, row in others if None not in row["ahead"].values() and sign(row["ahead"])]
-        for sign in (lambda interval: interval["low"] > 0.0, lambda interval: interval["high"] < 0.0)
-    )
-    level = [other for other, _ in others if other not in ahead and other not in behind]
-    said = [f"{name}: objective {format_interval(first['objective'])} on test data"]
-    said += [
-        f"{relation} {' / '.join(names)}"
-        for relation, names in (("ahead of", ahead), ("level with", level), ("behind", behind))
-        if names
-    ]
+    relations: dict[str, list[str]] = {"ahead of": [], "level with": [], "behind": []}
+    for other, row in others:
+        low, high = row["ahead"]["low"], row["ahead"]["high"]
+        is_level = None in (low, high) or low <= 0.0 <= high
+        relations["level with" if is_level else "ahead of" if low > 0.0 else "behind"].append(other)
+    said = [f"{name}: objective {format_ends(first['objective'])} on test data"]
+    said += [f"{relation} {' / '.join(names)}" for relation, names in relations.items() if names]
     if HOST_FAULTS & {change.name.partition(".")[0] for change in run.anomalies if change.level == "raised"}:
         said.append("the comparison tells little until what went wrong is mended")
     return "; ".join(said) + "."
@@ -354,12 +328,12 @@ def facts(run: Run) -> Iterator[tuple[str, str]]:
 def results(run: Run) -> Iterator[tuple[str, ...]]:
     """Yield the rows of the comparison: controller, score, objective, lead, parameters, MFLOP."""
     for name, row in run.summary.get("controllers", {}).items():
-        intervals = (format_interval(row[column]) for column in ("score", "objective", "ahead"))
+        intervals = (format_ends(row[column]) for column in ("score", "objective", "ahead"))
         sizes = f"{row['parameters']['mean'] or np.nan:,.0f}", f"{(row['flops']['mean'] or np.nan) / 1e6:,.4g}"
         yield (name, *intervals, *sizes)
 
 
-def format_interval(interval: Mapping[str, float | None]) -> str:
+def format_ends(interval: Mapping[str, float | None]) -> str:
     """Return `0.573 [0.556, 0.590]`; empty where a number is missing."""
     if None in interval.values():
         return ""
@@ -385,9 +359,9 @@ def chosen(run: Run) -> list[tuple[str, Episode]]:
     episodes = [e for e in run.episodes if e.moments]
     if run.validations or not episodes:  # a network of the user's
         return [("the network", episode) for episode in episodes if run.started and run.started.blueprints]
-    ranked = sorted(episodes, key=lambda e: -np.inf if (last := e.moments[-1].objective) is None else last)
-    places = {"worst": 0, "median": len(ranked) // 2, "best": len(ranked) - 1}
-    found = [(f"{name} host of rollout {ranked[i].rollout}", ranked[i]) for name, i in places.items()]
+    last = [e.moments[-1].objective for e in episodes]
+    typical = charts.typical_hosts(np.array([-np.inf if objective is None else objective for objective in last]))
+    found = [(f"{name} host of rollout {episodes[i].rollout}", episodes[i]) for name, i in typical.items()]
     shown = {(episode.rollout, episode.host) for _, episode in found}
     struck = [episode for episode in run.rolled_back if (episode.rollout, episode.host) not in shown]
     return found + [(f"rolled back in rollout {episode.rollout}", episode) for episode in struck]
@@ -399,19 +373,9 @@ def host_view(run: Run, title: str, episode: Episode) -> dict[str, Any]:
     assert started is not None, "the events began with it"
     moments, slots = episode.moments, [*started.behind] + [name for name in started.slots if name not in started.behind]
     has_ops = any(moment.op for moment in moments)
-    cells, states = [], []
-    for tick, moment in enumerate(moments, 1):
-        if has_ops:
-            cells.append({"tick": tick, "row": "action", "state": moment.op, "blueprint": ""})
-        held = [moment.slots.get(slot, ("DORMANT", "")) for slot in slots]
-        cells += [
-            {"tick": tick, "row": slot, "state": stage, "blueprint": blueprint}
-            for slot, (stage, blueprint) in zip(slots, held, strict=True)
-        ]
-        states.append(held)
+    states = [[moment.slots.get(slot, ("DORMANT", "")) for slot in slots] for moment in moments]
     ticks = max(len(moments), started.horizon if has_ops else 1)
     rolled_back = [tick for tick, moment in enumerate(moments, 1) if moment.rollback]
-    rows = ["action", *slots] if has_ops else slots
     label = started.score or "score"
     points = [
         {"x": tick, "y": getattr(moment, column), "series": name}
@@ -419,7 +383,8 @@ def host_view(run: Run, title: str, episode: Episode) -> dict[str, Any]:
         for tick, moment in enumerate(moments, 1)
         if getattr(moment, column) is not None
     ]
-    life = charts.timeline(cells, rows, ticks=ticks, rolled_back=rolled_back)
+    ops = [moment.op for moment in moments] if has_ops else []
+    life = charts.timeline(ops, states, slots, ticks=ticks, rolled_back=rolled_back)
     behind = [started.flops, *(started.behind.get(slot, 0) for slot in started.behind), 0]
     shares = [100 * (a - b) / max(1, started.flops) for a, b in pairwise(behind)]
     return {
@@ -459,7 +424,7 @@ def tell(moments: Sequence[Moment], label: str) -> str:
     """Return in a sentence how an episode ended."""
     last = moments[-1]
     kept = [f"{blueprint} in {slot}" for slot, (stage, blueprint) in last.slots.items() if stage == "FOSSILIZED"]
-    tried = [f"{blueprint} in {slot}" for slot, (stage, blueprint) in last.slots.items() if stage not in SETTLED]
+    tried = [f"{blueprint} in {slot}" for slot, (stage, blueprint) in last.slots.items() if Stage[stage] in LIVE]
     said = [f"Kept at the end: {', '.join(kept) or 'nothing'}."]
     said += [f"Still on trial, and not counted: {', '.join(tried)}."] if tried else []
     for name, value in ((label, last.score), ("objective", last.objective)):
@@ -489,14 +454,6 @@ def stack_view(run: Run) -> dict[str, Any] | None:
         "told": told,
         "validations": len(steps),
     }
-
-
-def worth_rows(run: Run) -> Iterator[dict[str, Any]]:
-    """Yield what blueprints were worth, for the chart and the table."""
-    for (blueprint, slot), seeds in sorted(run.seeds.items()):
-        points = seeds.points / seeds.measured if seeds.measured else None
-        kept = seeds.kept / max(1, seeds.germinated)
-        yield {"blueprint": blueprint, "slot": slot, "seeds": seeds.germinated, "kept": kept, "points": points}
 
 
 # What the page says of all runs together.
@@ -536,9 +493,8 @@ def curves_of(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
 def points_of(run: Run, tag: str, axis: str) -> Sequence[tuple[float, float]]:
     """Return the line of a metric over steps or FLOPs; empty if it is not known there."""
     if axis == "step":
-        return [(v.step, y) for v in run.validations if (y := v.metrics.get(tag)) is not None] or run.scalars.get(
-            tag, []
-        )
+        own = [(v.step, y) for v in run.validations if (y := v.metrics.get(tag)) is not None]
+        return own or run.scalars.get(tag, [])
     return [(v.flops, y) for v in run.validations if v.flops > 0 and (y := v.metrics.get(tag)) is not None]
 
 
@@ -559,7 +515,7 @@ def differences(runs: Sequence[Run]) -> Iterator[tuple[str, str, str]]:
             hosts = sorted(ours[controller].keys() & theirs[controller].keys())
             if len(hosts) > 1:
                 paired = np.array([[ours[controller][host] - theirs[controller][host] for host in hosts]])
-                told = format_interval(mean_interval(paired)._asdict())
+                told = format_ends(mean_interval(paired)._asdict())
                 yield other.name, f"objective of {controller}, {len(hosts)} hosts, paired", told
         for (name, a), (_, b) in zip(*(last_metrics(run, runs) for run in (first, other)), strict=True):
             if a is not None and b is not None:

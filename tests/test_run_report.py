@@ -20,7 +20,7 @@ from esper_lightning import report
 from esper_lightning.__main__ import main
 from esper_lightning.callbacks import Grow, Stack
 from esper_lightning.evaluation.statistics import mean_interval
-from esper_lightning.run_report import Moment, format_interval, present, read_run
+from esper_lightning.run_report import Moment, format_ends, present, read_run
 from esper_lightning.telemetry.events import SCHEMA, EventLog, HostsMeasured, SeedChanged, Started, read_events
 from tests.runs import fit, only_run
 
@@ -51,7 +51,7 @@ def test_the_table_has_the_numbers_of_the_comparison_and_the_settings_are_those_
     summary = json.loads((trained / "evaluation" / "evaluation.json").read_text())
     for name, row in summary["controllers"].items():
         assert f'<th scope="row">{name}</th>' in page
-        assert format_interval(row["objective"]) in page
+        assert format_ends(row["objective"]) in page
     assert "seed_everything: 3" in page and "max_epochs: 2" in page
     assert "accelerator: gpu" not in page and "gamma" not in page.partition("<pre")[2].partition("</pre>")[0]
 
@@ -75,7 +75,7 @@ def test_the_hosts_of_the_page_are_the_worst_the_median_and_the_best_of_the_last
         told = {slot: stage for slot, (stage, _) in episode.moments[-1].slots.items()}
         assert told == {slot: stage for slot, stage in stages.items() if stage != "DORMANT"}
     germinated = [event for event in events if isinstance(event, SeedChanged) and event.after == "GERMINATED"]
-    assert sum(seeds.germinated for seeds in run.seeds.values()) == len(germinated) > 0
+    assert run.seeds is not None and run.seeds.germinated.sum() == len(germinated) > 0
 
 
 def test_two_runs_are_compared_host_by_host(trained: Path, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_two_runs_are_compared_host_by_host(trained: Path, tmp_path: Path) -> No
 
     page = page_of(trained, other, out=tmp_path / "page.html")
 
-    expected = format_interval(mean_interval(torch.tensor([[0.1, 0.2]]).double().numpy())._asdict())
+    expected = format_ends(mean_interval(torch.tensor([[0.1, 0.2]]).double().numpy())._asdict())
     assert page.count(expected) == len({row["controller"] for row in rows})
     assert "other/version_0 " in str(specs(page)), "both runs have a line in the same chart"
 
@@ -173,6 +173,15 @@ def test_a_network_with_seeds_is_shown_with_every_validation(tmp_path: Path) -> 
     assert [moment.score for moment in episode.moments] == pytest.approx(scores)
     assert len(run.validations) == 6 and run.validations[-1].flops > 0.0
     assert "The network after tick" in page
+
+
+def test_grow_and_stack_in_one_training_are_shown_together(tmp_path: Path) -> None:
+    run = read_run(train_own(tmp_path, Grow(["0"]), Stack("net.1", start=2, at=0.5)))
+
+    assert [validation.step for validation in run.validations] == [4, 8, 12, 16, 20, 24]
+    assert [(event.before, event.after) for event in run.stacked] == [(2, 4)]
+    (episode,) = run.episodes
+    assert len(episode.moments) == 6 and None not in [moment.score for moment in episode.moments]
 
 
 @pytest.mark.parametrize(

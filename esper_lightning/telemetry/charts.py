@@ -60,22 +60,35 @@ def styled(chart: Any, description: str) -> Any:
     return chart.configure_legend(**text, **legend).configure_view(stroke="#8886").configure_title(color="currentColor")
 
 
-def timeline(cells: Sequence[Row], rows: Sequence[str], *, ticks: int, rolled_back: Iterable[int] = ()) -> Any:
+def timeline(
+    ops: Sequence[str],
+    stages: Sequence[Sequence[tuple[str, str]]],
+    slots: Sequence[str],
+    *,
+    ticks: int,
+    rolled_back: Iterable[int] = (),
+) -> Any:
     """Return the life of one host: op before each tick, and each slot's stage after it, by colour and by mark.
 
     Args:
-        cells: Rows with `tick`, `row`, `state` (an op or a stage), and `blueprint`.
-        rows: Names in the order from above: `action`, and the slots.
+        ops: Op before each tick; empty if ops are not known.
+        stages: Stage and blueprint in each slot, after each tick.
+        slots: Names of the slots, in the order from above.
         ticks: Ticks of the episode.
         rolled_back: Ticks in which the Governor rolled the host back.
     """
     import altair as alt
 
-    looks = {**STAGES, **OPS}
+    rows, looks = [*(["action"] if ops else []), *slots], {**STAGES, **OPS}
+    cells = [
+        {"tick": tick, "row": row, "state": state, "blueprint": blueprint, "mark": looks[state][1]}
+        for tick, held in enumerate(stages, 1)
+        for row, (state, blueprint) in zip(rows, [*((op, "") for op in ops[tick - 1 : tick]), *held], strict=True)
+    ]
     seen = [name for name in looks if any(cell["state"] == name for cell in cells)]
-    data = alt.Data(values=[{**cell, "mark": looks[cell["state"]][1]} for cell in cells])
+    data = alt.Data(values=cells)
     x = alt.X("tick:O", title="tick", axis=alt.Axis(labelAngle=0, labelOverlap=True), scale=ordinal(ticks))
-    y = alt.Y("row:N", sort=list(rows), title=" ")  # as wide as a title
+    y = alt.Y("row:N", sort=rows, title=" ")  # as wide as a title
     colour = alt.Color("state:N", title=None).scale(domain=seen, range=[looks[name][0] for name in seen])
     base = alt.Chart(data).encode(x=x, y=y, tooltip=["tick:O", "row:N", "state:N", "blueprint:N"])
     layers = [
@@ -207,23 +220,21 @@ def draw_pictures(observer: Observer, objective: np.ndarray) -> dict[str, np.nda
     if rows:
         found["figures/blueprints"] = picture(worth(rows))
     if observer.is_complete:
-        trace, ranked = observer.trace, np.argsort(objective, kind="stable")
-        places = {"worst": ranked[0], "median": ranked[len(ranked) // 2], "best": ranked[-1]}
-        lives = []
-        for title, host in places.items():
-            cells = [
-                {"tick": tick + 1, "row": row, "state": state, "blueprint": ""}
-                for tick in range(trace.length)
-                for row, state in (
-                    ("action", Op(trace.op[tick, host]).name),
-                    *((slot, Stage(trace.stage[tick, host, k]).name) for k, slot in enumerate(observer.slots)),
-                )
-            ]
+        trace, lives = observer.trace, []
+        for title, host in typical_hosts(objective).items():
+            ops = [Op(op).name for op in trace.op[: trace.length, host]]
+            stages = [[(Stage(stage).name, "") for stage in row] for row in trace.stage[: trace.length, host]]
             struck = (1 + np.flatnonzero(trace.rolled_back[: trace.length, host])).tolist()
-            life = timeline(cells, ["action", *observer.slots], ticks=observer.horizon, rolled_back=struck)
+            life = timeline(ops, stages, observer.slots, ticks=observer.horizon, rolled_back=struck)
             lives.append(life.properties(title=f"{title} host: {host}, objective {objective[host]:.3f}"))
         found["figures/growth"] = picture(*lives)
     return found
+
+
+def typical_hosts(objective: np.ndarray) -> dict[str, int]:
+    """Return the numbers of the worst, the median and the best host, given the objectives of all [N]."""
+    ranked = np.argsort(objective, kind="stable").tolist()
+    return {"worst": ranked[0], "median": ranked[len(ranked) // 2], "best": ranked[-1]}
 
 
 def worth_rows(stats: SeedStats, blueprints: Sequence[str], slots: Sequence[str]) -> list[dict[str, Any]]:
@@ -231,7 +242,7 @@ def worth_rows(stats: SeedStats, blueprints: Sequence[str], slots: Sequence[str]
     rows = []
     for b, k in zip(*np.nonzero(stats.germinated), strict=True):
         points = float(stats.mean_contribution[b, k])
-        seeds, kept = float(stats.germinated[b, k]), float(stats.fossilized[b, k] / stats.germinated[b, k])
+        seeds, kept = int(stats.germinated[b, k]), float(stats.fossilized[b, k] / stats.germinated[b, k])
         told = {"seeds": seeds, "kept": kept, "points": points if np.isfinite(points) else None}
         rows.append({"blueprint": blueprints[b], "slot": slots[k], **told})
     return rows

@@ -199,6 +199,31 @@ class SeedStats(NamedTuple):
         return np.where(self.measured > 0.0, self.contribution / np.maximum(self.measured, 1.0), np.nan)
 
 
+def count_seed(
+    seed: SeedChanged,
+    sums: SeedStats,
+    last_contributions: np.ndarray,
+    *,
+    slots: Sequence[str],
+    blueprints: Sequence[str],
+) -> None:
+    """Add a seed that has germinated, or whose fate was decided, to sums [B, K].
+
+    `last_contributions` [N, K] are those of the seeds as last measured, in points; NaN: never.
+    """
+    before, after = Stage[seed.before], Stage[seed.after]
+    k, b = slots.index(seed.slot), blueprints.index(seed.blueprint) if seed.blueprint else -1
+    if before is not after and after is Stage.GERMINATED:
+        last_contributions[seed.host, k] = np.nan
+        sums.germinated[b, k] += 1.0
+    elif before in LIVE and after not in LIVE:  # fossilized, culled, or lost by a rollback
+        points = last_contributions[seed.host, k] if seed.contribution is None else seed.contribution
+        if np.isfinite(points):
+            sums.measured[b, k] += 1.0
+            sums.contribution[b, k] += points
+        (sums.fossilized if after is Stage.FOSSILIZED else sums.culled)[b, k] += 1.0
+
+
 TRACED = ("op", "stage", "rolled_back")
 ARRAYS = {
     "earlier": "sums_of_earlier_rollouts",
@@ -268,7 +293,8 @@ class Observer:
         self.seen += 1
         self.trace.update(tick.number, tick.hosts, tick.slots)
         for change in tick.changes:
-            self._count(change)
+            sums = SeedStats(*self.sums_of_rollout)  # views
+            count_seed(change, sums, self.last_contributions, slots=self.slots, blueprints=self.blueprints)
         slots = tick.slots
         known = slots["blended"] & ~np.isnan(slots["contribution"])
         self.last_contributions = np.where(known, slots["contribution"], self.last_contributions)
@@ -277,21 +303,6 @@ class Observer:
             self.terms[name] = self.terms.get(name, 0.0) + float(paid.mean())
         events = [*tick.changes, *self._refusals(tick), *contributions(tick, self.slots), *tick.interventions]
         return [*events, measurements(tick)]
-
-    def _count(self, seed: SeedChanged) -> None:
-        """Count a seed that has germinated, or whose fate was decided."""
-        before, after = Stage[seed.before], Stage[seed.after]
-        k, b = self.slots.index(seed.slot), self.blueprints.index(seed.blueprint) if seed.blueprint else -1
-        sums = SeedStats(*self.sums_of_rollout)  # views
-        if before is not after and after is Stage.GERMINATED:
-            self.last_contributions[seed.host, k] = np.nan
-            sums.germinated[b, k] += 1.0
-        elif before in LIVE and after not in LIVE:  # fossilized, culled, or lost by a rollback
-            points = self.last_contributions[seed.host, k] if seed.contribution is None else seed.contribution
-            if np.isfinite(points):
-                sums.measured[b, k] += 1.0
-                sums.contribution[b, k] += points
-            (sums.fossilized if after is Stage.FOSSILIZED else sums.culled)[b, k] += 1.0
 
     def _watch_gradients(self, tick: Tick) -> None:
         """Find seeds that have had no gradient since they were germinated in this rollout."""

@@ -20,11 +20,7 @@ def test_no_two_series_of_64_look_alike() -> None:
 
 
 def test_a_timeline_has_a_legend_of_what_happened_alone() -> None:
-    cells = [
-        {"tick": 1, "row": "action", "state": "GERMINATE", "blueprint": ""},
-        {"tick": 1, "row": "a", "state": "TRAINING", "blueprint": "norm"},
-    ]
-    spec = timeline(cells, ["action", "a"], ticks=3, rolled_back=[1]).to_dict()
+    spec = timeline(["GERMINATE"], [[("TRAINING", "norm")]], ["a"], ticks=3, rolled_back=[1]).to_dict()
 
     colour = spec["layer"][0]["encoding"]["color"]["scale"]
     assert colour == {"domain": ["TRAINING", "GERMINATE"], "range": [STAGES["TRAINING"][0], OPS["GERMINATE"][0]]}
