@@ -124,8 +124,9 @@ class EsperCLI(LightningCLI):
         trainer: Any = self.trainer  # Lightning does not declare all attributes
         if self.model.evaluation.hosts and not trainer.fast_dev_run:
             trainer.test(self.model, datamodule=self.datamodule, verbose=False)
-        if trainer.is_global_zero and trainer.loggers:
-            print_status(f"a page about this run: {PROGRAM} report {shlex.quote(os.path.relpath(trainer.log_dir))}")
+        folder = trainer.log_dir  # Lightning wants it to be read on every rank
+        if folder is not None and trainer.is_global_zero and trainer.loggers:
+            print_status(f"a page about this run: {PROGRAM} report {shlex.quote(os.path.relpath(folder))}")
 
 
 def last_of_each_class(callbacks: Sequence[Any]) -> list[Any]:

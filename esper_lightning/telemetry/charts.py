@@ -4,7 +4,10 @@ Altair is imported when a chart is drawn, so that a run without it only has no p
 are those of the page around a chart.
 """
 
+import base64
 import io
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -47,6 +50,13 @@ AXIS_WIDTH = 96
 
 PICTURE_WIDTH = 560
 """Pixels of the plot in a picture; on a page a chart is as wide as its place."""
+
+RENDERER = """
+import base64, sys, vl_convert
+for line in sys.stdin:
+    print(base64.b64encode(vl_convert.vegalite_to_png(line, scale=1.5)).decode())
+"""
+"""Program that turns each line of its input, the JSON of a chart, into a line with a PNG."""
 
 
 def styled(chart: Any, description: str) -> Any:
@@ -216,9 +226,9 @@ def draw_pictures(observer: Observer, objective: np.ndarray) -> dict[str, np.nda
 
     The lives are left out if the rollout was not observed from its beginning.
     """
-    found, rows = {}, worth_rows(observer.run_stats, observer.blueprints, observer.slots)
+    columns, rows = {}, worth_rows(observer.run_stats, observer.blueprints, observer.slots)
     if rows:
-        found["figures/blueprints"] = picture(worth(rows))
+        columns["figures/blueprints"] = [worth(rows)]
     if observer.is_complete:
         trace, lives = observer.trace, []
         for title, host in typical_hosts(objective).items():
@@ -227,8 +237,8 @@ def draw_pictures(observer: Observer, objective: np.ndarray) -> dict[str, np.nda
             struck = (1 + np.flatnonzero(trace.rolled_back[: trace.length, host])).tolist()
             life = timeline(ops, stages, observer.slots, ticks=observer.horizon, rolled_back=struck)
             lives.append(life.properties(title=f"{title} host: {host}, objective {objective[host]:.3f}"))
-        found["figures/growth"] = picture(*lives)
-    return found
+        columns["figures/growth"] = lives
+    return render(columns) if columns else {}
 
 
 def typical_hosts(objective: np.ndarray) -> dict[str, int]:
@@ -248,14 +258,24 @@ def worth_rows(stats: SeedStats, blueprints: Sequence[str], slots: Sequence[str]
     return rows
 
 
-def picture(*charts: Any) -> np.ndarray:
-    """Return charts below each other as pixels [height, width, 3], uint8, on white."""
+def render(columns: Mapping[str, Sequence[Any]]) -> dict[str, np.ndarray]:
+    """Return the charts of each column below each other as pixels [height, width, 3], uint8, on white."""
     import altair as alt
     from PIL import Image
-    from vl_convert import vegalite_to_png
 
-    column = alt.vconcat(*(chart.properties(width=PICTURE_WIDTH) for chart in charts)).resolve_scale(
-        color="independent"
+    lines = []
+    for charts in columns.values():
+        column = alt.vconcat(*(chart.properties(width=PICTURE_WIDTH) for chart in charts))
+        column = column.resolve_scale(color="independent")
+        lines.append(styled(column, "").properties(background="white").to_json(indent=None) + "\n")
+    # In a process of its own: the renderer has threads, so that in a process forked after its first picture it would
+    # wait for ever. A session of its own: a signal to the run's processes is not for it.
+    rendered = subprocess.run(
+        [sys.executable, "-c", RENDERER],
+        input="".join(lines).encode(),
+        stdout=subprocess.PIPE,
+        check=True,
+        start_new_session=True,
     )
-    png = vegalite_to_png(styled(column, "").properties(background="white").to_dict(), scale=1.5)
-    return np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
+    images = (Image.open(io.BytesIO(base64.b64decode(line))).convert("RGB") for line in rendered.stdout.splitlines())
+    return dict(zip(columns, map(np.asarray, images), strict=True))

@@ -5,8 +5,9 @@ import pytest
 
 from esper_lightning.envs import Op
 from esper_lightning.growth.stages import Stage
-from esper_lightning.telemetry.charts import OPS, STAGES, draw_pictures, shapes_of, timeline
+from esper_lightning.telemetry.charts import OPS, STAGES, draw_pictures, render, shapes_of, timeline
 from esper_lightning.telemetry.observer import HOST, SLOT, Observer, Tick
+from tests.processes import run_in_fork
 
 
 def test_every_op_and_stage_has_a_look() -> None:
@@ -30,6 +31,12 @@ def test_a_timeline_has_a_legend_of_what_happened_alone() -> None:
 def pixels_of(picture: np.ndarray, colour: str) -> int:
     rgb = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     return int((picture == rgb).all(-1).sum())
+
+
+def test_a_forked_process_draws_after_its_parent_has() -> None:
+    chart = timeline(["WAIT"], [[("TRAINING", "norm")]], ["a"], ticks=1)
+    render({"a": [chart]})
+    assert run_in_fork(lambda: render({"a": [chart]})) == (0, "")
 
 
 @pytest.mark.parametrize("stage", [Stage.TRAINING, Stage.BLENDING])
