@@ -16,8 +16,9 @@ table: the best learning rate of each row, by the validation loss of RNG seed 0,
     training relative to six blocks.
 curves: validation loss over FLOPs, a line for each row at its best rate, means over RNG seeds.
 value: what it is worth to know the context (network, rate and budget) of the small GPTs. Test losses, RNG seed 0; and
-    how far the best single row, the best row of each budget, and the best fixed depth are behind the best row of each
-    context.
+    how far the best single row, the best row of each budget, a rule, and the best fixed depth are behind the best row
+    of each context. The rule doubles one block while the budget has so many tokens for each parameter of the final
+    network, at six FLOPs per token and parameter.
 
 Hosts: `gpt` (width 64, bytes, source of the Python installation), `vit` (patches of 4) and `cnn` (three stages, each as
 deep as the row says) on letters at 32×32, `mlp` (residual, width 64) on the table of digits. `gpt32` and `gpt16` are
@@ -92,6 +93,12 @@ PLANS = {
     "2 to 6": Plan(2, ((0.3, 6),)),
     "2 to 4 to 8": Plan(2, ((0.2, 4), (0.5, 8))),
 }
+
+
+DOUBLED = ("one", "1 to 2", "1 to 2 to 4")
+"""Plans of the rule."""
+THRESHOLDS = (10, 15, 20, 25, 30, 40)
+"""Tokens per parameter that the rule asks for."""
 
 
 class ResidualBlock(nn.Module):
@@ -298,8 +305,11 @@ def value(rows: Sequence[Row]) -> list[str]:
     """Return the lines of the table of the small GPTs, with rows that every context has; see above."""
     small = ("gpt32", "gpt16", "english")
     losses: dict[tuple[str, float, int], dict[str, float]] = {}  # by host, rate and budget
+    tokens: dict[tuple[str, float, int], dict[str, float]] = {}  # per parameter of the final network
     for row in (row for row in rows if row.host in small and row.split == "test" and row.seed == 0):
         losses.setdefault((row.host, row.rate, row.steps), {})[row.plan] = row.loss
+        parameters = sum(parameter.numel() for parameter in HOSTS[row.host].make(row.depth).parameters())
+        tokens.setdefault((row.host, row.rate, row.steps), {})[row.plan] = row.flops / (6 * parameters**2)
     contexts = sorted(losses)
     plans = [plan for plan in PLANS if all(plan in losses[context] for context in contexts)]
     found = np.array([[losses[context][plan] for context in contexts] for plan in plans])  # [plans, contexts]
@@ -311,9 +321,15 @@ def value(rows: Sequence[Row]) -> list[str]:
     budgets = np.array([steps for _, _, steps in contexts])
     of_budget = [behind[:, budgets == steps] for steps in dict.fromkeys(budgets)]
     fixed = [i for i, plan in enumerate(plans) if not PLANS[plan].growth]
+
+    def of_rule(least: float) -> float:
+        chosen = ([p for p in DOUBLED if p == "one" or tokens[context][p] >= least][-1] for context in contexts)
+        return float(np.mean([behind[plans.index(plan), k] for k, plan in enumerate(chosen)]))
+
     for name, number in (
         ("best single row", behind.mean(1).min()),
         ("best row of each budget", sum(own.sum(1).min() for own in of_budget) / len(contexts)),
+        *((f"rule, {least} tokens per parameter", of_rule(least)) for least in THRESHOLDS),
         ("best fixed depth of each context", behind[fixed].min(0).mean()),
     ):
         lines.append(f"\n{name}: {number:.4f} nats behind the best of each context, mean over {len(contexts)} contexts")

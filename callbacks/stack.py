@@ -54,7 +54,7 @@ class Stack(Callback):
 
     Args:
         blocks: Name of the `nn.ModuleList` or `nn.Sequential` of like blocks in the LightningModule, as `net.blocks`.
-        start: Number of blocks at the beginning.
+        start: Number of blocks at the beginning. None: a third of those that the class builds, at least one.
         at: Share of the training, between 0 and 1, after which it grows to its full depth; or several shares, each
             with the number of blocks from then on: `{0.1: 4, 0.3: 12}`. Steps, epochs and `max_time` of the trainer
             count, whichever ends the training first.
@@ -70,8 +70,8 @@ class Stack(Callback):
         self,
         blocks: str,
         *,
-        start: int,
-        at: float | dict[float, int],
+        start: int | None = None,
+        at: float | dict[float, int] = 0.3,
         how: Order = "stack",
         new: Content = "copy",
         state: State = "copy",
@@ -79,15 +79,15 @@ class Stack(Callback):
         renumber: Callable[[nn.Module, int], Any] | None = None,
     ) -> None:
         shares = list(at) if isinstance(at, Mapping) else [at]
-        depths = [start, *at.values()] if isinstance(at, Mapping) else [start]
+        depths = [1 if start is None else start, *(at.values() if isinstance(at, Mapping) else ())]
         if not shares or not 0.0 < min(shares) <= max(shares) < 1.0:
             raise ValueError(f"Stack: at must lie between 0 and 1, got {at}")
-        if start < 1:
+        if depths[0] < 1:
             raise ValueError(f"Stack: start must be at least 1 block, got {start}")
         if any(a >= b for numbers in (shares, depths) for a, b in pairwise(numbers)):
-            raise ValueError(f"Stack: shares and numbers of blocks must increase from start = {start} on, got {at}")
+            raise ValueError(f"Stack: shares and numbers of blocks must increase from start = {depths[0]} on, got {at}")
         self.name = blocks
-        self.start = start
+        self._given_start = start
         self.at = at
         self.options: dict[str, Any] = {"how": how, "new": new, "state": state, "zero": zero, "renumber": renumber}
         self.depths: list[int] = []
@@ -110,6 +110,11 @@ class Stack(Callback):
         self._counter: FlopCounterMode | None = None  # of a batch whose FLOPs are counted
         self._waits: LightningModule | None = None  # whose next `training_step` is counted
         self._log: EventLog | None = None
+
+    @property
+    def start(self) -> int:
+        """Number of blocks at the beginning, once the list is known."""
+        return max(1, len(self.final) // 3) if self._given_start is None else self._given_start
 
     @property
     def state_key(self) -> str:
@@ -163,6 +168,8 @@ class Stack(Callback):
                 f"Stack: start must be below {count}, the number of blocks that the module builds in {self.name!r}, "
                 f"got {self.start}; build the final network, or start with fewer blocks"
             )
+        if isinstance(self.at, Mapping) and next(iter(self.at.values())) <= self.start:
+            raise ValueError(f"Stack: at must begin with more than {self.start} blocks, got {self.at}; give start")
         if last != count:
             raise ValueError(
                 f"Stack: the module builds {count} blocks in {self.name!r}, and at ends with {last}; build the final "
@@ -375,9 +382,11 @@ class Stack(Callback):
                 f"{self.flops_spent // (parts * self.flops[depths]):,} at {' + '.join(map(str, depths))}"
                 for depths in (last, first)
             )
+            # A step takes about six FLOPs per parameter and position (https://arxiv.org/abs/2001.08361).
+            positions = self.flops_spent / (6 * count_parameters(pl_module) ** 2)
             print_status(
                 f"Stack: {sum(self.batches.values()) // parts:,} {unit} cost the FLOPs of {' or '.join(fixed)} blocks "
-                f"throughout; compare with such trainings, without Stack"
+                f"throughout, {positions:.2g} tokens per parameter; compare with such trainings, without Stack"
             )
 
 

@@ -4,11 +4,13 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
-from esper_lightning.controllers.rules import Heuristic, HillClimbing, Periodic
+from esper_lightning.controllers.rules import Heuristic, HillClimbing, Periodic, Scaling
 from esper_lightning.registry import Registry
 
 CONTROLLERS: Registry[Callable[[], Any]] = Registry(
-    "controller", {"climbing": HillClimbing, "heuristic": Heuristic, "periodic": Periodic}, takes=callable
+    "controller",
+    {"climbing": HillClimbing, "heuristic": Heuristic, "periodic": Periodic, "scaling": Scaling},
+    takes=callable,
 )
 """Functions or classes without required arguments that make a controller, by name."""
 

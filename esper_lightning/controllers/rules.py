@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from esper_lightning.blueprints import suggest_name
+from esper_lightning.blueprints import STACK, suggest_name
 from esper_lightning.controllers.learned import Hosts
 from esper_lightning.controllers.schedules import WAIT_ACTION, is_possible
 from esper_lightning.envs import Action, Op
@@ -262,6 +262,33 @@ class HillClimbing(Rule):
             return []
         is_overdue = slot.ticks_in_stage >= self.config.patience  # also reached if the gate asks for more than the rent
         return [Op.FOSSILIZE] * (net_gain(env, k) > 0.0) + [Op.CULL] * is_overdue
+
+
+class Scaling(Rule):
+    """Deepens a network by one stack after the other, as far as the FLOPs that are left suffice for its size.
+
+    They suffice if they train the deeper network on `positions` positions (tokens) per parameter, at six FLOPs per
+    parameter and position (https://arxiv.org/abs/2001.08361). Both numbers are from docs/results/depth.md.
+    """
+
+    positions = 15.0
+    begin = 0.25  # share of the horizon after which the first one grows, and another one in each later tick
+
+    def reset(self, pool: Hosts) -> None:
+        self.memories = [{} for _ in pool.envs]
+
+    def choose(self, pool: Hosts, host: int, memory: dict[str, Any]) -> tuple[int, ...]:
+        env = pool.envs[host]
+        if env.flops_left is None or env.tick < self.begin * env.horizon:
+            return WAIT_ACTION
+        for k, slot in enumerate(env.slots):
+            for blueprint, name in enumerate(pool.space.blueprint) if slot.layout == STACK else ():
+                action = make_action(Op.GERMINATE, k, blueprint)
+                if is_possible(pool, host, action):
+                    parameters = env.fossilized_parameters + slot.seed_parameters(name)
+                    is_affordable = env.flops_left >= 6.0 * self.positions * parameters**2
+                    return action if is_affordable else WAIT_ACTION
+        return WAIT_ACTION
 
 
 def make_action(op: Op, slot: int, blueprint: int = 0, *, tempo: int = 0) -> tuple[int, ...]:

@@ -155,6 +155,16 @@ def test_until_the_change_the_training_is_that_of_the_small_network(settings: di
         assert equal(ours["state_dict"], theirs["state_dict"])
 
 
+@pytest.mark.parametrize(("final", "start"), [(6, 2), (5, 1), (2, 1)])
+def test_left_to_itself_it_begins_with_a_third_of_the_blocks_for_three_tenths(
+    final: int, start: int, tmp_path: Path
+) -> None:
+    saved = EachStep(tmp_path)
+    train(LitGPT(final), Stack("net.blocks"), saved)
+
+    assert saved.depths == [start] * 3 + [final] * 7
+
+
 def test_copies_are_averaged_and_trained_like_their_sources() -> None:
     module, ema = make(), EMAWeightAveraging(decay=0.9)
     grown: dict[str, Any] = {}
@@ -431,6 +441,12 @@ class Forgetful(LitGPT):
             "start must be below 4, the number of blocks that the module builds in 'net.blocks', got 4",
         ),
         (LitGPT, lambda: [stacked({0.5: 3})], {}, "at ends with 3; build the final network"),
+        (
+            lambda: LitGPT(6),
+            lambda: [Stack("net.blocks", at={0.2: 2, 0.5: 6})],
+            {},
+            "at must begin with more than 2 blocks",
+        ),
         (Unlike, lambda: [stacked()], {}, "blocks 0 and 3 differ in their parameters or shapes"),
         (Forgetful, lambda: [stacked()], {}, "no optimizer holds parameter 'norm1.weight' of block 0"),
         (Averaging, lambda: [stacked()], {}, "AveragedModel, which does not grow along"),

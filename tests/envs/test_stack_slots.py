@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from esper_lightning.controllers.rules import RandomValid
+from esper_lightning.controllers.rules import RandomValid, Scaling
 from esper_lightning.controllers.static import FossilizedSeed, StaticController
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_training import HostTraining
@@ -59,6 +59,22 @@ def test_a_deeper_host_trains_on_fewer_minibatches_of_the_same_flops() -> None:
     assert budgets == sorted(budgets, reverse=True) and budgets[0] is not None
     assert [slot.stage for slot in pool.envs[0].slots] == [Stage.DORMANT, Stage.FOSSILIZED, Stage.DORMANT]
     assert len(pool.envs[1].slots[2].seed) == 2 and len(pool.envs[1].slots[1].seed) == 1
+
+
+@pytest.mark.parametrize("doublings", [0, 1, 2])
+def test_the_scaling_rule_adds_stacks_as_long_as_the_flops_left_suffice(doublings: int) -> None:
+    rule, pool = Scaling(), make_deep(batches=10.0)
+    pool.reset([1, 3])
+    env, block = pool.envs[0], sum(p.numel() for p in pool.envs[0].network.blocks[0].parameters())
+    sizes = [env.host_parameters + 2 * blocks * block for blocks in (1, 2)]
+    budgets = [pool.config.horizon * env.training.flops / (6 * size**2) for size in sizes]  # positions per parameter
+    rule.positions = [2 * budgets[0], 0.99 * (1 - rule.begin) * budgets[0], budgets[1] / 100][doublings]
+    rule.reset(pool)
+    first = round(rule.begin * pool.config.horizon)
+    for tick in range(pool.config.horizon):
+        pool.step(rule.act(pool))
+        stacks = [slot.occupied for slot in env.slots[1:]]
+        assert sum(stacks) == (min(doublings, tick + 1 - first) if tick >= first else 0)
 
 
 @pytest.mark.parametrize("executor", ["loop", "fused"])
