@@ -2,20 +2,22 @@
 
     make bench-execution
     python -m benchmarks.execution --case digits --hosts 16 --repeats 5 --markdown
+    python -m benchmarks.execution --case 32x8 32x32 --hosts 4 16 --grown --markdown
 
-The benchmark runs on a GPU if there is one, else on the CPU. The raw loop has no seeds, slots, validation or
-controller: it trains hosts one after the other with torch's defaults, on the CPU once with one thread per operator and
-once with all cores. Every round measures the raw loop and each executor in turn, so that other load on the machine
-affects all of them. Figures are medians over rounds, with extremes in brackets; ratios are to the faster raw loop of
-the same round. `train` compares training alone; `tick` is a whole tick of the application, with validation,
+The benchmark runs on a GPU if there is one, else on the CPU. The raw loop has no validation or controller, and seeds
+only with `--grown`: it trains hosts one after the other with torch's defaults, on the CPU once with one thread per
+operator and once with all cores. Every round measures the raw loop and each executor in turn, so that other load on the
+machine affects all of them. Figures are medians over rounds, with extremes in brackets; ratios are to the faster raw
+loop of the same round. `train` compares training alone; `tick` is a whole tick of the application, with validation,
 counterfactuals, observation, masks and rewards. `other` is the share of a tick in which hosts do not compute. `MiB` is
-the peak GPU memory of a pool and its training.
+the peak GPU memory of a pool and its training. A star marks the executor that `auto` stands for.
 """
 
 import argparse
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from itertools import product
 from statistics import median
@@ -154,12 +156,12 @@ def measure_gpu_peak(build: Callable[[], HostPool]) -> tuple[HostPool, float]:
     return pool, (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def measure(name: str, hosts: int, repeats: int, precision: str) -> list[Row]:
-    """Measure every executor on one case, without seeds, with equal seeds and with different seeds."""
+def measure(name: str, hosts: int, repeats: int, precision: str, *, grown: bool) -> list[Row]:
+    """Measure every executor on one case, without, with equal, and with different seeds. `grown`: the raw loop, too."""
     case = CASES[name]
     data = case.task.load().copy_to([DEVICE])
-    raw = RawLoop(case, data, hosts, precision)
-    raw_seconds(raw)
+    raws = dict.fromkeys(SEED_PLACEMENTS, RawLoop(case, data, hosts, precision))
+    auto = make_pool(case, data, hosts, ExecutorChoice("auto", True), "none", precision).executor_choice
     pools: dict[tuple[SeedPlacement, ExecutorChoice], HostPool] = {}
     peaks: dict[tuple[SeedPlacement, ExecutorChoice], float | None] = {}
     for seeds, choice in product(SEED_PLACEMENTS, choices(case, DEVICE)):
@@ -175,19 +177,29 @@ def measure(name: str, hosts: int, repeats: int, precision: str) -> list[Row]:
         except ValueError as error:
             pools.pop(key, None)
             print(f"{name}, {hosts} hosts, seeds {seeds}: {choice} refuses them: {error}", flush=True)
-    plain: list[dict[int, float]] = []
+    for (seeds, choice), pool in pools.items():
+        if grown and choice.executor == "loop":
+            networks = [deepcopy(env.network).train() for env in pool.envs]
+            raws[seeds] = RawLoop(case, data, hosts, precision, grown=networks)
+    plain: dict[RawLoop, list[dict[int, float]]] = {raw: [] for raw in raws.values()}
+    for raw in plain:
+        raw_seconds(raw)
     rounds: dict[tuple[SeedPlacement, ExecutorChoice], list[Round]] = {key: [] for key in pools}
     for _ in range(repeats):
-        plain.append(raw_seconds(raw))
+        for raw, times in plain.items():
+            times.append(raw_seconds(raw))
         for key, pool in pools.items():
             rounds[key].append(step(pool))
     images = hosts * BATCHES * BATCH
-    alone = [min(times.values()) for times in plain]
-    speed = MedianRange.from_values([images / s for s in alone]).show(0)
-    print(f"{name}, {hosts} hosts: raw loop, {speed} images/s; {describe_fastest_threads(plain)}")
+    fastest = {raw: [min(times.values()) for times in own] for raw, own in plain.items()}
+    for raw, times in fastest.items():
+        speed = MedianRange.from_values([images / s for s in times]).show(0)
+        seeds = ", ".join(seeds for seeds in SEED_PLACEMENTS if raws[seeds] is raw)
+        threads = describe_fastest_threads(plain[raw])
+        print(f"{name}, {hosts} hosts, seeds {seeds}: raw loop, {speed} images/s; {threads}")
     return [
         Row(
-            *(name, hosts, key[0], str(key[1])),
+            *(name, hosts, key[0], f"{key[1]}{' *' if key[1].executor == auto else ''}"),
             env_steps_per_s=MedianRange.from_values([hosts / spent.tick for spent in own]),
             images_per_s=MedianRange.from_values([images / spent.train for spent in own]),
             train_ratio=MedianRange.from_values([s / spent.train for s, spent in zip(alone, own, strict=True)]),
@@ -196,6 +208,7 @@ def measure(name: str, hosts: int, repeats: int, precision: str) -> list[Row]:
             peak_mib=peaks[key],
         )
         for key, own in rounds.items()
+        for alone in [fastest[raws[key[0]]]]
     ]
 
 
@@ -207,8 +220,9 @@ def describe_fastest_threads(plain: Sequence[dict[int, float]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=CASES, help="one kind of host; without it, all")
-    parser.add_argument("--hosts", type=int, help=f"number N of hosts; without it {HOSTS[DEVICE.type]}")
+    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), help="kinds of host; without it, all")
+    parser.add_argument("--hosts", nargs="+", type=int, default=HOSTS[DEVICE.type], help="numbers N of hosts")
+    parser.add_argument("--grown", action="store_true", help="the raw loop trains the same networks with their seeds")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of measurement")
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="what hosts compute in")
     parser.add_argument("--markdown", action="store_true", help="in the end print the table as Markdown")
@@ -216,8 +230,8 @@ def main() -> None:
     torch.set_num_threads(1)
     rows: list[Row] = []
     print(line(list(COLUMNS)))
-    for case, hosts in product([args.case] if args.case else CASES, [args.hosts] if args.hosts else HOSTS[DEVICE.type]):
-        found = measure(case, hosts, args.repeats, args.precision)
+    for case, hosts in product(args.case, args.hosts):
+        found = measure(case, hosts, args.repeats, args.precision, grown=args.grown)
         for row in found:
             print(line(row.cells()), flush=True)
         rows += found

@@ -111,9 +111,11 @@ def training_settings(case: Case, precision: str) -> HostTraining:
 
 
 class RawLoop:
-    """Plain training of N hosts one after the other: no slots, no seeds, no validation, torch's defaults."""
+    """Plain training of N hosts one after the other, or of `grown` networks: no validation, torch's defaults."""
 
-    def __init__(self, case: Case, data: TaskData, hosts: int, precision: str = "fp32") -> None:
+    def __init__(
+        self, case: Case, data: TaskData, hosts: int, precision: str = "fp32", *, grown: Sequence[nn.Module] = ()
+    ) -> None:
         self.case, self.train = case, data.train
         self.device = data.train.inputs.device
         self.settings = training_settings(case, precision)
@@ -122,7 +124,7 @@ class RawLoop:
             generator = torch.Generator(self.device).manual_seed(0)
             return build_on(self.device, lambda: case.host(data.input_shape, data.outputs, slots=[]), generator)
 
-        self.hosts = [build() for _ in range(hosts)]
+        self.hosts = list(grown) or [build() for _ in range(hosts)]
         self.optimizers = [torch.optim.Adam(host.parameters(), lr=0.001) for host in self.hosts]
         is_scaled = precision == "fp16"
         self.scalers = [torch.amp.GradScaler(self.device.type, enabled=is_scaled) for _ in self.hosts]

@@ -10,6 +10,9 @@ import pytest
 from benchmarks.gpu import measure
 from benchmarks.gpu.__main__ import make_steps, missing_distributions, run_steps, unpack_wheels
 from benchmarks.gpu.report import Step, parse_results
+from esper_lightning.envs.config import REQUIRED_DEVICE_TYPE
+from esper_lightning.envs.executors import EXECUTORS
+from tests.imitated_gpu import GPU, ImitatedGpu
 from tests.runs import ROOT
 
 
@@ -53,11 +56,37 @@ def test_the_steps_name_configs_and_measurements_that_exist(device: str, tmp_pat
             assert step.command[3] in measure.MEASUREMENTS
 
 
+def test_the_report_has_every_executor_of_a_gpu(tmp_path: Path) -> None:
+    titles = {step.title for step in make_steps(tmp_path, "gpu")}
+    executors = {name for name in EXECUTORS if REQUIRED_DEVICE_TYPE.get(name) in (None, "cuda")}
+
+    assert executors == {"loop", "streams", "fused"}
+    assert titles >= {f"{step} {name}" for step in ("precisions", "waits", "fit smoke") for name in executors}
+    assert {"tests", "fit smoke auto", "fit synthetic streams", "resume gpu " + str(tmp_path / "resume")} <= titles
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["loop", "streams", "fused"])
+def test_every_precision_is_reported_on_an_imitated_gpu(
+    executor: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measure, "DEVICE", GPU)
+    with ImitatedGpu() as gpu:
+        measure.precisions(executor)
+        assert gpu.faults == {}
+
+    found = {result.quantity: result.value for result in parse_results(executor, capsys.readouterr().out)}
+    skipped = {quantity.split()[-1]: int(value) for quantity, value in found.items() if "skipped" in quantity}
+    assert len(found) == 8 and set(skipped) == {"fp32", "tf32", "bf16", "fp16"}
+    assert skipped.pop("fp16") >= 4 and not any(skipped.values()), "a scale of 2²⁴ overflows several times"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arguments", "quantities"),
     [
         ("waits", ("fused",), 0),
+        ("precisions", ("fused",), 6),
         ("launches", (), 4),
         ("memory", ("fused", 6), 2),
         ("matrix_rate", (), 3),

@@ -3,8 +3,9 @@
     make gpu
     python -m benchmarks.gpu --out gpu_report --wheels wheels
 
-Steps: the tests marked `cuda`, a whole `fit` with each executor, waits within a tick, launches, memory over rollouts, a
-run that is killed and resumed, the rate of matrix products, and the speed of the executors for 16, 64 and 256 hosts.
+Steps: the tests marked `cuda`, a whole `fit` with each executor, training in every precision, waits within a tick,
+launches, memory over rollouts, a run that is killed and resumed, the rate of matrix products, and the speed of the
+executors for 16, 64 and 256 hosts.
 Every step is a process of its own, so one that fails or takes too long does not stop the others. The results are in
 `report.md` and `report.csv` in the output folder, with the output of each step beside them.
 
@@ -81,12 +82,12 @@ def make_steps(out: Path, device: str) -> list[Step]:
         return Step(f"fit {config} {executor}", command, limit, folder=folder)
 
     half = ("--data.env.training.precision", "fp16")
-    executors = ["loop", "streams", "fused", "auto"] if device == "gpu" else ["loop", "fused"]
+    executors = ["loop", "streams", "fused", "auto"] if device == "gpu" else ["loop", "fused", "auto"]
     return [
         Step("tests", [python, "-m", "pytest", "-m", "cuda", "-p", "no:cacheprovider", "--tb=short", "-q"], 480),
         *(fit(executor) for executor in executors),
         fit("streams" if device == "gpu" else "loop", *half, config="synthetic", limit=180),
-        *(measure("waits", executor, limit=90) for executor in executors if executor != "auto"),
+        *(measure(name, executor, limit=90) for name in ("precisions", "waits") for executor in executors[:-1]),
         measure("launches", limit=120),
         measure("memory", "fused", limit=90),
         measure("memory", "streams" if device == "gpu" else "loop", limit=90),
@@ -160,7 +161,7 @@ def main() -> None:
     if args.only:
         steps = [step for step in steps if step.title.startswith(tuple(args.only))]
     results = run_steps(steps, environment, out, BUDGET_SECONDS)
-    print(f"written: {out / 'report.md'}, {out / 'report.csv'}")
+    print(f"{(out / 'report.md').read_text()}written: {out / 'report.md'}, {out / 'report.csv'}")
     sys.exit(any(result.quantity == "outcome" and result.value != "ok" for result in results))
 
 

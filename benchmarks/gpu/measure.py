@@ -20,7 +20,7 @@ from benchmarks.hosts import BATCH, BATCHES, CASES, ExecutorChoice, RawLoop, mak
 from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
 from esper_lightning.envs.device_transfer import download
-from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.host_training import PRECISIONS, HostTraining
 from esper_lightning.envs.spaces.actions import Op, to_action
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.gates import LifecycleConfig
@@ -32,6 +32,9 @@ MATRIX_SIDE = {"cpu": 256, "cuda": 8192}
 
 ROLLOUTS, SETTLED = 50, 5
 """Rollouts over which memory is compared, and the rollout by which allocators and caches are filled."""
+
+TICKS, OVERFLOWING = 4, 2.0**12
+"""Ticks of a training in one precision, and factor of the initial loss scale with which gradients overflow fp16."""
 
 ROUNDS = 3
 """Rounds of a measurement of speed, of which the fastest counts."""
@@ -46,6 +49,19 @@ def measured_pool(executor: str, hosts: int, *, case: str = "digits", precision:
     """Return a pool whose hosts have seeds of all kinds."""
     data = CASES[case].task.load().copy_to([DEVICE])
     return make_pool(CASES[case], data, hosts, ExecutorChoice(executor, True), "different", precision)
+
+
+def growing_pool(executor: str, precision: str = "fp32") -> HostPool:
+    """Return a pool of four digits hosts in which a controller can grow seeds quickly."""
+    config = EnvConfig(
+        executor=executor,
+        training=HostTraining(lr=0.02, batches=8, max_grad_norm=None, onednn=False, precision=precision),
+        lifecycle=LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0),
+        actions=ActionConfig(tempos={"FAST": 2}),
+    )
+    task = Digits()
+    data = task.load().copy_to([DEVICE])
+    return HostPool(task, data, tiny, config=config, n_envs=4, device=DEVICE, governor=GovernorConfig())
 
 
 @contextmanager
@@ -83,6 +99,20 @@ def waits(executor: str) -> None:
         assert downloads[0] == 2, "a tick downloads its actions and its measurements"
 
 
+def precisions(executor: str) -> None:
+    """Train hosts in every precision; with fp16 gradients overflow at first, and the loss scale must come down."""
+    for precision in (name for name in PRECISIONS if name != "tf32" or DEVICE.type == "cuda"):
+        pool, controller = growing_pool(executor, precision), RandomValid(0)
+        pool.reset(range(4))
+        for scale in (env.loss_scale for env in pool.envs if precision == "fp16"):
+            scale.set(scale.scale * OVERFLOWING, scale.good_steps)
+        first, *_, last = (pool.step(controller.act(pool)).metrics.loss.mean().item() for _ in range(TICKS))
+        skipped = min(env.skipped_steps for env in pool.envs)
+        print_result(f"loss after tick 1 and {TICKS} in {precision}", f"{first:.3f}, {last:.3f}")
+        print_result(f"fewest skipped steps of a host in {precision}", skipped)
+        assert last < first and (skipped > 0) == (precision == "fp16"), "hosts learn; steps that overflow are skipped"
+
+
 def launches() -> None:
     """Count the kernels that a tick launches."""
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if DEVICE.type == "cuda" else [])]
@@ -100,15 +130,7 @@ def launches() -> None:
 
 def memory(executor: str, rollouts: int = ROLLOUTS) -> None:
     """Compare the memory after 50 rollouts with that after five, with seeds that are grown and culled at random."""
-    config = EnvConfig(
-        executor=executor,
-        training=HostTraining(batches=8, max_grad_norm=None, onednn=False),
-        lifecycle=LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0),
-        actions=ActionConfig(tempos={"FAST": 2}),
-    )
-    task = Digits()
-    data = task.load().copy_to([DEVICE])
-    pool = HostPool(task, data, tiny, config=config, n_envs=4, device=DEVICE, governor=GovernorConfig())
+    pool = growing_pool(executor)
     controller, settled = RandomValid(0), {}
     for rollout in range(1, rollouts + 1):
         pool.reset(range(4))  # the same rollout, so that memory must be the same
@@ -193,6 +215,7 @@ def speed(case: str, hosts: str, precisions: tuple[str, ...] = ("fp32", "bf16"))
 
 MEASUREMENTS: dict[str, Callable[..., None]] = {
     "waits": waits,
+    "precisions": precisions,
     "launches": launches,
     "memory": memory,
     "resume": resume,

@@ -8,7 +8,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from esper_lightning.growth.slot import StackSlot
 from esper_lightning.hosts.parts import Slots, run_block
+
+
+class ResidualBlock(nn.Module):
+    """Pre-norm residual block that keeps the shape: BatchNorm, convolution, ReLU, convolution.
+
+    Identity mappings: https://arxiv.org/abs/1603.05027
+    """
+
+    def __init__(self, width: int, kernel: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(width)
+        self.conv1, self.conv2 = (nn.Conv2d(width, width, kernel, padding=kernel // 2, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, C, H, W], same out
+        return x + self.conv2(F.relu(self.conv1(self.norm(x))))
 
 
 class CNN(nn.Module):
@@ -23,6 +39,9 @@ class CNN(nn.Module):
         kernel: Side of the convolutions; odd.
         residual: Add the input of each block to what its ReLU takes, through a 1×1 convolution where the number of
             channels changes.
+        depth: Number of residual blocks at the end of each block, behind its slots.
+        stacks: Number of stack slots behind the residual blocks of each block, `block1.stack1`, `block1.stack2` …, in
+            which copies of these residual blocks grow.
         pools: Number of blocks that end in a 2×2 max-pool, counted from the first. None: all.
         slots: Slots in which seeds may grow: `block1` (before the pool), `block1.pool` (after it) … None: one per
             block, after its pool if it has one.
@@ -50,6 +69,8 @@ class CNN(nn.Module):
         channels_last: bool = True,
         widths: list[int] | None = None,
         residual: bool = False,
+        depth: int = 0,
+        stacks: int = 0,
     ) -> None:
         super().__init__()
         if len(input_shape) != 3:
@@ -63,6 +84,8 @@ class CNN(nn.Module):
                 f"host CNN: pools must lie between 0 and the number of blocks, {len(widths)}, and need images of at "
                 f"least 2**pools pixels, got {self.pools} for {tuple(input_shape[1:])}"
             )
+        if min(depth, stacks) < 0 or stacks > 0 == depth:
+            raise ValueError(f"host CNN: stacks need a depth of at least 1, got depth {depth} and stacks {stacks}")
         self.checkpoint_activations = checkpoint_activations
         self.channels_last = channels_last
         shapes = list(pairwise([input_shape[0], *widths]))
@@ -77,6 +100,13 @@ class CNN(nn.Module):
         slot_widths = {name: width for own, width in zip(names, widths, strict=True) for name in own}
         default_slots = [own[-1] for own in names]
         self.slots = Slots(default_slots if slots is None else slots, slot_widths, layout="image", isolate=isolate)
+        self.residuals, self.stacks = nn.ModuleList(), nn.ModuleList()
+        for i, width in enumerate(widths):
+            like, grown = nn.Sequential(*(ResidualBlock(width, kernel) for _ in range(depth))), nn.Sequential()
+            for k in range(stacks):
+                grown.append(StackSlot(f"block{i + 1}.stack{k + 1}", width, like, grown, on_single_path=True))
+            self.residuals.append(like)
+            self.stacks.append(grown)
         self.head = nn.Linear(widths[-1], outputs)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, C, H, W] -> [B, outputs]
@@ -92,4 +122,5 @@ class CNN(nn.Module):
         y = self.norms[i](self.convs[i](x))
         y = F.relu(y if self.shortcuts is None else y + self.shortcuts[i](x))
         x = self.slots.forward_at(f"block{i + 1}", y)
-        return self.slots.forward_at(f"block{i + 1}.pool", F.max_pool2d(x, 2)) if i < self.pools else x
+        x = self.slots.forward_at(f"block{i + 1}.pool", F.max_pool2d(x, 2)) if i < self.pools else x
+        return self.stacks[i](self.residuals[i](x))

@@ -68,6 +68,7 @@ class Glyphs(Task):
     Args:
         side: Side S of an image in pixels.
         level: Difficulty; see `LEVELS`.
+        channels: 1 for grey, 3 for RGB, in which character and ground have a random brightness in each channel.
         train, validation, test: Number of images in each split.
         rng_seed: RNG seed of all images.
     """
@@ -77,6 +78,7 @@ class Glyphs(Task):
         side: Literal[16, 32] = 16,
         level: Level = "easy",
         *,
+        channels: Literal[1, 3] = 1,
         train: int = 20_000,
         validation: int = 2_000,
         test: int = 4_000,
@@ -87,6 +89,7 @@ class Glyphs(Task):
         if min(train, validation, test) < 1:
             raise ValueError(f"Glyphs: each split needs at least 1 image, got {train}, {validation} and {test}")
         self.side = side
+        self.channels = channels
         self.distortion = LEVELS[level]
         self.sizes = (train, validation, test)
         self.rng_seed = rng_seed
@@ -95,7 +98,7 @@ class Glyphs(Task):
         splits, drawings = [], draw_fonts()
         for i, size in enumerate(self.sizes):
             generator = torch.Generator().manual_seed(3 * self.rng_seed + i)
-            renderer = _Renderer(drawings, self.side, self.distortion, generator)
+            renderer = _Renderer(drawings, self.side, self.channels, distortion=self.distortion, generator=generator)
             batches = [renderer.render(min(RENDER_BATCH, size - begin)) for begin in range(0, size, RENDER_BATCH)]
             splits.append(Split(*map(torch.cat, zip(*batches, strict=True))))
         return TaskData(*splits, outputs=len(CHARACTERS))
@@ -131,12 +134,15 @@ class _Renderer:
     Args:
         drawings: Drawings of the fonts, [fonts, 62, 64, 64].
         side: Side S of an image.
+        channels: Number of channels C.
         distortion: Largest distortions.
         generator: Generator of all random numbers.
     """
 
-    def __init__(self, drawings: Tensor, side: int, distortion: Distortion, generator: torch.Generator) -> None:
-        self.side = side
+    def __init__(
+        self, drawings: Tensor, side: int, channels: int, *, distortion: Distortion, generator: torch.Generator
+    ) -> None:
+        self.side, self.channels = side, channels
         self.distortion = distortion
         self.generator = generator
         flat = drawings.flatten(0, 1)[:, None]
@@ -144,7 +150,7 @@ class _Renderer:
         thin = (flat - F.max_pool2d(-flat, 3, 1, 1)) / 2  # half the way only, so that hairlines stay
         self.strokes = torch.stack([flat, thick, thin]).unflatten(1, (len(drawings), -1))  # [3, fonts, 62, 1, 64, 64]
 
-    def render(self, count: int) -> tuple[Tensor, Tensor]:  # [count, 1, S, S], [count] int64
+    def render(self, count: int) -> tuple[Tensor, Tensor]:  # [count, C, S, S], [count] int64
         limits = self.distortion
         glyph, targets = self._draw(count)
         weight = self._share(count, limits.blur) * self._uniform(count, 1, 1, 1)
@@ -152,9 +158,9 @@ class _Renderer:
         neighbour, _ = self._draw(count, at_edge=True)
         glyph = torch.maximum(glyph, neighbour * self._share(count, limits.clutter))
         ground = limits.background * F.interpolate(
-            self._uniform(count, 1, 3, 3), size=self.side, mode="bicubic", align_corners=True
+            self._uniform(count, self.channels, 3, 3), size=self.side, mode="bicubic", align_corners=True
         )
-        ink = limits.contrast + (1.0 - limits.contrast) * self._uniform(count, 1, 1, 1)
+        ink = limits.contrast + (1.0 - limits.contrast) * self._uniform(count, self.channels, 1, 1)
         image = ground * (1.0 - glyph) + glyph * (ink + ground * (1.0 - ink))
         image = torch.where(self._share(count, 0.5) > 0.0, image, 1.0 - image)
         noise = torch.randn(image.shape, generator=self.generator, dtype=image.dtype)

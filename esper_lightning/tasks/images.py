@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 
 import numpy as np
 import torch
@@ -67,8 +66,9 @@ class CIFAR10(Task):
     (`data.env.training.augment`). torchvision reads the files and verifies their checksums.
 
     Args:
-        root: Folder that holds `cifar-10-batches-py`, or the archive `cifar-10-python.tar.gz`.
-        download: Download missing files (170 MB) and verify them.
+        root: Folder that holds `cifar-10-batches-py`.
+        download: Unpack the archive `cifar-10-python.tar.gz` in `root` where files are missing or damaged; download it
+            (170 MB) if it is not there.
         validation: Number of images for rewards and observations.
         train: Number of images that hosts are trained on. None: all the others. Fewer make ticks shorter.
         test: Number of images for evaluations. None: all.
@@ -112,8 +112,10 @@ class CIFAR10(Task):
 
         try:
             stored = Stored(self.root, train=train, download=self.download)
-        except (RuntimeError, URLError) as error:  # raised by torchvision for missing or damaged files
+        except (RuntimeError, OSError) as error:  # RuntimeError: a file is missing or damaged
             hint = "give --data.task.init_args.download true to fetch it (170 MB), or name its folder by root"
+            if self.download:
+                hint = f"remove {self.root / Stored.base_folder}, and without a network put {Stored.filename} beside it"
             raise ValueError(f"CIFAR10: no sound data set in {str(self.root)!r} ({error}); {hint}") from error
         return torch.from_numpy(stored.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(stored.targets)
 

@@ -83,7 +83,7 @@ def test_time_on_a_gpu_is_told_by_events_and_adds_up_to_what_has_passed(executor
     assert all(seconds[phase] > 0.0 for phase in ("train", "bookkeeping"))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
 @pytest.mark.parametrize("executor", ["loop", "streams", "fused"])
 def test_every_executor_trains_in_every_precision(executor: str, precision: str) -> None:
     pool = make_pool(executor=executor, training=replace(SMALL.training, precision=precision, batches=8))

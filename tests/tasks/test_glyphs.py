@@ -44,6 +44,16 @@ def test_images_are_grey_squares_of_62_classes(data: TaskData) -> None:
     assert data.train.inputs.dtype is torch.float32
 
 
+def test_rgb_images_have_other_colours_and_the_same_characters() -> None:
+    grey, rgb = (Glyphs(32, "mild", channels=channels, **FEW).load() for channels in (1, 3))
+    check_data(rgb, "Glyphs")
+    assert rgb.input_shape == (3, 32, 32)
+    assert torch.equal(grey.train.targets, rgb.train.targets)
+    brightness = rgb.train.inputs.mean((2, 3))
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert (brightness[:, one] - brightness[:, other]).abs().mean() > 0.05, "noise alone is a tenth of this"
+
+
 def test_each_font_draws_62_different_characters() -> None:
     drawings = draw_fonts()
     assert drawings.shape == (len(FONTS), 62, 64, 64)

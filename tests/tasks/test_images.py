@@ -1,5 +1,6 @@
 """Digits and CIFAR-10: fixed splits, standardised by the training images; a small copy stands for the real CIFAR-10."""
 
+import shutil
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -12,7 +13,8 @@ from sklearn.datasets import load_digits
 from torchvision.datasets import CIFAR10 as Stored
 
 from esper_lightning.tasks import CIFAR10, Digits, Split, TaskData, check_data
-from tests.tasks.stored import write_cifar10
+from tests.runs import cli
+from tests.tasks.stored import pack_cifar10, write_cifar10
 
 EACH = 12
 """Number of images in each of the five training files, and in the test file."""
@@ -77,19 +79,50 @@ def test_cifar10_is_split_and_scaled_by_the_images_that_are_learned_from(root: P
     assert torch.corrcoef(torch.stack([pixels.flatten(), data.test.inputs.flatten()]))[0, 1] > 0.99
 
 
-def test_missing_damaged_and_too_few_images_are_refused_with_a_way_out(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def offline(*_: object, **__: object) -> None:
+    raise URLError("host unreachable")
+
+
+def test_too_few_images_are_refused(root: Path) -> None:
     with pytest.raises(ValueError, match="50 images for validation and 11 for training, of 60; lower validation or tr"):
         CIFAR10(str(root), validation=50, train=11).load()
-    path = root / Stored.base_folder / "data_batch_3"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"no sound data set in .*; give --data.task.init_args.download true .*170 MB"):
-        CIFAR10(str(root)).load()
 
-    def offline(*_: object, **__: object) -> None:
-        raise URLError("host unreachable")
 
+@pytest.mark.parametrize("name", ["data_batch_3", "test_batch", "batches.meta"])
+@pytest.mark.parametrize("damage", ["missing", "short", "changed"])
+def test_a_missing_or_damaged_file_is_refused_and_the_way_out_leads_out(
+    name: str, damage: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = CIFAR10(str(root), validation=10).load()
+    pack_cifar10(root, monkeypatch)
     monkeypatch.setattr("urllib.request.urlopen", offline)
-    with pytest.raises(ValueError, match=r"no sound data set in .*host unreachable"):
-        CIFAR10(str(root), download=True).load()
+    CIFAR10(str(root), validation=10, download=True).load()  # unpacks the archive, without a network
+    path = root / Stored.base_folder / name
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content[:-1] if damage == "short" else content)
+    if damage == "missing":
+        path.unlink()
+
+    with pytest.raises(ValueError, match=r"^CIFAR10: no sound .*; give --data.task.init_args.download true .*170 MB"):
+        CIFAR10(str(root), validation=10).load()
+    if name == "batches.meta":  # torchvision does not miss it when it is asked to download
+        with pytest.raises(ValueError, match=f"; remove {path.parent}, and without a network put cifar-10-python"):
+            CIFAR10(str(root), validation=10, download=True).load()
+        shutil.rmtree(path.parent)
+    again = CIFAR10(str(root), validation=10, download=True).load()
+    assert all(torch.equal(one.inputs, other.inputs) for one, other in zip(whole[:3], again[:3], strict=True))
+
+
+def test_a_download_that_fails_is_told_in_one_line(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("urllib.request.urlopen", offline)
+    empty = root / "empty"
+    flags = (f"--data.task.init_args.root={empty}", "--data.task.init_args.download=true", "--trainer.accelerator=cpu")
+    with pytest.raises(SystemExit) as ended:
+        cli("--config", "cifar10", f"--trainer.default_root_dir={root / 'runs'}", *flags)
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert line.startswith(f"error: CIFAR10: no sound data set in {str(empty)!r} (<urlopen error host unreachable>)")

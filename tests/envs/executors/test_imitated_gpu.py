@@ -39,7 +39,7 @@ N_HOSTS = 2
 
 HORIZON = 3
 
-CASES = rest_is_slow(product(("loop", "streams", "fused"), ("fp32", "bf16", "fp16")), {("fused", "fp16")})
+CASES = rest_is_slow(product(("loop", "streams", "fused"), ("fp32", "tf32", "bf16", "fp16")), {("fused", "fp16")})
 
 
 def make_collector(executor: str, precision: str) -> RolloutCollector:
