@@ -70,7 +70,7 @@ class Split:
         inputs, targets = self.inputs[rows], self.targets[rows]
         if inputs.dtype is torch.uint8 and inputs.ndim > 3:
             mean, deviation = self.scale or (0.0, 255.0)
-            inputs = (inputs.float() - mean) / deviation
+            inputs = inputs.float().sub_(mean).div_(deviation)
         elif inputs.dtype is torch.uint8:
             inputs = inputs.long()
         return Split(inputs, targets.long() if targets.dtype is torch.uint8 else targets)
