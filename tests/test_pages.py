@@ -132,7 +132,7 @@ SLOW_PROGRAMS = [
 FAST_PROGRAMS = [
     Programs("README.md", slice(1), said=("norm PROBATIONARY → FOSSILIZED", "built in, equal FLOPs: ")),
     Programs("docs/guides/growing.md", said=(*guide("growing").blocks(""), "target_layer='2', reason='')")),
-    Programs("docs/guides/your_own.md", said=("'layer1', 'layer2'",)),
+    Programs("docs/guides/your_own.md", said=("'layer1', 'layer2'", "[320, 3, 32, 32]")),
 ]
 
 
@@ -146,7 +146,10 @@ def test_the_programs_of_a_page_run(
 ) -> None:
     for name in programs.needs:
         pytest.importorskip(name)
-    texts = Page(ROOT / programs.page).blocks("python")[programs.which]
+    source = Page(ROOT / programs.page)
+    for title, text in source.files.items():
+        Path(title).write_text(text)
+    texts = source.blocks("python")[programs.which]
     assert texts
     torch.manual_seed(0)
     page: dict[str, object] = {}

@@ -88,7 +88,11 @@ def check_host_count(setting: str, hosts: int, least: int = 1) -> None:
 def check_compatible(config: EnvConfig, data: TaskData, n_envs: int, *, device: torch.device) -> None:
     """Raise ValueError if the settings do not fit each other, the task's data or the device."""
     check_host_count("n_envs", n_envs)
-    if config.training.batch_size > data.train.samples:
+    if data.stream is not None and config.training.batches is None and config.training.flops is None:
+        raise ValueError(
+            "training.batches must say how many minibatches a host epoch has, because the training data are a stream"
+        )
+    if config.training.batch_size > data.train.samples and data.stream is None:
         raise ValueError(
             f"training.batch_size is {config.training.batch_size}, more than the task's {data.train.samples} "
             f"training samples"

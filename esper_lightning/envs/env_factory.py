@@ -21,7 +21,7 @@ from esper_lightning.envs.spaces.action_discovery import (
 )
 from esper_lightning.envs.spaces.actions import ActionSpace
 from esper_lightning.governor.judge import GovernorConfig, HostMonitor
-from esper_lightning.tasks import Split, Task, TaskData, check_transform, make_variants
+from esper_lightning.tasks import Task, TaskData, check_transform, make_variants
 
 
 def build_host(
@@ -60,7 +60,7 @@ def discover_spaces(
         architecture: discover_action_space(
             build_host(host, data, context, device, shared_space),
             task,
-            Split(*(part[: config.training.batch_size] for part in data.train.to(device))),
+            data.train.to(device).batch(slice(config.training.batch_size)),
             outputs=data.outputs,
             actions=config.actions,
             birth=config.lifecycle.birth,
@@ -89,6 +89,7 @@ class EnvFactory:
     Attributes:
         data: The data in all transforms that the contexts need, on the devices.
         space: Action space, the same for hosts of every architecture.
+        samples_per_epoch: Most training samples of a host epoch, those of a host without seeds.
         growable: True where a blueprint can grow in a slot, by architecture, [K, blueprints] bool each.
         host_kind: Description of the hosts of training, for which policies are built.
 
@@ -123,7 +124,7 @@ class EnvFactory:
         architectures = {context.architecture_name: context for context in all_contexts}
         built = {name: self._build_host(context, devices[0]) for name, context in architectures.items()}
         kinds = {name: describe_host(network) for name, network in built.items()}
-        sample = self.data.train.inputs[:1]
+        sample = self.data.train.batch(slice(1)).inputs
         self.host_flops = {name: measure_flops(network, sample) for name, network in built.items()}
         of_training = [kinds[name] for name in dict.fromkeys(one.architecture_name for one in family.contexts())]
         self.host_kind = "; ".join([*of_training, f"family {family.checksum}"] if family.train else of_training)
@@ -137,6 +138,7 @@ class EnvFactory:
             )
             for context in contexts
         }
+        self.samples_per_epoch = 0
         for one in self.host_contexts.values():
             budget, architecture = one.training.flops, self.host_flops[one.context.architecture_name]
             batch = architecture.of_step([]) * one.training.batch_size
@@ -145,6 +147,8 @@ class EnvFactory:
                     f"training.flops is {budget:g}, but a minibatch of a host costs {batch:g}, and a host epoch has at "
                     f"least one and at most {MAX_BATCHES:,}"
                 )
+            batches = one.training.steps_per_epoch(data.train.samples) if budget is None else int(budget // batch)
+            self.samples_per_epoch = max(self.samples_per_epoch, batches * one.training.batch_size)
         self.governor: GovernorConfig | None = None
         self.envs: dict[tuple[int, str], HostEnv] = {}  # by host index and architecture
 

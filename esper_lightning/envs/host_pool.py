@@ -33,7 +33,7 @@ from esper_lightning.growth.lifecycle import SeedEvent
 from esper_lightning.growth.stages import Stage
 from esper_lightning.profiling import PhaseClock
 from esper_lightning.rewards import ROLLBACK_TERM, compute_terms
-from esper_lightning.tasks import Task, TaskData
+from esper_lightning.tasks import Split, Stream, Task, TaskData, check_split
 
 SMALL_HOST = 5_000_000
 """Largest product of the parameters and the inputs of a host for which `auto` stands for `fused` on the CPU.
@@ -374,8 +374,12 @@ class HostPool:
         results: list[EpochResult | None] = [None] * self.n_envs
         if not active:
             return results
+        train = self.data.train
+        if self.data.stream is not None:
+            with self.clock.measure("train"):
+                train = self._next_chunk(self.data.stream)
         trained, validated = self.executor.train_and_validate(
-            [self.envs[i] for i in active], self.data.train, self.data.validation, clock=self.clock
+            [self.envs[i] for i in active], train, self.data.validation, clock=self.clock
         )
         with self.clock.measure("bookkeeping"):
             # A single transfer for all measurements; after it, everything is Python numbers.
@@ -383,6 +387,13 @@ class HostPool:
             for i, result in zip(active, unpack_epochs(packed, len(self.space.slot)), strict=True):
                 results[i] = result
         return results
+
+    def _next_chunk(self, stream: Stream) -> Split:
+        """Return the training data of the coming epoch on the hosts' devices. The first host says what is read."""
+        first, factory = self.envs[0], self.env_factory
+        chunk = stream.chunk(first.rng_seed, first.tick, factory.samples_per_epoch)
+        check_split(chunk, self.data, f"task {type(self.task).__name__}: its training data", self.task.score)
+        return chunk.copy_to(factory.devices)
 
     def _reward_terms(self, rolled_back: Sequence[bool]) -> dict[str, Tensor]:  # [N] each, float64 on the CPU
         """Return the terms of every host's reward by name, with the Governor's penalty where hosts are watched."""

@@ -80,7 +80,7 @@ def fossilized_copy(env: HostEnv) -> nn.Module:
 
 def test_data_of(pool: HostPool, env: HostEnv) -> Split:
     """Return the test split as the host sees it, on the CPU."""
-    return pool.data.test.to(env.device).variant(env.context.variant_index).to(torch.device("cpu"))
+    return pool.data.test.to(env.device).variant(env.context.variant_index).to(torch.device("cpu")).batch()
 
 
 def save_host(folder: Path, network: nn.Module, description: Mapping[str, Any], inputs: Tensor) -> None:

@@ -4,6 +4,7 @@ from esper_lightning.tasks.augment import AugmentConfig, Batches, draw_augment_p
 from esper_lightning.tasks.datamodule import FromDataModule
 from esper_lightning.tasks.glyphs import Glyphs
 from esper_lightning.tasks.images import CIFAR10, Digits
+from esper_lightning.tasks.stream import Stream
 from esper_lightning.tasks.tabular import Tabular
 from esper_lightning.tasks.task import (
     Measures,
@@ -15,6 +16,7 @@ from esper_lightning.tasks.task import (
     check_data,
     check_measures,
     check_outputs,
+    check_split,
     fingerprint,
 )
 from esper_lightning.tasks.text import Source, Text
@@ -32,6 +34,7 @@ __all__ = [
     "Score",
     "Source",
     "Split",
+    "Stream",
     "Synthetic",
     "Tabular",
     "Task",
@@ -40,6 +43,7 @@ __all__ = [
     "check_data",
     "check_measures",
     "check_outputs",
+    "check_split",
     "check_transform",
     "draw_augment_params",
     "fetch",

@@ -132,4 +132,5 @@ class Batches(NamedTuple):
 
 def fetch(data: Split, batch: Batches, config: AugmentConfig) -> Split:
     """Return the augmented samples of one minibatch [B]."""
-    return Split(augment(data.inputs[batch.indices], batch.augment_params, config), data.targets[batch.indices])
+    inputs, targets = data.batch(batch.indices)
+    return Split(augment(inputs, batch.augment_params, config), targets)

@@ -1,6 +1,7 @@
 """Task with the data of any LightningDataModule."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from esper_lightning.parallel import seeded_generators
+from esper_lightning.tasks.stream import Stream
 from esper_lightning.tasks.task import Score, Split, Task, TaskData
 
 LOADERS = {"training": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
@@ -17,21 +19,29 @@ LOADERS = {"training": "train_dataloader", "validation": "val_dataloader", "test
 RNG_SEED = 0
 """RNG seed for reading a data module, which may draw the order of samples and their augmentation."""
 
+STREAM_SAMPLES = 1024
+"""Least number of samples that are read of a stream before training, to try hosts and seeds on them."""
+
 
 class FromDataModule(Task):
     """The data of a LightningDataModule, whose batches are pairs of inputs, and class numbers or quantities.
 
-    The data are read once and kept in memory on the hosts' device. A random transform is therefore applied only once;
-    use data.env.training.augment for augmentation that differs each time.
+    The data are read once and kept in memory on the hosts' device, images of uint8 as such. A random transform is
+    therefore applied only once, unless the training data are a stream; use data.env.training.augment for augmentation
+    that differs each time.
 
     Args:
         data: Data module with loaders for training, validation and test.
         classes: Number of classes. None: one more than the largest class number in the data. Not for quantities.
         score: accuracy or likelihood for classes or tokens, r2 for quantities; see `Score`.
+        stream: True for training data that do not fit into memory: in each host epoch all hosts are trained on the next
+            batches of the training loader, which are read while they train if the loader has workers.
     """
 
-    def __init__(self, data: LightningDataModule, classes: int | None = None, score: Score = "accuracy") -> None:
-        self.data = data
+    def __init__(
+        self, data: LightningDataModule, classes: int | None = None, score: Score = "accuracy", *, stream: bool = False
+    ) -> None:
+        self.data, self.stream = data, stream
         self.score: Score = score
         self.classes = classes
 
@@ -44,14 +54,19 @@ class FromDataModule(Task):
             self.data.prepare_data()
             self.data.setup("fit")
             self.data.setup("test")
-            splits = [
-                concatenate(getattr(self.data, loader)(), f"{kind}'s {name}", quantities=self.score == "r2")
-                for name, loader in LOADERS.items()
-            ]
+            splits, stream = [], None
+            for name, loader in LOADERS.items():
+                gather = partial(concatenate, source=f"{kind}'s {name}", quantities=self.score == "r2")
+                batches = getattr(self.data, loader)()
+                if self.stream and stream is None:  # the training data come first
+                    stream = Stream(batches, gather)
+                    splits.append(stream.chunk(RNG_SEED, 0, STREAM_SAMPLES))
+                else:
+                    splits.append(gather(batches))
         if self.score == "r2":
-            return TaskData(*splits, outputs=splits[0].targets[0].numel())
+            return TaskData(*splits, outputs=splits[0].targets[0].numel(), stream=stream)
         classes_in_data = 1 + max(int(split.targets.max()) for split in splits if split.samples)
-        return TaskData(*splits, outputs=self.classes or max(2, classes_in_data))
+        return TaskData(*splits, outputs=self.classes or max(2, classes_in_data), stream=stream)
 
 
 def concatenate(batches: Iterable[Any], source: str, *, quantities: bool) -> Split:
@@ -61,11 +76,13 @@ def concatenate(batches: Iterable[Any], source: str, *, quantities: bool) -> Spl
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(part, Tensor) for part in pair):
             raise ValueError(f"FromDataModule: {source} batches must be pairs of tensors, inputs and class numbers")
         inputs, targets = pair
-        is_wrong = inputs.dtype in (torch.uint8, torch.bool) or inputs.is_complex()
+        is_byte = inputs.dtype is torch.uint8 and inputs.ndim < 4  # of images they are brightness
+        is_wrong = is_byte or inputs.dtype is torch.bool or inputs.is_complex()
         if is_wrong or targets.is_floating_point() != quantities:
             raise ValueError(
-                f"FromDataModule: {source} batches are {inputs.dtype} and {targets.dtype}; give numbers (float32) or "
-                "tokens (int64), and class numbers (int64), or quantities (float32) with the score r2"
+                f"FromDataModule: {source} batches are {inputs.dtype} and {targets.dtype}; give numbers (float32), "
+                "images (float32 or uint8, [B, C, H, W]) or tokens (int64), and class numbers (int64), or quantities "
+                "(float32) with the score r2"
             )
         alike = 1 if quantities else targets.ndim  # leading axes
         if targets.ndim not in (1, 2) or inputs.ndim < 2 or inputs.shape[:alike] != targets.shape[:alike]:
@@ -76,5 +93,6 @@ def concatenate(batches: Iterable[Any], source: str, *, quantities: bool) -> Spl
     if len({(inputs.shape[1:], targets.shape[1:]) for inputs, targets in pairs}) != 1:
         raise ValueError(f"FromDataModule: {source} data are empty or of several shapes; bring them to one")
     inputs, targets = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-    inputs = inputs.float() if inputs.is_floating_point() else inputs.long()
+    if inputs.dtype is not torch.uint8:
+        inputs = inputs.float() if inputs.is_floating_point() else inputs.long()
     return Split(inputs, targets.float() if quantities else targets.long())

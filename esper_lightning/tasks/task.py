@@ -5,7 +5,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch.nn import functional as F
 from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
 from torchmetrics.functional.regression import r2_score
 from torchmetrics.functional.text import perplexity
+
+if TYPE_CHECKING:
+    from esper_lightning.tasks.stream import Stream
 
 CALIBRATION_BINS = 15  # of confidence, as in https://arxiv.org/abs/1706.04599
 
@@ -34,11 +37,17 @@ SCALED = 0.1
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """One split of a data set: `inputs, targets = split`."""
+    """One split of a data set: `inputs, targets = split`.
+
+    Integers may be stored as uint8, which `batch` turns into what networks take: images, which are the inputs of four
+    axes or more, into floats, and everything else into int64.
+    """
 
     inputs: Tensor  # [variants · samples, …]
     targets: Tensor  # [variants · samples, …] integers: classes or tokens; floats: quantities
     variants: int = field(default=1, kw_only=True)  # of the data, one after the other
+    # Mean and standard deviation of the values of uint8 images, such as [C, 1, 1]. None: images are divided by 255.
+    scale: tuple[Tensor, Tensor] | None = field(default=None, kw_only=True)
     copies: Mapping[torch.device, "Split"] = field(default_factory=dict, kw_only=True)  # if it lies on several devices
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -48,13 +57,33 @@ class Split:
         """Return the split on a device."""
         if device in self.copies:
             return self.copies[device]
-        return replace(self, inputs=self.inputs.to(device), targets=self.targets.to(device), copies={})
+        scale = None if self.scale is None else (self.scale[0].to(device), self.scale[1].to(device))
+        return replace(self, inputs=self.inputs.to(device), targets=self.targets.to(device), scale=scale, copies={})
+
+    def copy_to(self, devices: Sequence[torch.device]) -> "Split":
+        """Return the split on the first of these devices, with a copy on each other; `to` returns them."""
+        copies = {device: self.to(device) for device in devices}
+        return replace(copies[devices[0]], copies=copies if len(devices) > 1 else {})
+
+    def batch(self, rows: Tensor | slice = slice(None)) -> "Split":
+        """Return samples as networks take them, as a view where nothing is stored as uint8."""
+        inputs, targets = self.inputs[rows], self.targets[rows]
+        if inputs.dtype is torch.uint8 and inputs.ndim > 3:
+            mean, deviation = self.scale or (0.0, 255.0)
+            inputs = inputs.float().sub_(mean).div_(deviation)
+        elif inputs.dtype is torch.uint8:
+            inputs = inputs.long()
+        return Split(inputs, targets.long() if targets.dtype is torch.uint8 else targets)
+
+    def parts(self, samples: int) -> Iterator["Split"]:
+        """Return batches of this number of samples, in order; the last one may have fewer."""
+        return (self.batch(slice(start, start + samples)) for start in range(0, len(self.inputs), samples))
 
     def variant(self, index: int) -> "Split":
         """Return one variant of the data as a view."""
         if self.variants == 1:
             return self
-        return Split(*(part.unflatten(0, (self.variants, -1))[index] for part in self))
+        return Split(*(part.unflatten(0, (self.variants, -1))[index] for part in self), scale=self.scale)
 
     @property
     def samples(self) -> int:
@@ -65,10 +94,11 @@ class Split:
 class TaskData(NamedTuple):
     """A data set. Hosts are trained on `train`, rewards come from `validation`, and only evaluations use `test`."""
 
-    train: Split
+    train: Split  # with a stream: its first samples, on which seeds and executors are tried
     validation: Split
     test: Split
     outputs: int  # of a host: number of classes or tokens, or of quantities per sample
+    stream: "Stream | None" = None  # of training data that do not fit into memory
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -82,11 +112,7 @@ class TaskData(NamedTuple):
 
     def copy_to(self, devices: Sequence[torch.device]) -> "TaskData":
         """Return the data set on the first of these devices, with a copy on each other; `Split.to` returns them."""
-        splits = {}
-        for name in SPLITS:
-            copies = {device: getattr(self, name).to(device) for device in devices}
-            splits[name] = replace(copies[devices[0]], copies=copies if len(devices) > 1 else {})
-        return self._replace(**splits)
+        return self._replace(**{name: getattr(self, name).copy_to(devices) for name in SPLITS})
 
 
 class Measures(NamedTuple):
@@ -167,28 +193,33 @@ def check_data(data: TaskData, task: str, score: Score = "accuracy") -> None:
                 f"task {task}: its quantities have mean {quantities.mean():.3g} and standard deviation "
                 f"{quantities.std():.3g} in the training data; scale them to 0 and 1"
             )
-    for name, (inputs, targets) in zip(SPLITS, data[:3], strict=True):
-        wrong = ""
-        if not 0 < len(inputs) == len(targets):
-            wrong = f"{len(inputs)} inputs and {len(targets)} targets; get the data set again"
-        elif inputs.shape[1:] != data.train.inputs.shape[1:]:
-            wrong = f"inputs {list(inputs.shape[1:])}, the training data {data.input_shape}"
-        elif inputs.ndim > 3 and not inputs.is_floating_point():
-            wrong = f"images of {inputs.dtype}; give floats, such as inputs.float() / 255"
-        elif inputs.is_floating_point() and not inputs.isfinite().all():
-            wrong = "inputs that are not finite; get the data set again"
-        elif score == "r2":
-            if not targets.is_floating_point() or not targets.isfinite().all():
-                wrong = f"targets of {targets.dtype}, or not finite; the score r2 needs quantities, float32"
-            elif targets[0].numel() != data.outputs:
-                wrong = f"{targets[0].numel()} quantities per sample, and `outputs` is {data.outputs}"
-        elif targets.is_floating_point():
-            wrong = f"targets of {targets.dtype}; give the number of the class, int64, or quantities the score r2"
-        elif not 0 <= int(targets.min()) <= int(targets.max()) < data.outputs:
-            least, most = int(targets.min()), int(targets.max())
-            wrong = f"targets {least} … {most}, outside of 0 … {data.outputs - 1}; correct `outputs` or the targets"
-        if wrong:
-            raise ValueError(f"task {task}: its {name} data have {wrong}")
+    for name, split in zip(SPLITS, data[:3], strict=True):
+        check_split(split, data, f"task {task}: its {name} data", score)
+
+
+def check_split(split: Split, data: TaskData, source: str, score: Score = "accuracy") -> None:
+    """Raise ValueError unless hosts can learn from a split, or a chunk of a stream, as from the rest of `data`."""
+    wrong, (inputs, targets) = "", split
+    if not 0 < len(inputs) == len(targets):
+        wrong = f"{len(inputs)} inputs and {len(targets)} targets; get the data set again"
+    elif inputs.shape[1:] != data.train.inputs.shape[1:]:
+        wrong = f"inputs {list(inputs.shape[1:])}, the training data {data.input_shape}"
+    elif inputs.ndim > 3 and not inputs.is_floating_point() and inputs.dtype is not torch.uint8:
+        wrong = f"images of {inputs.dtype}; give floats, or uint8 from 0 to 255"
+    elif inputs.is_floating_point() and not inputs.isfinite().all():
+        wrong = "inputs that are not finite; get the data set again"
+    elif score == "r2":
+        if not targets.is_floating_point() or not targets.isfinite().all():
+            wrong = f"targets of {targets.dtype}, or not finite; the score r2 needs quantities, float32"
+        elif targets[0].numel() != data.outputs:
+            wrong = f"{targets[0].numel()} quantities per sample, and `outputs` is {data.outputs}"
+    elif targets.is_floating_point():
+        wrong = f"targets of {targets.dtype}; give the number of the class, int64, or quantities the score r2"
+    elif not 0 <= int(targets.min()) <= int(targets.max()) < data.outputs:
+        least, most = int(targets.min()), int(targets.max())
+        wrong = f"targets {least} … {most}, outside of 0 … {data.outputs - 1}; correct `outputs` or the targets"
+    if wrong:
+        raise ValueError(f"{source} have {wrong}")
 
 
 def check_outputs(outputs: object, expected: int, score: Score) -> None:
@@ -216,11 +247,11 @@ def fingerprint(data: TaskData) -> str:
     """Return a description like `897 + 200 + 700 samples of 10 classes, checksum 8d1f03aa`, the same on any device."""
     checksum = 0
     for split in data[:3]:
-        for tensor in split:
+        for tensor in (*split, *(split.scale or ())):
             checksum = zlib.crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data, checksum)
     kind = "quantities" if data.train.targets.is_floating_point() else "classes"
     sizes = " + ".join(str(split.samples) for split in data[:3])
-    return f"{sizes} samples of {data.outputs} {kind}, checksum {checksum:08x}"
+    return f"{'stream: ' if data.stream else ''}{sizes} samples of {data.outputs} {kind}, checksum {checksum:08x}"
 
 
 class Synthetic(Task):

@@ -1,4 +1,4 @@
-"""Next-byte prediction: on any UTF-8 file, and on the source code of Python itself. T bytes in a sequence."""
+"""Next-byte prediction: on any file, and on the source code of Python itself. T bytes in a sequence."""
 
 import sysconfig
 import zlib
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper_lightning.tasks.task import Measures, Score, Split, Task, TaskData
+from esper_lightning.tasks.task import Score, Split, Task, TaskData
 
 PYTHON_REFERENCE = "python"
 """Name of the Python language reference as a source: 460 kB of English that come with CPython, without a download."""
@@ -27,10 +27,11 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 class Text(Task):
     """Next-byte prediction on a text.
 
-    The text is cut into three consecutive parts: training, validation and test.
+    The text is cut into three consecutive parts: training, validation and test. A file is not read into memory, but
+    mapped, so it may be larger than memory, and must not change in the meantime.
 
     Args:
-        source: Path of a UTF-8 file; `python`: the Python language reference, which comes with CPython.
+        source: Path of a file; `python`: the Python language reference, which comes with CPython.
         length: Number of bytes T in a sequence.
         validation, test: Share of the text in each part.
         train: Number of sequences that hosts are trained on. None: all. Fewer make ticks shorter.
@@ -55,28 +56,26 @@ class Text(Task):
         self.train = train
 
     def load(self) -> TaskData:
-        text = self._read()
-        first, second = (int(share * len(text)) for share in self.shares)
-        parts = [text[:first], text[first:second], text[second:]]
-        streams = [torch.from_numpy(np.frombuffer(part.encode(), np.uint8).astype(np.int64)) for part in parts]
-        train, validation, test = (sequences(stream, self.length) for stream in streams)
+        stream, ends = self._read()
+        train, validation, test = (sequences(part, self.length) for part in stream.tensor_split(ends))
         return TaskData(Split(*(part[: self.train] for part in train)), validation, test, outputs=N_BYTE_TOKENS)
 
-    def _read(self) -> str:
+    def _read(self) -> tuple[Tensor, list[int]]:  # [n] uint8; where training and validation end
         if self.source == PYTHON_REFERENCE:
             from pydoc_data.topics import topics
 
-            return "\n\n".join(topics[name] for name in sorted(topics))
+            text = "\n\n".join(topics[name] for name in sorted(topics))
+            ends = [len(text[: int(share * len(text))].encode()) for share in self.shares]
+            return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), ends
         path = Path(self.source)
         if not path.is_file():  # a device such as /dev/zero has no end
             raise ValueError(
-                f"Text: there is no file {self.source!r}; name a UTF-8 file by --data.task.init_args.source, or "
+                f"Text: there is no file {self.source!r}; name a file by --data.task.init_args.source, or "
                 f"{PYTHON_REFERENCE} for the one that comes with CPython"
             )
-        try:
-            return path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"Text: {self.source!r} is not UTF-8 ({error.reason} at byte {error.start})") from error
+        size = path.stat().st_size
+        ends = [int(share * size) for share in self.shares]
+        return torch.from_file(str(path), size=size, dtype=torch.uint8), ends
 
 
 class Source(Task):
@@ -115,12 +114,6 @@ class Source(Task):
         cuts = [0, *(int(ends[np.searchsorted(ends, share * ends[-1] - 0.5)]) for share in self.shares)]
         train, validation, test = (sequences(stream[start:end], self.length) for start, end in pairwise(cuts))
         return TaskData(Split(*(part[: self.train] for part in train)), validation, test, outputs=N_BYTE_TOKENS)
-
-    def measure(self, outputs: Tensor, targets: Tensor) -> Measures:
-        return super().measure(outputs, targets.long())
-
-    def test_metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        return super().test_metrics(outputs, targets.long())
 
 
 def source_files(folder: Path) -> list[Path]:

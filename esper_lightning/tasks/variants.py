@@ -42,6 +42,8 @@ side. shuffled: the pixels of all images in the same random order."""
 
 def check_transform(name: str, data: TaskData) -> None:
     """Raise ValueError if the inputs of `data` cannot be transformed in this way."""
+    if name != "none" and data.stream is not None:
+        raise ValueError(f"data.transform {name!r}: the training data are a stream; transform them in the data module")
     if name != "none" and len(data.input_shape) != 3:
         raise ValueError(f"data.transform {name!r} needs images, inputs have shape {data.input_shape}")
     if name == "coarse" and min(data.input_shape[1:]) < 2:
@@ -53,7 +55,7 @@ def transform_data(data: TaskData, name: str) -> TaskData:
     # The RNG seed of earlier versions, which had further settings: another one would change the data of results.
     described = f"Variant(transform={name!r}, noise=0.0, label_noise=0.0, classes=None, samples=None)"
     generator = torch.Generator().manual_seed(zlib.crc32(described.encode()))
-    splits = ((part.cpu() for part in getattr(data, split)) for split in SPLITS)
+    splits = (getattr(data, split).to(torch.device("cpu")).batch() for split in SPLITS)
     transformed = (Split(TRANSFORMS[name](inputs, generator), targets) for inputs, targets in splits)
     return data._replace(**dict(zip(SPLITS, transformed, strict=True)))
 

@@ -140,7 +140,7 @@ def data(inputs: Tensor | None = None, targets: Tensor | None = None, classes: i
         (data(torch.zeros(7, 3)), "its validation data have 7 inputs and 8 targets"),
         (data(torch.zeros(8, 4)), r"its validation data have inputs \[4\], the training data \(3,\)"),
         (data(torch.full((8, 3), torch.nan)), "its validation data have inputs that are not finite"),
-        (data(torch.ones(8, 3, 4, 4, dtype=torch.uint8)), "its train data have images of torch.uint8; give floats"),
+        (data(torch.ones(8, 3, 4, 4).long()), "its train data have images of torch.int64; give floats, or uint8"),
         (data(targets=torch.ones(8)), "its validation data have targets of torch.float32"),
         (data(targets=torch.arange(8)), r"its validation data have targets 0 … 7, outside of 0 … 1"),
         (data(targets=-torch.arange(8)), r"targets -7 … 0, outside of 0 … 1"),

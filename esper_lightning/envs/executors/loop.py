@@ -112,19 +112,18 @@ class LoopExecutor:
         variants = env.variants()
         if env.failure is None:
             with isolate_oom(env):
-                inputs, targets = data.to(env.device).variant(env.context.variant_index)
+                data = data.to(env.device).variant(env.context.variant_index)
                 env.network.eval()
                 if env.device.type != "cuda":
-                    return self._forward(env, inputs, targets, variants)
-                samples = max(1, MAX_VALIDATED_ELEMENTS // inputs[0].numel())
-                parts = zip(inputs.split(samples), targets.split(samples), strict=True)
-                means = [self._forward(env, *part, variants) * (len(part[0]) / len(inputs)) for part in parts]
+                    return self._forward(env, data.batch(), variants)
+                samples = max(1, MAX_VALIDATED_ELEMENTS // data.inputs[0].numel())
+                parts = data.parts(samples)
+                means = [self._forward(env, part, variants) * (part.samples / data.samples) for part in parts]
                 return torch.stack(means).sum(0)
         return torch.full((2, len(variants)), torch.nan, device=env.device)
 
-    def _forward(
-        self, env: HostEnv, inputs: Tensor, targets: Tensor, variants: Sequence[SeedVariant]
-    ) -> Tensor:  # [2, V]
+    def _forward(self, env: HostEnv, batch: Split, variants: Sequence[SeedVariant]) -> Tensor:  # [2, V]
+        inputs, targets = batch
         with self.training.autocast(env.device):
             outputs, output_index = forward_variants(env.network, variants, inputs)
         n_outputs = max(output_index) + 1
@@ -136,12 +135,15 @@ class LoopExecutor:
     @torch.inference_mode()
     def predict(self, env: HostEnv, data: Split) -> tuple[Tensor, Tensor]:
         """Return outputs and targets [samples, …] of one environment on `data`, with its fossilized seeds only."""
-        inputs, targets = data.to(env.device).variant(env.context.variant_index)
+        data = data.to(env.device).variant(env.context.variant_index)
         env.network.eval()
         fossilized = [fossilized_only(env.network)]
+        outputs, targets = [], []
         with self.kernels(env.device), self.training.autocast(env.device):
-            outputs = [forward_variants(env.network, fossilized, part)[0] for part in inputs.split(PREDICTED_SAMPLES)]
-        return torch.cat(outputs), targets
+            for part in data.parts(PREDICTED_SAMPLES):
+                outputs.append(forward_variants(env.network, fossilized, part.inputs)[0])
+                targets.append(part.targets)
+        return torch.cat(outputs), torch.cat(targets)
 
 
 class HostEpoch:

@@ -10,7 +10,7 @@ from torch import Tensor
 from esper_lightning.envs.device_transfer import upload
 from esper_lightning.envs.executors.fused.epoch import FusedEpoch
 from esper_lightning.envs.executors.fused.host import HostStack
-from esper_lightning.envs.executors.fused.proof import check_stack
+from esper_lightning.envs.executors.fused.proof import N_HOSTS, N_SAMPLES, check_stack
 from esper_lightning.envs.executors.loop import LoopExecutor
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
@@ -58,7 +58,7 @@ class FusedExecutor(LoopExecutor):
         kind, device = envs[0].architecture, envs[0].device
         if (kind, device) not in self.stacks:
             if not any(kind == checked for checked, _ in self.stacks):
-                check_stack(envs[0], data.inputs)
+                check_stack(envs[0], data.batch(slice(N_HOSTS * N_SAMPLES)).inputs)
             self.stacks[kind, device] = HostStack(envs[0].network)
         return self.stacks[kind, device]
 
@@ -97,9 +97,10 @@ class FusedExecutor(LoopExecutor):
         sums = []  # of each pass: loss and score, [2, entries]
         axis = 0 if data_variants is None else 1
         for part in zip(inputs.split(samples_per_pass, axis), targets.split(samples_per_pass, axis), strict=True):
+            own_inputs, own_targets = Split(*part, scale=data.scale).batch()
             with self.training.autocast(inputs.device):
-                outputs = stack.evaluate(part[0], variants, data_variants)
-            n_entries, own_targets = stack.entries.count, part[1]
+                outputs = stack.evaluate(own_inputs, variants, data_variants)
+            n_entries = stack.entries.count
             if data_variants is None:
                 own_targets = own_targets.repeat(n_entries, *[1] * (own_targets.ndim - 1))
             else:
