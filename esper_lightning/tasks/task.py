@@ -21,6 +21,9 @@ CALIBRATION_BINS = 15  # of confidence, as in https://arxiv.org/abs/1706.04599
 
 SPLITS = ("train", "validation", "test")
 
+TOKEN_ELEMENTS = 256
+"""Numbers that a network makes of one token, features and logits: those of a vocabulary of bytes."""
+
 Score = Literal["accuracy", "likelihood", "r2"]
 """Names of the scores by which a task judges hosts. A score is a number per sample, without a unit and at most 1; the
 score of a host is the mean over samples.
@@ -89,6 +92,12 @@ class Split:
     def samples(self) -> int:
         """Number of samples in one variant."""
         return self.inputs.shape[0] // self.variants
+
+    @property
+    def elements(self) -> int:
+        """Numbers by which the memory for one sample is estimated: those of an input, and `TOKEN_ELEMENTS` a token."""
+        is_text = self.inputs.ndim <= 3 and not self.inputs.is_floating_point()
+        return self.inputs[0].numel() * (TOKEN_ELEMENTS if is_text else 1)
 
 
 class TaskData(NamedTuple):

@@ -116,7 +116,7 @@ class LoopExecutor:
                 env.network.eval()
                 if env.device.type != "cuda":
                     return self._forward(env, data.batch(), variants)
-                samples = max(1, MAX_VALIDATED_ELEMENTS // data.inputs[0].numel())
+                samples = max(1, MAX_VALIDATED_ELEMENTS // data.elements)
                 parts = data.parts(samples)
                 means = [self._forward(env, part, variants) * (part.samples / data.samples) for part in parts]
                 return torch.stack(means).sum(0)

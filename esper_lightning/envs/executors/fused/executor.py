@@ -93,7 +93,7 @@ class FusedExecutor(LoopExecutor):
             inputs, targets = (part.unflatten(0, (data.variants, -1)) for part in data)
             data_variants = [env.context.variant_index for env in envs]
         most_elements = MAX_INPUT_ELEMENTS[inputs.device.type]
-        samples_per_pass = max(self.training.batch_size, most_elements // (len(envs) * data.inputs[0].numel()))
+        samples_per_pass = max(self.training.batch_size, most_elements // (len(envs) * data.elements))
         sums = []  # of each pass: loss and score, [2, entries]
         axis = 0 if data_variants is None else 1
         for part in zip(inputs.split(samples_per_pass, axis), targets.split(samples_per_pass, axis), strict=True):

@@ -21,7 +21,8 @@ from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.blend import Isolation
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
-from esper_lightning.tasks import AugmentConfig
+from esper_lightning.tasks import AugmentConfig, Measures
+from esper_lightning.tasks.task import TOKEN_ELEMENTS
 from tests.conftest import FREE
 from tests.envs.executors.fused.hosts import FAST_CONFIG, HOSTS, EpisodeRecord, distance, make, play, precision
 from tests.tiers import rest_is_slow
@@ -255,6 +256,27 @@ def test_validation_takes_large_data_in_pieces(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("esper_lightning.envs.executors.fused.executor.MAX_INPUT_ELEMENTS", {"cpu": 1})
 
     torch.testing.assert_close(pool.executor.validate(pool.envs, pool.data.validation), whole, rtol=EXACT, atol=0.0)
+
+
+def test_a_piece_of_text_has_fewer_samples_as_a_token_becomes_many_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = make("fused", "gpt", 3)
+    play(pool, 2)
+    data = pool.data.validation
+    most = {"cpu": 3 * data.inputs[0].numel() * TOKEN_ELEMENTS * 20}  # 20 samples
+    monkeypatch.setattr("esper_lightning.envs.executors.fused.executor.MAX_INPUT_ELEMENTS", most)
+    passes: list[int] = []
+    measure = pool.task.measure
+
+    def counted(outputs: Tensor, targets: Tensor) -> Measures:
+        passes.append(len(targets))
+        return measure(outputs, targets)
+
+    monkeypatch.setattr(pool.task, "measure", counted)
+    pool.executor.validate(pool.envs, data)
+
+    assert len(passes) == -(-data.samples // 20) > 1
 
 
 READING = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "nonzero"}
