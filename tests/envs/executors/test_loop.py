@@ -16,7 +16,7 @@ from esper_lightning.growth.stages import Stage
 from esper_lightning.tasks import Digits
 from tests.conftest import SMALL, small_host
 from tests.decisions import WAIT, act, fossilize, germinate
-from tests.imitated_gpu import GPU, ImitatedGpu
+from tests.imitated_gpu import ImitatedGpu
 
 
 def grown_pool(make_pool: Callable[..., HostPool]) -> HostPool:
@@ -119,14 +119,15 @@ def test_hosts_on_a_gpu_round_to_tf32_only_if_it_is_set(precision: str, before: 
         cudnn.allow_tf32, matmul.allow_tf32 = unchanged
 
 
-def test_on_a_gpu_a_host_is_validated_in_parts_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_host_is_validated_in_parts_with_the_same_result(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     task = Digits(validation=50, test=50)
     with ImitatedGpu():
-        pool = HostPool(task, task.load(), small_host, config=SMALL, n_envs=1, device=GPU)
+        pool = HostPool(task, task.load(), small_host, config=SMALL, n_envs=1, device=torch.device(device))
         lengths: list[int] = []
         pool.envs[0].network.register_forward_pre_hook(lambda _, inputs: lengths.append(len(inputs[0])))
         whole = pool.executor.validate(pool.envs, pool.data.validation)
-        monkeypatch.setattr(loop, "MAX_VALIDATED_ELEMENTS", 20 * 64)
+        monkeypatch.setattr(loop, "MAX_VALIDATED_ELEMENTS", {device: 20 * 64})
         in_parts = pool.executor.validate(pool.envs, pool.data.validation)
         torch.testing.assert_close(in_parts, whole)
     assert lengths == [50, 20, 20, 10]
