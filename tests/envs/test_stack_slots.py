@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from esper_lightning import from_config
 from esper_lightning.controllers.rules import RandomValid, Scaling
 from esper_lightning.controllers.static import FossilizedSeed, StaticController
 from esper_lightning.envs import HostPool
@@ -59,6 +60,19 @@ def test_a_deeper_host_trains_on_fewer_minibatches_of_the_same_flops() -> None:
     assert budgets == sorted(budgets, reverse=True) and budgets[0] is not None
     assert [slot.stage for slot in pool.envs[0].slots] == [Stage.DORMANT, Stage.FOSSILIZED, Stage.DORMANT]
     assert len(pool.envs[1].slots[2].seed) == 2 and len(pool.envs[1].slots[1].seed) == 1
+
+
+def test_hosts_of_the_depth_config_spend_their_budgets_up_to_one_minibatch() -> None:
+    budgets = "--data.env.family.train=[{training.flops: [2.0e+8, 5.0e+8]}]"
+    _, data = from_config("depth", "--data.n_envs=3", budgets, "--data.host.init_args.width=8")
+    data.build(torch.device("cpu"))
+    outcome = play_episode(data.pool, "scaling", Scaling(), rng_seeds=[2, 4, 6])
+
+    assert len({env.training.flops for env in data.pool.envs}) == 2
+    assert set(outcome.parameters) > {env.host_parameters for env in data.pool.envs}, "some hosts are deeper, not all"
+    for env in data.pool.envs:
+        left = env.flops_left
+        assert left is not None and 0 <= left < 4 * env.flops.of_step(env.slots)
 
 
 @pytest.mark.parametrize("doublings", [0, 1, 2])
