@@ -46,7 +46,6 @@ from esper_lightning.evaluation.search import (
 )
 from esper_lightning.evaluation.statistics import Interval, mean_interval
 from esper_lightning.parallel import check_jobs, run_all
-from esper_lightning.tasks import Score
 
 TAMIYO = "tamiyo"
 """Name of the compared policy, taking its most likely action."""
@@ -154,7 +153,7 @@ class ComparisonResult(NamedTuple):
     """Schedules to save, by file name without suffix: the most frequent one of each policy, and the best of the search.
     """
     notes: list[str]
-    score: Score
+    score: str
     """Name of the score in `Outcome.score`, which the task of the hosts has chosen."""
 
     @property
@@ -374,7 +373,7 @@ class Comparison:
             sorted(entries, key=lambda entry: entry.name != reference),
             common | best,
             notes,
-            pool.task.score,
+            pool.task.score_name,
         )
 
     def _common_schedules(

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from esper_lightning.parallel import seeded_generators
+from esper_lightning.registry import import_object
 from esper_lightning.tasks.stream import Stream
 from esper_lightning.tasks.task import Score, Split, Task, TaskData
 
@@ -34,14 +35,24 @@ class FromDataModule(Task):
         data: Data module with loaders for training, validation and test.
         classes: Number of classes. None: one more than the largest class number in the data. Not for quantities.
         score: accuracy or likelihood for classes or tokens, r2 for quantities; see `Score`.
+        metric: Import path of a function that takes the place of the score: of outputs and targets, to a number per
+            sample, at most 1. The score still tells what the targets are.
         stream: True for training data that do not fit into memory: in each host epoch all hosts are trained on the next
             batches of the training loader, which are read while they train if the loader has workers.
     """
 
     def __init__(
-        self, data: LightningDataModule, classes: int | None = None, score: Score = "accuracy", *, stream: bool = False
+        self,
+        data: LightningDataModule,
+        classes: int | None = None,
+        score: Score = "accuracy",
+        *,
+        metric: str | None = None,
+        stream: bool = False,
     ) -> None:
-        self.data, self.stream = data, stream
+        if metric is not None:
+            import_object(metric, "FromDataModule: metric")  # raises ValueError now if there is none
+        self.data, self.metric, self.stream = data, metric, stream
         self.score: Score = score
         self.classes = classes
 

@@ -14,6 +14,8 @@ from torchmetrics.functional.classification import multiclass_accuracy, multicla
 from torchmetrics.functional.regression import r2_score
 from torchmetrics.functional.text import perplexity
 
+from esper_lightning.registry import import_object
+
 if TYPE_CHECKING:
     from esper_lightning.tasks.stream import Stream
 
@@ -135,6 +137,14 @@ class Task(ABC):
     """A data set and the measure of outputs on it."""
 
     score: Score = "accuracy"
+    metric: str | None = None
+    """Import path of a function that takes the place of `score`: of outputs and targets, to a number per sample, at
+    most 1, such as a function of torchmetrics with its arguments but these two given."""
+
+    @property
+    def score_name(self) -> str:
+        """Name of the score in tables."""
+        return self.score if self.metric is None else self.metric.rpartition(".")[2]
 
     @abstractmethod
     def load(self) -> TaskData:
@@ -154,16 +164,19 @@ class Task(ABC):
         # metric objects, which then add 12 % to the validation of a digits host.
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         if self.score == "r2":
-            error = (outputs - targets.view_as(outputs)).square().mean(1)
-            return Measures(error, 1.0 - error.detach())
-        loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
-        if self.score == "likelihood":
-            score = 1.0 - loss.detach() / math.log(outputs.shape[-1])
+            loss = (outputs - targets.view_as(outputs)).square().mean(1)
+            score = 1.0 - loss.detach()
         else:
-            score = (outputs.argmax(-1) == targets).to(loss.dtype)
-        if targets.ndim == 1:
-            return Measures(loss, score)
-        return Measures(loss.flatten(1).mean(1), score.flatten(1).mean(1))
+            loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
+            if self.score == "likelihood":
+                score = 1.0 - loss.detach() / math.log(outputs.shape[-1])
+            else:
+                score = (outputs.argmax(-1) == targets).to(loss.dtype)
+            if targets.ndim > 1:
+                loss, score = loss.flatten(1).mean(1), score.flatten(1).mean(1)
+        if self.metric is not None:
+            score = import_object(self.metric, "metric")(outputs.detach(), targets).to(loss.dtype)
+        return Measures(loss, score)
 
     def test_metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
         """Return further metrics of one host on the test split, by name.

@@ -77,7 +77,7 @@ class Tick(NamedTuple):
 def started(pool: Any, *, tick: int, hosts: int) -> Started:
     """Return the event with which the events of a pool begin, or of the pools of several tasks."""
     space, flops = pool.space, pool.envs[0].flops
-    scores = sorted({each.task.score for each in getattr(pool, "pools", {"": pool}).values()})
+    scores = sorted({each.task.score_name for each in getattr(pool, "pools", {"": pool}).values()})
     names = (list(space.slot), list(space.blueprint), " or ".join(scores))
     return Started(tick, SCHEMA, hosts, pool.horizon, *names, flops.host, flops.behind)
 

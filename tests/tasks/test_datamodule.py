@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,11 @@ import pytest
 import torch
 from lightning import LightningDataModule
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.functional import cosine_similarity
 
-from esper_lightning.tasks import FromDataModule, check_data, fingerprint
+from esper_lightning.tasks import FromDataModule, check_data, check_measures, fingerprint
 
 SIZES = {"train": 23, "val": 11, "test": 7}
 
@@ -50,6 +53,24 @@ def test_every_sample_is_there_once_beside_its_target() -> None:
         assert sorted(numbers.tolist()) == list(range(size))
         assert torch.equal(split.targets, numbers.long() % 3)
     assert data.train.inputs[:, 0].tolist() != sorted(data.train.inputs[:, 0].tolist())
+
+
+similarity = partial(cosine_similarity, reduction="none")
+"""Criterion of torchmetrics, a number per sample."""
+
+
+def test_a_criterion_of_the_user_takes_the_place_of_the_score_and_leaves_the_loss() -> None:
+    outputs, targets = torch.randn(2, 9, 4, generator=torch.Generator().manual_seed(0))
+    plain = FromDataModule(Complete(), score="r2")
+    task = FromDataModule(Complete(), score="r2", metric=f"{__name__}.similarity")
+    measures = task.measure(outputs, targets)
+
+    check_measures(measures, 9, "Complete")
+    torch.testing.assert_close(measures.score, F.cosine_similarity(outputs, targets))
+    assert torch.equal(measures.loss, plain.measure(outputs, targets).loss)
+    assert (task.score_name, plain.score_name) == ("similarity", "r2")
+    with pytest.raises(ValueError, match=r"FromDataModule: metric: .*nothing"):
+        FromDataModule(Complete(), metric=f"{__name__}.nothing")
 
 
 class Divided(Complete):
