@@ -138,7 +138,7 @@ def test_five_parts_of_one_file_are_used_by_a_config(place: Path) -> None:
 
     pool, run = built.datamodule.pool, only_run(place / "runs")
     assert (pool.space.slot, pool.space.blueprint) == (["hidden"], ["mixer"])
-    assert type(pool.task).__name__ == "ParityOfDigits" and pool.data.classes == 2
+    assert type(pool.task).__name__ == "ParityOfDigits" and pool.data.outputs == 2
     compared = json.loads((run.folder / "evaluation" / "evaluation.json").read_text())["controllers"]
     assert compared["mine_parts.FirstSlot"]["fossils"]["mean"] == 1.0
     assert {"static mine_parts.FirstSlot", "small static", "tamiyo"} <= set(compared)

@@ -2,7 +2,7 @@
 
 import json
 import random
-import resource
+import re
 import statistics
 import sys
 import time
@@ -93,7 +93,8 @@ def measure(path: str, pairs: int) -> dict[str, float]:
     loader, settings = {"jitter": False, "batch_size": 640}, {"hosts": 4, "batches": 20, "batch_size": 32}
     streamed = make_pool(FromDataModule(Pictures(path, None, **loader), stream=True), **settings)
     play(streamed, 8)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    # `getrusage` would count the memory of the process that has forked this one.
+    peak = int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) / 2**20
     pools = streamed, make_pool(FromDataModule(Pictures(path, 20_000, **loader)), **settings)
     for pool in pools:
         pool.reset(range(4))
