@@ -40,8 +40,9 @@ from torch.nn import functional as F
 from torchvision.models.vision_transformer import VisionTransformer
 
 from benchmarks.rows import appended_rows, read_rows
-from esper_lightning.envs.flops import count_training_flops
+from esper_lightning.envs.flops import count_training_flops, positions_per_parameter
 from esper_lightning.growth import stack
+from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.stack import Content, Order, State
 from esper_lightning.hosts import GPT
 from esper_lightning.tasks import Glyphs, Source, Tabular, Text
@@ -304,15 +305,12 @@ def reached(rows: Sequence[Row], plan: str, seed: int, *, by: Literal["flops", "
 def value(rows: Sequence[Row]) -> list[str]:
     """Return the lines of the table of the small GPTs, with rows that every context has; see above."""
     small = ("gpt32", "gpt16", "english")
-    losses: dict[tuple[str, float, int], dict[str, float]] = {}  # by host, rate and budget
-    tokens: dict[tuple[str, float, int], dict[str, float]] = {}  # per parameter of the final network
+    tests: dict[tuple[str, float, int], dict[str, Row]] = {}  # by host, rate and budget
     for row in (row for row in rows if row.host in small and row.split == "test" and row.seed == 0):
-        losses.setdefault((row.host, row.rate, row.steps), {})[row.plan] = row.loss
-        parameters = sum(parameter.numel() for parameter in HOSTS[row.host].make(row.depth).parameters())
-        tokens.setdefault((row.host, row.rate, row.steps), {})[row.plan] = row.flops / (6 * parameters**2)
-    contexts = sorted(losses)
-    plans = [plan for plan in PLANS if all(plan in losses[context] for context in contexts)]
-    found = np.array([[losses[context][plan] for context in contexts] for plan in plans])  # [plans, contexts]
+        tests.setdefault((row.host, row.rate, row.steps), {})[row.plan] = row
+    contexts = sorted(tests)
+    plans = [plan for plan in PLANS if all(plan in tests[context] for context in contexts)]
+    found = np.array([[tests[context][plan].loss for context in contexts] for plan in plans])  # [plans, contexts]
     behind = found - found.min(0)
     lines = [f"| network | {' | '.join(f'{h}, {r:g}, {s}' for h, r, s in contexts)} | behind the best, mean |"]
     lines.append(f"|---|{'--:|' * (len(contexts) + 1)}")
@@ -322,8 +320,11 @@ def value(rows: Sequence[Row]) -> list[str]:
     of_budget = [behind[:, budgets == steps] for steps in dict.fromkeys(budgets)]
     fixed = [i for i, plan in enumerate(plans) if not PLANS[plan].growth]
 
+    def tokens(row: Row) -> float:  # per parameter of the final network
+        return positions_per_parameter(row.flops, count_parameters(HOSTS[row.host].make(row.depth)))
+
     def of_rule(least: float) -> float:
-        chosen = ([p for p in DOUBLED if p == "one" or tokens[context][p] >= least][-1] for context in contexts)
+        chosen = ([p for p in DOUBLED if p == "one" or tokens(tests[context][p]) >= least][-1] for context in contexts)
         return float(np.mean([behind[plans.index(plan), k] for k, plan in enumerate(chosen)]))
 
     for name, number in (

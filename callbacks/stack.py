@@ -29,7 +29,7 @@ from esper_lightning.callbacks.checks import check_trainer, is_validation_of_fit
 from esper_lightning.callbacks.grow import Grow
 from esper_lightning.callbacks.run_record import open_events, write_run_record
 from esper_lightning.console import print_status
-from esper_lightning.envs.flops import count_training_flops
+from esper_lightning.envs.flops import count_training_flops, positions_per_parameter
 from esper_lightning.growth import stack
 from esper_lightning.growth.attach import is_compiled
 from esper_lightning.growth.lifecycle import count_parameters
@@ -382,8 +382,7 @@ class Stack(Callback):
                 f"{self.flops_spent // (parts * self.flops[depths]):,} at {' + '.join(map(str, depths))}"
                 for depths in (last, first)
             )
-            # A step takes about six FLOPs per parameter and position (https://arxiv.org/abs/2001.08361).
-            positions = self.flops_spent / (6 * count_parameters(pl_module) ** 2)
+            positions = positions_per_parameter(self.flops_spent, count_parameters(pl_module))
             print_status(
                 f"Stack: {sum(self.batches.values()) // parts:,} {unit} cost the FLOPs of {' or '.join(fixed)} blocks "
                 f"throughout, {positions:.2g} tokens per parameter; compare with such trainings, without Stack"

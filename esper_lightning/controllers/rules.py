@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, Literal
 
 import torch
@@ -14,6 +14,7 @@ from esper_lightning.controllers.learned import Hosts
 from esper_lightning.controllers.schedules import WAIT_ACTION, is_possible
 from esper_lightning.envs import Action, Op
 from esper_lightning.envs.device_transfer import copy_to_device
+from esper_lightning.envs.flops import positions_per_parameter
 from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.growth.gates import LifecycleConfig
@@ -267,8 +268,8 @@ class HillClimbing(Rule):
 class Scaling(Rule):
     """Deepens a network by one stack after the other, as far as the FLOPs that are left suffice for its size.
 
-    They suffice if they train the deeper network on `positions` positions (tokens) per parameter, at six FLOPs per
-    parameter and position (https://arxiv.org/abs/2001.08361). Both numbers are from docs/results/depth.md.
+    They suffice if they train the deeper network on `positions` positions (tokens) per parameter. Both numbers are from
+    docs/results/depth.md.
     """
 
     positions = 15.0
@@ -281,13 +282,13 @@ class Scaling(Rule):
         env = pool.envs[host]
         if env.flops_left is None or env.tick < self.begin * env.horizon:
             return WAIT_ACTION
-        for k, slot in enumerate(env.slots):
-            for blueprint, name in enumerate(pool.space.blueprint) if slot.layout == STACK else ():
-                action = make_action(Op.GERMINATE, k, blueprint)
-                if is_possible(pool, host, action):
-                    parameters = env.fossilized_parameters + slot.seed_parameters(name)
-                    is_affordable = env.flops_left >= 6.0 * self.positions * parameters**2
-                    return action if is_affordable else WAIT_ACTION
+        stacks = ((k, slot) for k, slot in enumerate(env.slots) if slot.layout == STACK)
+        for (k, slot), (blueprint, name) in product(stacks, enumerate(pool.space.blueprint)):
+            action = make_action(Op.GERMINATE, k, blueprint)
+            if is_possible(pool, host, action):
+                parameters = env.fossilized_parameters + slot.seed_parameters(name)
+                positions = positions_per_parameter(env.flops_left, parameters)
+                return action if positions >= self.positions else WAIT_ACTION
         return WAIT_ACTION
 
 

@@ -21,6 +21,14 @@ PASSES_PER_STEP = 3
 Source: Kaplan et al., 2020, https://arxiv.org/abs/2001.08361."""
 
 
+def positions_per_parameter(flops: float, parameters: int) -> float:
+    """Return on how many positions (tokens) for each of its parameters a network is trained by so many FLOPs.
+
+    A training step takes about six FLOPs per parameter and position (https://arxiv.org/abs/2001.08361).
+    """
+    return flops / (6.0 * parameters**2)
+
+
 class HostFlops(NamedTuple):
     """FLOPs of the forward pass for one sample."""
 

@@ -101,7 +101,7 @@ class CNN(nn.Module):
         default_slots = [own[-1] for own in names]
         self.slots = Slots(default_slots if slots is None else slots, slot_widths, layout="image", isolate=isolate)
         self.residuals, self.stacks = nn.ModuleList(), nn.ModuleList()
-        for i, width in enumerate(widths):
+        for i, width in enumerate(widths if depth else ()):
             like, grown = nn.Sequential(*(ResidualBlock(width, kernel) for _ in range(depth))), nn.Sequential()
             for k in range(stacks):
                 grown.append(StackSlot(f"block{i + 1}.stack{k + 1}", width, like, grown, on_single_path=True))
@@ -123,4 +123,4 @@ class CNN(nn.Module):
         y = F.relu(y if self.shortcuts is None else y + self.shortcuts[i](x))
         x = self.slots.forward_at(f"block{i + 1}", y)
         x = self.slots.forward_at(f"block{i + 1}.pool", F.max_pool2d(x, 2)) if i < self.pools else x
-        return self.stacks[i](self.residuals[i](x))
+        return self.stacks[i](self.residuals[i](x)) if self.residuals else x

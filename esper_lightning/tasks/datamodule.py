@@ -69,7 +69,7 @@ class FromDataModule(Task):
             for name, loader in LOADERS.items():
                 gather = partial(concatenate, source=f"{kind}'s {name}", quantities=self.score == "r2")
                 batches = getattr(self.data, loader)()
-                if self.stream and stream is None:  # the training data come first
+                if self.stream and name == "training":
                     stream = Stream(batches, gather)
                     splits.append(stream.chunk(RNG_SEED, 0, STREAM_SAMPLES))
                 else:

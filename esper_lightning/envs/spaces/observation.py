@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from esper_lightning.blueprints import suggest_name
+from esper_lightning.envs.flops import positions_per_parameter
 from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.actions import STYLES
 from esper_lightning.growth.gradient_stats import GradientStats
@@ -113,9 +114,7 @@ def host_features(env: Subject) -> dict[str, float]:
     values["lr"] = env.lr_share
     values["host.parameters"] = math.log(env.host_parameters) / (2 * LOG_SIZE_SCALE)
     if env.flops_left is not None:
-        # A training step takes about six FLOPs per parameter and position, so this is the number of positions (tokens)
-        # per parameter that are left (https://arxiv.org/abs/2001.08361).
-        positions = max(1.0, env.flops_left) / (6.0 * env.fossilized_parameters**2)
+        positions = positions_per_parameter(max(1.0, env.flops_left), env.fossilized_parameters)
         values["budget"] = clip(math.log(positions) / LOG_SIZE_SCALE)
     return values
 
