@@ -32,7 +32,7 @@ class Stream:
         self._rewind(0)
 
     def _rewind(self, rng_seed: int) -> None:
-        self._rng_seed, self._tick, self._batches = rng_seed, 0, self._passes()
+        self._rng_seed, self._tick, self._batches = rng_seed, 0, passes(self.loader)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy in another process needs: it begins its passes anew."""
@@ -58,14 +58,19 @@ class Stream:
             self._tick += 1
         return self.gather(batches)
 
-    def _passes(self) -> Iterator[Any]:
-        """Iterate over the batches of endless passes. Raises ValueError if a pass has none."""
-        while True:
-            for part in (self.loader, getattr(self.loader, "sampler", None)):
-                if isinstance(generator := getattr(part, "generator", None), torch.Generator):
-                    generator.manual_seed(int(torch.randint(2**62, ())))
-            batch = None
-            for batch in self.loader:
-                yield batch
-            if batch is None:
-                raise ValueError("a stream: the training loader has no batches; give it data")
+
+def passes(loader: Iterable[Any]) -> Iterator[Any]:
+    """Iterate over the batches of endless passes. Raises ValueError if a pass has none.
+
+    No method of a stream, which would then refer to itself: the garbage collector that took it later would wait five
+    seconds for each worker of the loader.
+    """
+    while True:
+        for part in (loader, getattr(loader, "sampler", None)):
+            if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+                generator.manual_seed(int(torch.randint(2**62, ())))
+        batch = None
+        for batch in loader:
+            yield batch
+        if batch is None:
+            raise ValueError("a stream: the training loader has no batches; give it data")

@@ -1,6 +1,8 @@
 """Training data that do not fit into memory: chunks, resume, memory, and what is refused."""
 
+import gc
 import json
+import multiprocessing
 import pickle
 import random
 import shutil
@@ -78,6 +80,19 @@ def test_a_chunk_is_the_same_whatever_was_read_and_drawn_before(workers: int, so
     assert not torch.equal(one.chunk(4, 3, 48).inputs, last)
     assert (random.random(), np.random.rand()) == expected[:2], "the global generators do not advance"
     assert torch.equal(torch.get_rng_state(), expected[2])
+
+
+def test_a_stream_that_is_dropped_ends_its_workers_at_once() -> None:
+    before = set(multiprocessing.active_children())
+    stream = Stream(DataLoader(Pictures().data, batch_size=24, num_workers=2), gathered)
+    stream.chunk(0, 0, 24)
+    workers = set(multiprocessing.active_children()) - before
+    gc.disable()  # which would find it later
+    try:
+        del stream
+        assert len(workers) == 2 and not any(worker.is_alive() for worker in workers)
+    finally:
+        gc.enable()
 
 
 def test_a_random_transform_is_another_one_in_each_pass() -> None:
