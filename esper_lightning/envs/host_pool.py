@@ -35,11 +35,11 @@ from esper_lightning.profiling import PhaseClock
 from esper_lightning.rewards import ROLLBACK_TERM, compute_terms
 from esper_lightning.tasks import Split, Stream, Task, TaskData, check_split
 
-SMALL_HOST = 5_000_000
+SMALL_HOST, SMALL_HOST_ON_ONE_CORE = 5_000_000, 20_000_000
 """Largest product of the parameters and the inputs of a host for which `auto` stands for `fused` on the CPU.
 
 With 6,418 parameters and 16 hosts on two cores, `fused` is 1.2 to 1.7 times as fast as `threads` on 768 inputs, and 0.6
-to 0.8 times on 3,072."""
+to 0.8 times on 3,072. On one core it is there .9 to 1.3 times as fast as `loop`."""
 
 WAIT_ACTION = (0,) * len(HEADS)
 """Action that changes nothing: choice 0 of every head."""
@@ -211,10 +211,11 @@ class HostPool:
         if self.device.type == "cuda":
             return self._prepare_executor("streams", kinds)
         inputs = math.prod(self.data.input_shape)
-        if self.n_envs > 1 and all(env.host_parameters * inputs <= SMALL_HOST for env in kinds):
+        has_workers = self.device.type == "cpu" and min(self.n_envs, usable_cores()) > 1
+        limit = SMALL_HOST if has_workers else SMALL_HOST_ON_ONE_CORE
+        if self.n_envs > 1 and all(env.host_parameters * inputs <= limit for env in kinds):
             with suppress(ValueError):  # these hosts cannot be stacked
                 return self._prepare_executor("fused", kinds)
-        has_workers = self.device.type == "cpu" and min(self.n_envs, usable_cores()) > 1
         return self._prepare_executor("threads" if has_workers else "loop", kinds)
 
     def reset(self, rng_seeds: Sequence[int]) -> Observation:

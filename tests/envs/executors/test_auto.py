@@ -33,7 +33,8 @@ def with_dropout(input_shape: Sequence[int], outputs: int) -> nn.Module:
         (small_host, 1, 2, "loop"),
         (with_dropout, 2, 2, "threads"),
         (partial(CNN, base=32), 2, 2, "threads"),
-        (partial(CNN, base=32), 2, 1, "loop"),
+        (partial(CNN, base=32), 2, 1, "fused"),
+        (partial(CNN, base=64), 2, 1, "loop"),
     ],
 )
 def test_auto_is_the_executor_that_fits_hosts_and_cores(
