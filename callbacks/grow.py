@@ -41,12 +41,19 @@ from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.action_discovery import probe_action_space
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.growth import GrowingNetwork, SeedEvent, attach_from_state_dict, attach_slots, slots_of
-from esper_lightning.growth.attach import attach_at, attached_places, check_new_slots, is_compiled
+from esper_lightning.growth.attach import (
+    attach_at,
+    attach_stacks,
+    attached_places,
+    check_new_slots,
+    is_compiled,
+    stack_name,
+)
 from esper_lightning.growth.counterfactual import ScoreFunction, leave_one_out
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.lifecycle import count_parameters
-from esper_lightning.growth.nested import call_network, iter_tensors
+from esper_lightning.growth.nested import batch_size, call_network, iter_tensors
 from esper_lightning.growth.param_groups import check_optimizer, follow, host_groups, seed_groups
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
@@ -74,6 +81,20 @@ CONFLICTING_CALLBACKS = {
 }
 
 
+class TrainedSubject(Subject):
+    """Network in a user's own training, whose batches are its budget."""
+
+    batches_left: float | None = None
+    samples_per_batch = 1
+
+    @property
+    def flops_left(self) -> float | None:
+        """FLOPs of the batches that are left, of the network as it is now. None: not limited."""
+        if self.batches_left is None:
+            return None
+        return self.batches_left * self.samples_per_batch * self.flops.of_step(self.slots)
+
+
 class Grow(Callback):
     """Grows one network of a LightningModule while its own training goes on.
 
@@ -83,7 +104,8 @@ class Grow(Callback):
     docs/guides/grow.md.
 
     Args:
-        slots: Modules of the network behind which seeds may grow, as in `attach_slots`. Empty: it has slots already.
+        slots: Modules of the network behind which seeds may grow, as in `attach_slots`. Empty: it has slots already,
+            or stacks alone.
         network: Name of the network in the LightningModule. None: its only child with parameters and these slots.
         blueprints: Kinds of seeds on offer, by name or import path. None: all of this package that fit the network.
         decider: `heuristic`, `climbing`, `periodic`, or the name or import path of your own; a schedule (`x.json`); a
@@ -102,6 +124,8 @@ class Grow(Callback):
         actions: Further choices of the decider, such as the durations of blending. None: as for `lifecycle`.
         seed_options: Options of the optimizer for seeds, such as `lr`; all others are those of its first group.
         rng_seed: RNG seed of the seeds' weights.
+        stacks: Number of stack slots behind lists of like blocks, by name of the list, as in `attach_stacks`: copies of
+            the blocks grow there, for good and at once. Deciders then also see the FLOPs of the batches that are left.
     """
 
     def __init__(
@@ -123,6 +147,7 @@ class Grow(Callback):
         actions: ActionConfig | None = None,
         seed_options: dict[str, float] | None = None,
         rng_seed: int = 0,
+        stacks: Mapping[str, int] | None = None,
     ) -> None:
         for name, number in (("batches", batches), ("every", every), ("horizon", horizon)):
             if number is not None and number < 1:
@@ -140,6 +165,7 @@ class Grow(Callback):
             named = [blueprints] if isinstance(blueprints, str) else blueprints
             self.actions = replace(self.actions, blueprints=named or None)
         self.slot_names = [slots] if isinstance(slots, str) else list(slots)
+        self.stacks = dict(stacks or {})
         self.network_name = network
         self.monitor, self.score, self.loss = monitor, score, loss
         self.scale = Scale(monitor, mode)
@@ -175,6 +201,15 @@ class Grow(Callback):
         return EnvConfig(
             horizon=horizon, lifecycle=self.lifecycle, actions=self.actions, objective=self.objective, sight=sight
         )
+
+    @property
+    def _places(self) -> list[str]:
+        """Modules of the network behind which slots are attached."""
+        return [*self.slot_names, *self.stacks]
+
+    @property
+    def _stack_names(self) -> list[str]:
+        return [stack_name(blocks, i) for blocks, count in self.stacks.items() for i in range(count)]
 
     @property
     def _pool(self) -> SinglePool:
@@ -214,11 +249,11 @@ class Grow(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._unwrap(pl_module)  # an earlier run may have failed
-        self.network_name, network = find_network(pl_module, self.network_name, self.slot_names)
+        self.network_name, network = find_network(pl_module, self.network_name, self._places)
         if network is not self.network:
             self._forget()
         self.network, self._resumes = network, False
-        self._slots_of_this_run = frozenset([*slots_of(network), *self.slot_names])
+        self._slots_of_this_run = frozenset([*slots_of(network), *self.slot_names, *self._stack_names])
         load = pl_module.on_load_checkpoint
 
         def attach_first(checkpoint: dict[str, Any]) -> None:
@@ -244,7 +279,7 @@ class Grow(Callback):
                     f"Grow: {name.rstrip('.') or type(module).__name__} is compiled, which hides its parts; compile "
                     f"training_step, or a function that calls the network"
                 )
-        missing = [name for name in self.slot_names if name not in slots_of(self.network)]
+        missing = [name for name in self._places if name not in slots_of(self.network)]
         try:
             check_new_slots(self.network, missing) if missing else None
         except ValueError as error:
@@ -328,6 +363,8 @@ class Grow(Callback):
             missing = [name for name in self.slot_names if name not in slots_of(self.network)]
             if missing:
                 attach_slots(self.network, missing, example)
+            if not set(self._stack_names) <= set(slots_of(self.network)):
+                attach_stacks(self.network, self.stacks, example)
             trial = copy.deepcopy(self.network)
             for slot in slots_of(trial).values():
                 slot.empty()
@@ -341,7 +378,14 @@ class Grow(Callback):
         growing = self._growing or self._hold_seeds(trainer)
         growing.horizon = horizon
         self._forget()
-        subject = Subject(growing, space, actions=self.actions, objective=self.objective, flops=flops)
+        subject = TrainedSubject(growing, space, actions=self.actions, objective=self.objective, flops=flops)
+        if self.stacks:
+            size = getattr(trainer.train_dataloader, "batch_size", None) or batch_size(example)
+            subject.samples_per_batch = size * trainer.world_size
+            batches = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
+            if 0 < batches < math.inf:
+                subject.batches_left = batches - epochs_over * trainer.num_training_batches
+        self._subject = subject
         self.pool = SinglePool(subject, trainer.strategy.broadcast(growable), config)
         events: list[SeedEvent] = []
         if state:
@@ -372,7 +416,7 @@ class Grow(Callback):
                 f"with the version that wrote it, or train anew"
             )
         slots = [name for name in slots_of(self.network) if name in self._slots_of_this_run]
-        slots += [name for name in self.slot_names if name not in slots]
+        slots += [name for name in (*self.slot_names, *self._stack_names) if name not in slots]
         for name, value in {"slots": slots, "blueprints": self.actions.blueprints or state["blueprints"]}.items():
             if state[name] != value:
                 raise ValueError(
@@ -393,6 +437,8 @@ class Grow(Callback):
         self._gradients = state["gradients"]
         self._train_loss, self._train_batches = state["train_loss"], state["train_batches"]
         self.batches_seen, self.flops_spent = state["batches_seen"], state["flops_spent"]
+        if self._subject.batches_left is not None:
+            self._subject.batches_left -= self.batches_seen
         # Lightning steps these schedulers after the hooks that save checkpoints, and not again in a resumed run.
         for config, value in zip(trainer.lr_scheduler_configs, state["plateaus"], strict=False):
             if value is not None:
@@ -523,6 +569,8 @@ class Grow(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.batches_seen += 1
+        if self._subject.batches_left is not None:
+            self._subject.batches_left -= 1
         self.flops_spent += self._step_flops
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):

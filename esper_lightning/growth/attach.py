@@ -86,9 +86,13 @@ class _SlotHook:
     def __init__(self, slot: SeedSlot, path: KeyPath, channels_last: bool) -> None:
         self.slot, self.path, self.channels_last = slot, path, channels_last
 
-    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
         feature = get_at(output, self.path)
+        if isinstance(self.slot, StackSlot):
+            self.slot.beside = inputs[1:], keywords
         grown = self.slot(feature.movedim(-1, 1)).movedim(1, -1) if self.channels_last else self.slot(feature)
+        if isinstance(self.slot, StackSlot):
+            self.slot.beside = (), {}  # a copy of the network must not hold them
         return replace_at(output, self.path, grown)
 
 
@@ -169,17 +173,19 @@ def attach_stacks(network: nn.Module, stacks: Mapping[str, int], example_input: 
         stacks: Number of slots by the name of an `nn.ModuleList` or `nn.Sequential`; slots are called `NAME.stack1` …
         example_input: See `attach_slots`.
 
+    Copies are called with the same further arguments, such as a mask, as the last block of the list.
+
     Returns all slots of the network by name. Raises ValueError if a list does not exist, if its blocks differ, or if
-    the last one takes or returns more than one tensor.
+    the last one returns anything else than a feature of the shape of its first argument.
     """
     places: list[tuple[Place, Tensor]] = []
     for name, count in stacks.items():
         _check_module_name(network, name)
         blocks = check_blocks(network.get_submodule(name))
         last = f"{name}.{list(blocks._modules)[-1]}"
-        called: list[tuple[Any, Any]] = []
+        called: list[tuple[Any, ...]] = []
         hook = network.get_submodule(last).register_forward_hook(
-            lambda module, inputs, keywords, output, called=called: called.append((inputs, keywords)), with_kwargs=True
+            lambda module, inputs, output, called=called: called.append(inputs)
         )
         with evaluation_mode(network), torch.no_grad():
             try:
@@ -187,19 +193,24 @@ def attach_stacks(network: nn.Module, stacks: Mapping[str, int], example_input: 
             finally:
                 hook.remove()
             path, feature = features[last]
-            inputs, keywords = called[0]
-            if path or feature.ndim not in LAYOUTS or keywords or len(inputs) != 1 or inputs[0].shape != feature.shape:
+            (first, *_) = (*called[0], None)
+            if path or feature.ndim not in LAYOUTS or not isinstance(first, Tensor) or first.shape != feature.shape:
                 raise ValueError(
-                    f"stack slot behind {name!r}: its blocks must take one feature and return one of the same shape; "
-                    f"wrap them in a module that does"
+                    f"stack slot behind {name!r}: its blocks must take a feature as their first argument and return one "
+                    f"of the same shape; wrap them in a module that does"
                 )
             is_single = _is_on_single_path(network, last, path, example=example_input, outputs=outputs)
         place = {"module": last, "path": [], "channels_last": False, "layout": STACK, "detach_input": False}
         place |= {"width": feature.shape[LAYOUTS[feature.ndim][1]], "on_single_path": is_single, "blocks": name}
-        places += [({"slot": f"{name}.stack{i + 1}", **place}, feature) for i in range(count)]
+        places += [({"slot": stack_name(name, i), **place}, feature) for i in range(count)]
     for place, feature in places:
         _attach(network, place, feature)
     return slots_of(network)
+
+
+def stack_name(blocks: str, i: int) -> str:
+    """Return the name of the i-th stack slot, counted from 0, behind a list of blocks."""
+    return f"{blocks}.stack{i + 1}"
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -300,7 +311,7 @@ def _attach(network: nn.Module, place: Place, like: Tensor) -> None:
     container[_container_key(slot.name)] = slot.to(like.device, like.dtype).train(network.training)
     container.places[slot.name] = place
     hook = _SlotHook(slot, tuple(place["path"]), place["channels_last"])
-    container.hooks[slot.name] = network.get_submodule(place["module"]).register_forward_hook(hook)
+    container.hooks[slot.name] = network.get_submodule(place["module"]).register_forward_hook(hook, with_kwargs=True)
     # torch.compile does not guard hooks, so earlier compiled code would skip the slot. torch._dynamo takes seconds to
     # import; if it is not loaded, nothing has been compiled.
     if "torch._dynamo" in sys.modules:

@@ -43,7 +43,7 @@ def probe_seeds(
         if not slot.occupied:
             return x
         try:
-            shape = slot.seed(x.detach()).shape
+            shape = slot.seed_output(x.detach()).shape
         except (RuntimeError, ValueError) as error:  # torch does not accept the feature's shape
             errors[slot.name] = f"cannot run on features of shape {tuple(x.shape)}: {error}"
             return x

@@ -173,6 +173,10 @@ class SeedSlot(nn.Module):
         """Return what the slot would return with the seed blended at full alpha; no gradient reaches `x`."""
         return self._mix(seed_input := x.detach(), seed_input, None)
 
+    def seed_output(self, x: Tensor) -> Tensor:
+        """Return the output of the seed alone."""
+        return self.seed(x)
+
     def _mix(self, x: Tensor, seed_input: Tensor, alpha: Tensor | None) -> Tensor:  # None: full alpha
         if alpha is None and self.style == "add":
             return self.seed(seed_input).to(x.dtype)
@@ -221,7 +225,13 @@ class StackSlot(SeedSlot):
         name, width, on_single_path: See `SeedSlot`.
         blocks: The list.
         earlier: Stack slots between the list and this one.
+
+    Attributes:
+        beside: Arguments and keyword arguments, such as a mask, that the last block of the list was called with beside
+            the feature; the copies get the same.
     """
+
+    beside: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     def __init__(
         self,
@@ -248,6 +258,15 @@ class StackSlot(SeedSlot):
 
     def seed_parameters(self, blueprint: str) -> int:
         return self.num_blocks(blueprint) * sum(parameter.numel() for parameter in self.block.parameters())
+
+    def seed_output(self, x: Tensor) -> Tensor:
+        arguments, keywords = self.beside
+        for block in self.seed.children():
+            x = block(x, *arguments, **keywords)
+        return x
+
+    def _mix(self, x: Tensor, seed_input: Tensor, alpha: Tensor | None) -> Tensor:
+        return self.seed_output(seed_input).to(x.dtype)  # at full alpha at once
 
     def sources(self, blueprint: str) -> list[nn.Module]:
         """Return the blocks that a blueprint copies, the last ones before the slot."""

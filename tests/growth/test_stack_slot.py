@@ -135,14 +135,42 @@ def test_stack_slots_are_attached_behind_the_blocks_of_a_network_of_others() -> 
 class Masked(nn.Module):
     """Network whose blocks take a mask beside the feature."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 2) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True) for _ in range(2))
+        blocks = (nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True) for _ in range(depth))
+        self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x, src_mask=torch.zeros(x.shape[1], x.shape[1]))
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        for i, block in enumerate(self.blocks):
+            x = block(x, mask) if i else block(x, src_mask=mask)
         return x
+
+
+def test_copies_get_the_mask_of_the_block_before_them() -> None:
+    network, x = Masked(), torch.randn(3, 4, 8)
+    attach_stacks(network, {"blocks": 2}, x)
+    grown = growing(network)
+    grown.germinate("blocks.stack1", "stack")
+    grown.germinate("blocks.stack2", "last")
+    deeper = Masked(5)
+    for target, source in zip(deeper.blocks, (0, 1, 0, 1, 1), strict=True):
+        target.load_state_dict(network.blocks[source].state_dict(), strict=False)
+
+    torch.testing.assert_close(network(x), deeper(x), rtol=0, atol=0)
+    torch.testing.assert_close(copy.deepcopy(network)(x), deeper(x), rtol=0, atol=0)
+    assert all(slot.beside == ((), {}) for slot in slots_of(network).values())
+
+
+class Pairs(nn.Module):
+    """Network whose blocks return two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.LSTM(4, 4, batch_first=True)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x)[0]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +179,7 @@ class Masked(nn.Module):
         (make_vit, "encoder.blocks", torch.randn(3, 3, 8, 8), "has no module 'encoder.blocks'"),
         (make_vit, "encoder.ln", torch.randn(3, 3, 8, 8), "must be an nn.ModuleList or nn.Sequential"),
         (lambda: nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 4))), "0", torch.randn(3, 3), "differ in"),
-        (Masked, "blocks", torch.randn(3, 4, 8), "must take one feature and return one"),
+        (Pairs, "blocks", torch.randn(3, 4, 4), "must take a feature as their first argument and return one"),
     ],
 )
 def test_a_list_whose_blocks_cannot_be_stacked_is_refused(

@@ -1,0 +1,67 @@
+"""Grow with stack slots: copies of the blocks of a GPT that fit the batches that are left."""
+
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from esper_lightning.callbacks import Grow
+from esper_lightning.controllers.rules import Scaling
+from esper_lightning.envs.flops import positions_per_parameter
+from tests.callbacks.gpt import BATCHES, make, train
+
+EPOCHS = 8
+
+
+def grow(positions: float, **settings: Any) -> Grow:
+    """Return the callback with the rule that deepens a network for which so many positions per parameter are left."""
+    rule = Scaling()
+    rule.positions = positions
+    return Grow(stacks={"blocks": 2}, decider=rule, monitor="val_loss", mode="min", batches=1, **settings)
+
+
+def copies(module: Any) -> int:
+    """Return the number of blocks that have grown."""
+    return sum(name.endswith("norm1.weight") for name, _ in module.net.named_parameters()) - 1
+
+
+@pytest.fixture(scope="module")
+def left() -> float:
+    """Positions per parameter of a GPT with two blocks when a quarter of the training of one block is over."""
+    callback = grow(0.0)
+    train(make(1), callback, max_epochs=1)
+    assert callback.pool is not None
+    subject = callback.pool.subject
+    block = sum(parameter.numel() for parameter in make(1).net.blocks[0].parameters())
+    flops = subject.flops.of_step(()) * 0.75 * EPOCHS * BATCHES
+    return positions_per_parameter(flops, subject.host_parameters + block)
+
+
+@pytest.mark.parametrize(("share", "expected"), [(1.01, 0), (0.99, 1), (0.0, 2)])
+def test_a_gpt_grows_as_deep_as_the_batches_that_are_left_suffice_for(left: float, share: float, expected: int) -> None:
+    module = make(1)
+
+    train(module, grow(share * left), max_epochs=EPOCHS)
+
+    assert copies(module) == expected
+
+
+def test_a_copy_is_trained_and_a_resumed_training_ends_as_the_whole_one(tmp_path: Path) -> None:
+    def checkpoints() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+
+    whole = make(1)
+    train(whole, grow(0.0), checkpoints(), max_epochs=EPOCHS, enable_checkpointing=True)
+    assert copies(whole) == 2
+    queries = [weight for name, weight in whole.net.named_parameters() if name.endswith("qkv.weight")]
+    assert not any(torch.equal(one, other) for one, other in combinations(queries, 2))
+
+    for epoch in (0, 2, 4):
+        resumed = make(1)
+        train(resumed, grow(0.0), resume_from=tmp_path / f"epoch={epoch}.ckpt", max_epochs=EPOCHS)
+        ours, theirs = resumed.state_dict(), whole.state_dict()
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
