@@ -196,8 +196,8 @@ def attach_stacks(network: nn.Module, stacks: Mapping[str, int], example_input: 
             (first, *_) = (*called[0], None)
             if path or feature.ndim not in LAYOUTS or not isinstance(first, Tensor) or first.shape != feature.shape:
                 raise ValueError(
-                    f"stack slot behind {name!r}: its blocks must take a feature as their first argument and return one "
-                    f"of the same shape; wrap them in a module that does"
+                    f"stack slot behind {name!r}: its blocks must take a feature as their first argument and return "
+                    f"one of the same shape; wrap them in a module that does"
                 )
             is_single = _is_on_single_path(network, last, path, example=example_input, outputs=outputs)
         place = {"module": last, "path": [], "channels_last": False, "layout": STACK, "detach_input": False}

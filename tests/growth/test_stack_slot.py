@@ -179,7 +179,7 @@ class Pairs(nn.Module):
         (make_vit, "encoder.blocks", torch.randn(3, 3, 8, 8), "has no module 'encoder.blocks'"),
         (make_vit, "encoder.ln", torch.randn(3, 3, 8, 8), "must be an nn.ModuleList or nn.Sequential"),
         (lambda: nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 4))), "0", torch.randn(3, 3), "differ in"),
-        (Pairs, "blocks", torch.randn(3, 4, 4), "must take a feature as their first argument and return one"),
+        (Pairs, "blocks", torch.randn(3, 4, 4), "must take a feature as their first argument and return"),
     ],
 )
 def test_a_list_whose_blocks_cannot_be_stacked_is_refused(
