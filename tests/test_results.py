@@ -76,6 +76,8 @@ def test_the_leads_of_the_depth_policy_in_nats_are_those_of_the_kept_results() -
         row = " | ".join(nats(f"depth_policy_{name}", rival) for rival in ("small static", "scaling"))
         assert f"| {row} |" in page, name
     assert nats("depth_policy_wide", "four") in page
+    for rival in ("small static", "scaling"):
+        assert f"{nats('depth_policy_short', rival)} " in page, rival
 
 
 RULES = ("random", "small static", "heuristic", "periodic", "climbing")
