@@ -44,7 +44,7 @@ def test_its_rows_are_those_of_the_kept_results() -> None:
     ("page", "names"),
     rest_is_slow(
         [
-            ("digits", ["digits"]),
+            ("digits", ["digits", "glyphs", "cifar10_reduced"]),
             ("depth", ["depth_policy"]),
             ("family", ["family", "family_held_out", "failing"]),
         ],
