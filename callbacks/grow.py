@@ -84,13 +84,13 @@ CONFLICTING_CALLBACKS = {
 class TrainedSubject(Subject):
     """Network in a user's own training, whose batches are its budget."""
 
-    batches_left: float | None = None
+    batches_left = math.inf
     samples_per_batch = 1
 
     @property
     def flops_left(self) -> float | None:
         """FLOPs of the batches that are left, of the network as it is now. None: not limited."""
-        if self.batches_left is None:
+        if math.isinf(self.batches_left):
             return None
         return self.batches_left * self.samples_per_batch * self.flops.of_step(self.slots)
 
@@ -437,8 +437,7 @@ class Grow(Callback):
         self._gradients = state["gradients"]
         self._train_loss, self._train_batches = state["train_loss"], state["train_batches"]
         self.batches_seen, self.flops_spent = state["batches_seen"], state["flops_spent"]
-        if self._subject.batches_left is not None:
-            self._subject.batches_left -= self.batches_seen
+        self._subject.batches_left -= self.batches_seen
         # Lightning steps these schedulers after the hooks that save checkpoints, and not again in a resumed run.
         for config, value in zip(trainer.lr_scheduler_configs, state["plateaus"], strict=False):
             if value is not None:
@@ -569,8 +568,7 @@ class Grow(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.batches_seen += 1
-        if self._subject.batches_left is not None:
-            self._subject.batches_left -= 1
+        self._subject.batches_left -= 1
         self.flops_spent += self._step_flops
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -38,6 +39,9 @@ def forked(run: Callable[[], object]) -> Iterator[Fork]:
             code = 0
         except SystemExit as ended:
             code = int(ended.code or 0)
+        except Exception:
+            traceback.print_exc()  # the test tells only the exit code
+            sys.stderr.flush()
         finally:
             os._exit(code)
     fork = Fork(pid)

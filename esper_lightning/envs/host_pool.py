@@ -39,7 +39,7 @@ SMALL_HOST, SMALL_HOST_ON_ONE_CORE = 5_000_000, 20_000_000
 """Largest product of the parameters and the inputs of a host for which `auto` stands for `fused` on the CPU.
 
 With 6,418 parameters and 16 hosts on two cores, `fused` is 1.2 to 1.7 times as fast as `threads` on 768 inputs, and 0.6
-to 0.8 times on 3,072. On one core it is there .9 to 1.3 times as fast as `loop`."""
+to 0.8 times on 3,072. On one core it is there 1.0 to 1.6 times as fast as `loop`."""
 
 WAIT_ACTION = (0,) * len(HEADS)
 """Action that changes nothing: choice 0 of every head."""

@@ -86,14 +86,24 @@ class _SlotHook:
     def __init__(self, slot: SeedSlot, path: KeyPath, channels_last: bool) -> None:
         self.slot, self.path, self.channels_last = slot, path, channels_last
 
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         feature = get_at(output, self.path)
-        if isinstance(self.slot, StackSlot):
-            self.slot.beside = inputs[1:], keywords
         grown = self.slot(feature.movedim(-1, 1)).movedim(1, -1) if self.channels_last else self.slot(feature)
-        if isinstance(self.slot, StackSlot):
-            self.slot.beside = (), {}  # a copy of the network must not hold them
         return replace_at(output, self.path, grown)
+
+
+class _StackHook:
+    """Forward hook that passes the output of the last block through a stack slot, and an object as `_SlotHook` is."""
+
+    def __init__(self, slot: StackSlot) -> None:
+        self.slot = slot
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Tensor) -> Tensor:
+        self.slot.beside = inputs[1:], keywords
+        try:
+            return self.slot(output)
+        finally:
+            del self.slot.beside  # a copy of the network must not hold them
 
 
 def attach_slots(
@@ -306,12 +316,15 @@ def _attach(network: nn.Module, place: Place, like: Tensor) -> None:
         blocks = check_blocks(network.get_submodule(place["blocks"]))
         earlier = [container[_container_key(other)] for other in own]
         slot = StackSlot(name, width, blocks, earlier, on_single_path=is_single)
+        hook = _StackHook(slot)
     else:
         slot = SeedSlot(name, place["layout"], width, detach_input=place["detach_input"], on_single_path=is_single)
+        hook = _SlotHook(slot, tuple(place["path"]), place["channels_last"])
     container[_container_key(slot.name)] = slot.to(like.device, like.dtype).train(network.training)
     container.places[slot.name] = place
-    hook = _SlotHook(slot, tuple(place["path"]), place["channels_last"])
-    container.hooks[slot.name] = network.get_submodule(place["module"]).register_forward_hook(hook, with_kwargs=True)
+    container.hooks[slot.name] = network.get_submodule(place["module"]).register_forward_hook(
+        hook, with_kwargs=isinstance(hook, _StackHook)
+    )
     # torch.compile does not guard hooks, so earlier compiled code would skip the slot. torch._dynamo takes seconds to
     # import; if it is not loaded, nothing has been compiled.
     if "torch._dynamo" in sys.modules:
