@@ -23,7 +23,7 @@ from esper_lightning.growth.nested import (
     repeat_rows,
     replace_at,
 )
-from esper_lightning.growth.slot import EXTRA_STATE, Layout, SeedSlot, StackSlot, decode, encode
+from esper_lightning.growth.slot import EXTRA_STATE, Layout, SeedSlot, SlotHook, StackSlot, decode, encode
 from esper_lightning.growth.stack import check_blocks
 
 CONTAINER_NAME = "grown_slots"
@@ -77,7 +77,7 @@ def _accept_host_without_slots(container: nn.Module, state: dict[str, Any], pref
     state.setdefault(prefix + EXTRA_STATE, encode([]))
 
 
-class _SlotHook:
+class _SlotHook(SlotHook):
     """Forward hook that passes one tensor of a module's output through a slot.
 
     It is an object and not a closure, so that a deep copy of the network uses its own copies of the slots.
@@ -92,7 +92,7 @@ class _SlotHook:
         return replace_at(output, self.path, grown)
 
 
-class _StackHook:
+class _StackHook(SlotHook):
     """Forward hook that passes the output of the last block through a stack slot, and an object as `_SlotHook` is."""
 
     def __init__(self, slot: StackSlot) -> None:

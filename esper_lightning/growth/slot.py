@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -297,13 +298,29 @@ def new_seed(
 ) -> nn.Module:
     """Build a seed for `slot`, with its device, dtype and mode; `generator`, on the same device, draws the weights."""
     if isinstance(slot, StackSlot):
-        return nn.Sequential(*(copy.deepcopy(block) for block in slot.sources(blueprint)))
+        return nn.Sequential(*map(copy_without_slots, slot.sources(blueprint)))
     device = slot.alpha.device
     seed = build_seed(blueprint, slot.layout, slot.width, device=device, generator=generator, birth=birth)
     if style == "gate":
         gate = build_on(device, lambda: SampleGate(slot.width, -1 if slot.layout == "sequence" else 1), generator)
         seed = GatedSeed(seed, gate)
     return seed.to(slot.alpha.dtype).train(slot.training)
+
+
+class SlotHook:
+    """Forward hook by which a slot is attached to a module."""
+
+
+def copy_without_slots(block: nn.Module) -> nn.Module:
+    """Return a copy of a block without slots attached in it: no optimizer and no state dict would hold their copies."""
+    hooks = {part: part._forward_hooks for part in block.modules()}
+    try:
+        for part, own in hooks.items():
+            part._forward_hooks = OrderedDict((key, one) for key, one in own.items() if not isinstance(one, SlotHook))
+        return copy.deepcopy(block)
+    finally:
+        for part, own in hooks.items():
+            part._forward_hooks = own
 
 
 def new_folded(slot: SeedSlot, kernel: int) -> nn.Conv2d:

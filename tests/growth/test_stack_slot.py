@@ -147,14 +147,17 @@ class Masked(nn.Module):
         return x
 
 
-def test_copies_get_the_mask_of_the_block_before_them() -> None:
+@pytest.mark.parametrize(
+    ("blueprints", "sources"), [(("stack", "last"), (0, 1, 0, 1, 1)), (("last", "stack"), (0, 1, 1, 1, 1))]
+)
+def test_copies_get_the_mask_of_the_block_before_them(blueprints: tuple[str, str], sources: tuple[int, ...]) -> None:
     network, x = Masked(), torch.randn(3, 4, 8)
     attach_stacks(network, {"blocks": 2}, x)
     grown = growing(network)
-    grown.germinate("blocks.stack1", "stack")
-    grown.germinate("blocks.stack2", "last")
+    for slot, blueprint in zip(slots_of(network), blueprints, strict=True):
+        grown.germinate(slot, blueprint)
     deeper = Masked(5)
-    for target, source in zip(deeper.blocks, (0, 1, 0, 1, 1), strict=True):
+    for target, source in zip(deeper.blocks, sources, strict=True):
         target.load_state_dict(network.blocks[source].state_dict(), strict=False)
 
     torch.testing.assert_close(network(x), deeper(x), rtol=0, atol=0)
