@@ -96,6 +96,12 @@ class TrainingHosts(NamedTuple):
                 )
         if pool.feature_names != self.features:
             differing = sorted({*pool.feature_names} ^ {*self.features})
+            if differing == ["budget"]:
+                ours, theirs = ("with", "have none") if "budget" in self.features else ("without", "have one")
+                raise ValueError(
+                    f"the policy was trained {ours} a budget of FLOPs, and these hosts {theirs}; let the rule scaling "
+                    f"or a policy of configs/depth.yaml decide about stacks, and other policies about all else"
+                )
             raise ValueError(
                 f"the policy reads other features than these hosts show, as {excerpt(', '.join(differing))}; make the "
                 f"pool with sight=controller.sight (data.env.sight) and the lifecycle of the training"

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from esper_lightning import from_config
+from esper_lightning.controllers.learned import TrainingHosts, TrainingRules
 from esper_lightning.controllers.rules import RandomValid, Scaling
 from esper_lightning.controllers.static import FossilizedSeed, StaticController
 from esper_lightning.envs import HostPool
@@ -161,6 +162,17 @@ def test_the_policy_sees_the_size_of_copies_and_the_budget() -> None:
 
     assert "budget" not in free.feature_names
     assert after[0] < after[1] < before[1], "a deeper host has fewer tokens for each parameter"
+
+
+def test_a_policy_that_was_trained_with_a_budget_is_refused_without_one_and_the_other_way_round() -> None:
+    limited, free = make_deep(batches=10.0), make_deep()
+    cases = [(limited, free, "trained with a budget .*, and these hosts have none; let the rule scaling")]
+    cases += [(free, limited, "trained without a budget .*, and these hosts have one")]
+    for trained, offered, message in cases:
+        config = trained.config
+        rules = TrainingRules(config.lifecycle, config.actions)
+        with pytest.raises(ValueError, match=message):
+            TrainingHosts(trained.space, trained.feature_names, config.sight, rules).check(offered)
 
 
 def test_a_network_of_others_becomes_deeper_in_a_pool() -> None:
