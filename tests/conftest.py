@@ -38,6 +38,10 @@ settings.load_profile("esper")
 # Hosts are tiny: a second thread slows them down, on a busy machine tenfold.
 torch.set_num_threads(1)
 
+# The first backward pass of a process decides whether autograd has threads. After a torch.export it would start some,
+# and forks, by which runs are stopped and killed, could not train.
+torch.ones((), requires_grad=True).backward()
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
