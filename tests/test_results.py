@@ -59,25 +59,27 @@ def test_the_tables_are_those_of_the_kept_results(page: str, names: list[str]) -
         assert set(rows.splitlines()) <= set(kept(name))
 
 
-def nats(name: str, rival: str) -> str:
-    """Return the lead of the depth policy over a row in nats: scores are 1 − loss / ln(256)."""
+def lead(name: str, rival: str, unit: float = math.log(256)) -> str:
+    """Return the lead of the depth policy over a row, in nats if its scores are 1 − loss / ln(256)."""
     results = tables.read(ROOT / "benchmarks" / "results" / f"{name}.csv")
     leads = np.array([ours - results[rival][""] for ours in results["tamiyo"].values()])
-    return tables.shown(mean_interval(math.log(256) * leads), signed=True)
+    return tables.shown(mean_interval(unit * leads), signed=True)
 
 
-def test_the_leads_of_the_depth_policy_in_nats_are_those_of_the_kept_results() -> None:
+def test_the_leads_of_the_depth_policy_are_those_of_the_kept_results() -> None:
     page = (RESULTS / "depth.md").read_text()
     for rival in ("small static", "two", "2 at 3", "scaling"):
-        assert nats("depth_policy", rival) in page, rival
+        assert lead("depth_policy", rival) in page, rival
     for rival in ("small static", "2 at 3", "scaling"):
-        assert f"| {nats('depth_policy', rival)} |" in README, rival
+        assert f"| {lead('depth_policy', rival)} |" in README, rival
     for name in ("english", "held_out", "wide"):
-        row = " | ".join(nats(f"depth_policy_{name}", rival) for rival in ("small static", "scaling"))
+        row = " | ".join(lead(f"depth_policy_{name}", rival) for rival in ("small static", "scaling"))
         assert f"| {row} |" in page, name
-    assert nats("depth_policy_wide", "four") in page
+    assert lead("depth_policy_wide", "four") in page
     for rival in ("small static", "scaling"):
-        assert f"{nats('depth_policy_short', rival)} " in page, rival
+        assert f"{lead('depth_policy_short', rival)} " in page, rival
+    for rival in ("small static", "two", "scaling"):
+        assert f"{lead('depth_policy_letters', rival, unit=1.0)} over" in page, rival
 
 
 RULES = ("random", "small static", "heuristic", "periodic", "climbing")
