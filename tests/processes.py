@@ -39,10 +39,10 @@ def forked(run: Callable[[], object]) -> Iterator[Fork]:
             code = 0
         except SystemExit as ended:
             code = int(ended.code or 0)
-        except Exception:
-            traceback.print_exc()  # the test tells only the exit code
-            sys.stderr.flush()
         finally:
+            if sys.exc_info()[0] is not None:
+                traceback.print_exc()  # os._exit ends the process before Python prints it
+                sys.stderr.flush()
             os._exit(code)
     fork = Fork(pid)
     try:
@@ -63,11 +63,8 @@ def run_in_fork(run: Callable[[], object]) -> tuple[int, str]:
         sys.stderr = os.fdopen(2, "w", closefd=False, buffering=1)
         try:
             run()
-            code = 0
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        sys.stdout.flush()
-        os._exit(code)
+        finally:
+            sys.stdout.flush()
 
     with forked(run_with_pipe) as fork:
         os.close(writing)

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -313,14 +312,12 @@ class SlotHook:
 
 def copy_without_slots(block: nn.Module) -> nn.Module:
     """Return a copy of a block without slots attached in it: no optimizer and no state dict would hold their copies."""
-    hooks = {part: part._forward_hooks for part in block.modules()}
-    try:
-        for part, own in hooks.items():
-            part._forward_hooks = OrderedDict((key, one) for key, one in own.items() if not isinstance(one, SlotHook))
-        return copy.deepcopy(block)
-    finally:
-        for part, own in hooks.items():
-            part._forward_hooks = own
+    hooks = [hook for part in block.modules() for hook in part._forward_hooks.values()]
+    return copy.deepcopy(block, {id(hook): pass_on for hook in hooks if isinstance(hook, SlotHook)})
+
+
+def pass_on(*_: Any) -> None:
+    """Forward hook that leaves the output as it is, in the place of a slot's."""
 
 
 def new_folded(slot: SeedSlot, kernel: int) -> nn.Conv2d:
