@@ -109,6 +109,11 @@ class SeedSlot(nn.Module):
         self.blended = stage in BLENDED
 
     @property
+    def is_open(self) -> bool:
+        """True if a decider may put a seed in."""
+        return self.stage is Stage.DORMANT and self.layout != ABSENT
+
+    @property
     def ramping(self) -> bool:
         """True if alpha may still change: the seed is blended and not fossilized."""
         return self.blended and self.live
@@ -244,6 +249,12 @@ class StackSlot(SeedSlot):
     ) -> None:
         super().__init__(name, STACK, width, detach_input=False, on_single_path=on_single_path)
         self._before = (blocks, tuple(earlier))  # in a tuple, because these modules are no children of the slot
+
+    @property
+    def is_open(self) -> bool:
+        """True if a decider may put copies in: slots of one list are taken in turn, for whichever is taken, the network
+        is the same."""
+        return super().is_open and all(slot.occupied for slot in self._before[1] if isinstance(slot, SeedSlot))
 
     @property
     def block(self) -> nn.Module:

@@ -10,7 +10,7 @@ from esper_lightning import from_config
 from esper_lightning.controllers.learned import TrainingHosts, TrainingRules
 from esper_lightning.controllers.rules import RandomValid, Scaling
 from esper_lightning.controllers.static import FossilizedSeed, StaticController
-from esper_lightning.envs import HostPool
+from esper_lightning.envs import HostPool, Op
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.evaluation.play import play_episode, play_static
 from esper_lightning.governor.judge import GovernorConfig
@@ -61,6 +61,16 @@ def test_a_deeper_host_trains_on_fewer_minibatches_of_the_same_flops() -> None:
     assert budgets == sorted(budgets, reverse=True) and budgets[0] is not None
     assert [slot.stage for slot in pool.envs[0].slots] == [Stage.DORMANT, Stage.FOSSILIZED, Stage.DORMANT]
     assert len(pool.envs[1].slots[2].seed) == 2 and len(pool.envs[1].slots[1].seed) == 1
+
+
+def test_stack_slots_of_one_list_are_offered_in_turn() -> None:
+    pool = make_deep()
+    pool.reset([1, 3])
+    for row, offered in (WAIT, ["stack1"]), (stacked(pool, 1, "stack"), ["stack2"]), (stacked(pool, 2, "last"), []):
+        pool.step(act(row, WAIT))
+        possible = pool.masks_on_cpu.slot[:, Op.GERMINATE, 1:].tolist()
+        assert [name for name, may in zip(pool.space.slot[1:], possible[0], strict=True) if may] == offered
+        assert possible[1] == [True, False]
 
 
 def test_hosts_of_the_depth_config_spend_their_budgets_up_to_one_minibatch() -> None:
@@ -185,10 +195,10 @@ def test_a_network_of_others_becomes_deeper_in_a_pool() -> None:
     )
     pool = HostPool(task, task.load(), host, config=FAST_CONFIG, n_envs=1, device=torch.device("cpu"))
     pool.reset([1])
-    step = pool.step(act(germinate(1, LAST)))
+    step = pool.step(act(germinate(0, LAST)))
 
     assert pool.space.slot == ["encoder.layers.stack1", "encoder.layers.stack2"] and pool.space.blueprint == [
         "stack",
         "last",
     ]
-    assert [slot.occupied for slot in pool.envs[0].slots] == [False, True] and step.metrics.loss.isfinite().all()
+    assert [slot.occupied for slot in pool.envs[0].slots] == [True, False] and step.metrics.loss.isfinite().all()

@@ -15,8 +15,6 @@ from esper_lightning.blueprints import find_blueprint, suggest_name
 from esper_lightning.envs.device_transfer import copy_to_device
 from esper_lightning.growth.blend import BlendStyle, Curve
 from esper_lightning.growth.growing_network import GrowingNetwork, RefusalReasons
-from esper_lightning.growth.slot import ABSENT
-from esper_lightning.growth.stages import Stage
 
 
 class Op(IntEnum):
@@ -232,7 +230,7 @@ def possible_ops(growing: GrowingNetwork, refusals: Sequence[RefusalReasons], en
     slots = list(growing.slots.values())
     possible = {
         Op.WAIT: [True for _ in slots],
-        Op.GERMINATE: [slot.stage is Stage.DORMANT and slot.layout != ABSENT for slot in slots],
+        Op.GERMINATE: [slot.is_open for slot in slots],
         Op.CULL: [not reasons.culling for reasons in refusals],
         Op.FOSSILIZE: [not reasons.fossilizing for reasons in refusals],
     }
