@@ -57,6 +57,8 @@ class RunningMeanStd(nn.Module):
 
         An empty batch changes nothing, nor does one whose mean or variance is not finite.
         """
+        if not self.mean.numel():
+            return  # no feature of this kind is shown
         n_values, mean, var = ranks.moments(batch.reshape(-1, *self.mean.shape))
         if n_values == 0:
             return

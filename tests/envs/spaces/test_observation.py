@@ -282,6 +282,9 @@ def test_hidden_features_are_not_there_and_the_others_are_the_same(make_pool: Ma
     assert torch.equal(part.observation.features[..., :n], whole.observation.features[..., columns])
     progress = make_pool(1, sight=ObservationConfig(shown=["progress"]))
     assert progress.feature_names == ["progress", "slot.present", "blueprint.present"]
+    norm = make_norm(progress.rows, NormalizeConfig())
+    norm.update(progress.reset([3]).features.repeat(2, 1, 1))
+    assert norm(progress.observation.features).shape == progress.observation.features.shape
 
 
 @pytest.mark.parametrize(
