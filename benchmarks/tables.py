@@ -2,12 +2,13 @@
 
     python -m benchmarks.tables keep RUN/evaluation/evaluation.csv benchmarks/results/NAME.csv
     python -m benchmarks.tables show benchmarks/results/NAME.csv
+    python -m benchmarks.tables publish RUN/checkpoints/last.ckpt POLICY.safetensors benchmarks/results/NAME.csv
     python -m benchmarks.tables by benchmarks/results/NAME.csv VARIABLE ... --cells tamiyo 'best fixed:score'
 
-`keep` copies the columns that the tables need. `show` prints a Markdown table of the objective on test images, and the
-lead of the policy over every row, paired by host, for each training run and for all together. `by` prints
-means over training runs and hosts for each kind of host in a family, of the objective or of the column named after a
-colon.
+`keep` copies the columns that the tables need. `show` prints a Markdown table of the objective on test data, and the
+lead of the policy over every row, paired by host, for each training run and for all together. `publish` writes the
+policy of a checkpoint to a file, with this table. `by` prints means over training runs and hosts for each kind of host
+in a family, of the objective or of the column named after a colon.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from esper_lightning.checkpoint import write_policy
 from esper_lightning.evaluation.statistics import Interval, mean_interval
 
 KEPT_COLUMNS = ("controller", "training_seed", "host", "objective", "score", "parameters", "fossils", "flops")
@@ -122,13 +124,16 @@ def by_kind(path: Path, names: Sequence[str], cells: Sequence[str]) -> list[str]
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run one of the three commands."""
+    """Run one of the four commands."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
     keeping = verbs.add_parser("keep", help="copy what the tables need")
     keeping.add_argument("source", type=Path)
     keeping.add_argument("target", type=Path)
     verbs.add_parser("show", help="print the table").add_argument("results", type=Path)
+    publishing = verbs.add_parser("publish", help="write a policy with its table")
+    for name in ("checkpoint", "policy", "results"):
+        publishing.add_argument(name, type=Path)
     grouping = verbs.add_parser("by", help="print means by kind of host")
     grouping.add_argument("results", type=Path)
     grouping.add_argument("variables", nargs="+")
@@ -138,6 +143,8 @@ def main(args: Sequence[str] | None = None) -> None:
         keep(chosen.source, chosen.target)
     elif chosen.verb == "show":
         print("\n".join(markdown(read(chosen.results))))
+    elif chosen.verb == "publish":
+        write_policy(chosen.checkpoint, chosen.policy, {chosen.results.stem: "\n".join(markdown(read(chosen.results)))})
     else:
         try:
             print("\n".join(by_kind(chosen.results, chosen.variables, chosen.cells)))

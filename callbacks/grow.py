@@ -109,8 +109,8 @@ class Grow(Callback):
         network: Name of the network in the LightningModule. None: its only child with parameters and these slots.
         blueprints: Kinds of seeds on offer, by name or import path. None: all of this package that fit the network.
         decider: `heuristic`, `climbing`, `periodic`, or the name or import path of your own; a schedule (`x.json`); a
-            trained policy (`x.ckpt` or `x.safetensors`), or `tamiyo`, the policy of the package; `wait`, by which
-            nothing grows; or any object with `reset(pool)` and `act(pool)`.
+            trained policy (`x.ckpt` or `x.safetensors`), or `tamiyo`, the policy of the package (for stacks alone:
+            `tamiyo_depth`); `wait`, by which nothing grows; or any object with `reset(pool)` and `act(pool)`.
         monitor: Name of the logged validation metric by which seeds are judged.
         mode: `max` for a share from 0 to 1, such as accuracy; `min` for a loss.
         score: Function of outputs and targets that returns a number from 0 to 1 per sample, in place of `monitor`: all
@@ -154,6 +154,8 @@ class Grow(Callback):
                 raise ValueError(f"Grow: {name} must be at least 1, got {number}")
         if score is not None and mode == "min":
             raise ValueError("Grow: a score grows with quality; leave mode at 'max'")
+        if decider == "tamiyo" and stacks and not slots:
+            decider = "tamiyo_depth"  # the policy of the package that knows stacks and budgets
         self.decider = make_decider(decider)
         self.decider_name = decider if isinstance(decider, str) else type(decider).__name__
         rules = getattr(self.decider, "rules", None) or TrainingRules(LifecycleConfig(), ActionConfig())

@@ -49,7 +49,7 @@ POLICY_SUFFIX, CHECKPOINT_SUFFIX = ".safetensors", ".ckpt"
 POLICIES = Path(__file__).parent / "policies"
 """Folder of the policies that come with the package."""
 
-NAMED_POLICIES = {"tamiyo": "general.safetensors"}
+NAMED_POLICIES = {"tamiyo": "general.safetensors", "tamiyo_depth": "depth.safetensors"}
 """Files in that folder, by the names that stand for them."""
 
 METADATA_KEY, VERSIONS_KEY = "policy", "versions"

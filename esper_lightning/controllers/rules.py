@@ -14,7 +14,6 @@ from esper_lightning.controllers.learned import Hosts
 from esper_lightning.controllers.schedules import WAIT_ACTION, is_possible
 from esper_lightning.envs import Action, Op
 from esper_lightning.envs.device_transfer import copy_to_device
-from esper_lightning.envs.flops import positions_per_parameter
 from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.growth.gates import LifecycleConfig
@@ -268,11 +267,11 @@ class HillClimbing(Rule):
 class Scaling(Rule):
     """Deepens a network by one stack after the other, as far as the FLOPs that are left suffice for its size.
 
-    They suffice if they train the deeper network on `positions` positions (tokens) per parameter. Both numbers are from
+    They suffice if they train the deeper network on `targets` tokens or labels per parameter. Both numbers are from
     docs/results/depth.md.
     """
 
-    positions = 15.0
+    targets = 15.0
     begin = 0.25  # share of the horizon after which the first one grows, and another one in each later tick
 
     def reset(self, pool: Hosts) -> None:
@@ -287,8 +286,7 @@ class Scaling(Rule):
             action = make_action(Op.GERMINATE, k, blueprint)
             if is_possible(pool, host, action):
                 parameters = env.fossilized_parameters + slot.seed_parameters(name)
-                positions = positions_per_parameter(env.flops_left, parameters)
-                return action if positions >= self.positions else WAIT_ACTION
+                return action if env.targets_per_parameter(parameters) >= self.targets else WAIT_ACTION
         return WAIT_ACTION
 
 

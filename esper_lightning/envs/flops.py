@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from esper_lightning.blueprints import get_blueprint
 from esper_lightning.growth.blend import GatedSeed
 from esper_lightning.growth.lifecycle import slots_of
+from esper_lightning.growth.nested import iter_tensors
 from esper_lightning.growth.slot import SeedSlot, StackSlot
 
 PASSES_PER_STEP = 3
@@ -39,6 +40,8 @@ class HostFlops(NamedTuple):
     """FLOPs of the host behind each slot that its forward pass reaches, in the order in which it reaches them."""
     blocks: Mapping[str, int] = MappingProxyType({})
     """FLOPs of one of the blocks that each stack slot copies."""
+    targets: int = 1
+    """Number of outputs for one sample, each of which has a target: one for a class, one for each token of a text."""
 
     def seed_flops(self, slot: SeedSlot) -> int:
         """Return the FLOPs of the seed in `slot` for one sample, its gate included; 0 for an empty slot."""
@@ -129,11 +132,13 @@ def count_flops(host: nn.Module, run: Callable[[], Any]) -> HostFlops:
         slot.override = record
     try:
         with plain_operators(), FlopCounterMode(display=False) as counter:
-            run()
+            outputs = [output for output in iter_tensors(run()) if output.numel()]
     finally:
         for slot in slots:
             slot.override = None
         for hook in hooks:
             hook.remove()
     total = counter.get_total_flops()
-    return HostFlops(total, positions_by_slot, {name: total - flops for name, flops in before.items()}, blocks)
+    behind = {name: total - flops for name, flops in before.items()}
+    targets = outputs[0].numel() // outputs[0].shape[-1] if outputs and outputs[0].ndim else 1
+    return HostFlops(total, positions_by_slot, behind, blocks, targets)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from esper_lightning.blueprints import initialise
+from esper_lightning.blueprints import STACK, initialise
 from esper_lightning.envs.device_transfer import variants_to_validate
 from esper_lightning.envs.family import HostContext
-from esper_lightning.envs.flops import HostFlops
+from esper_lightning.envs.flops import HostFlops, positions_per_parameter
 from esper_lightning.envs.measurements import EpochResult, History, LossAndScore, Validation
 from esper_lightning.envs.spaces.actions import STYLES, ActionConfig, ActionSpace, Op
 from esper_lightning.governor.judge import EpochStats, HostMonitor, Judgement, Verdict, veto_reasons
@@ -110,6 +110,16 @@ class Subject:
     def flops_left(self) -> float | None:
         """FLOPs of training that are left until the horizon. None: not limited."""
         return None
+
+    def targets_per_parameter(self, parameters: int) -> float:
+        """Return on how many targets for each of its parameters a network of this size is trained by the FLOPs left.
+
+        A text has a target at every position, an image one for all its pixels.
+        """
+        assert self.flops_left is not None, "it has a budget"
+        passes = [n for slot in self.slots if slot.layout == STACK for n in self.flops.positions[slot.name]]
+        share = min(1.0, self.flops.targets / max(passes, default=1))
+        return share * positions_per_parameter(max(1.0, self.flops_left), parameters)
 
     def apply(self, action: Sequence[int]) -> list[SeedEvent]:
         """Execute one action, an index per head. Raises ValueError if the lifecycle forbids it."""

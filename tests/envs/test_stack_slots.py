@@ -93,13 +93,23 @@ def test_the_scaling_rule_adds_stacks_as_long_as_the_flops_left_suffice(doubling
     env, block = pool.envs[0], sum(p.numel() for p in pool.envs[0].network.blocks[0].parameters())
     sizes = [env.host_parameters + 2 * blocks * block for blocks in (1, 2)]
     budgets = [pool.config.horizon * env.training.flops / (6 * size**2) for size in sizes]  # positions per parameter
-    rule.positions = [2 * budgets[0], 0.99 * (1 - rule.begin) * budgets[0], budgets[1] / 100][doublings]
+    rule.targets = [2 * budgets[0], 0.99 * (1 - rule.begin) * budgets[0], budgets[1] / 100][doublings]
     rule.reset(pool)
     first = round(rule.begin * pool.config.horizon)
     for tick in range(pool.config.horizon):
         pool.step(rule.act(pool))
         stacks = [slot.occupied for slot in env.slots[1:]]
         assert sum(stacks) == (min(doublings, tick + 1 - first) if tick >= first else 0)
+
+
+@pytest.mark.parametrize(("kind", "targets"), [("gpt, stacks", 8), ("cnn, stacks", 1)])
+def test_a_text_has_a_target_for_each_token_and_an_image_one_for_all_pixels(kind: str, targets: int) -> None:
+    env = make("loop", kind, 2, training=HostTraining(flops=1e8)).envs[0]
+    stack = next(slot for slot in env.slots if isinstance(slot, StackSlot))
+    [positions] = env.flops.positions[stack.name]
+
+    assert env.flops.targets == targets and env.flops_left is not None
+    assert env.targets_per_parameter(100) == pytest.approx(env.flops_left / 6e4 * targets / positions)
 
 
 @pytest.mark.parametrize("executor", ["loop", "fused"])

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from esper_lightning.blueprints import suggest_name
-from esper_lightning.envs.flops import positions_per_parameter
 from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.actions import STYLES
 from esper_lightning.growth.gradient_stats import GradientStats
@@ -114,8 +113,7 @@ def host_features(env: Subject) -> dict[str, float]:
     values["lr"] = env.lr_share
     values["host.parameters"] = math.log(env.host_parameters) / (2 * LOG_SIZE_SCALE)
     if env.flops_left is not None:
-        positions = positions_per_parameter(max(1.0, env.flops_left), env.fossilized_parameters)
-        values["budget"] = clip(math.log(positions) / LOG_SIZE_SCALE)
+        values["budget"] = clip(math.log(env.targets_per_parameter(env.fossilized_parameters)) / LOG_SIZE_SCALE)
     return values
 
 

@@ -19,7 +19,7 @@ EPOCHS = 8
 def grow(positions: float, **settings: Any) -> Grow:
     """Return the callback with the rule that deepens a network for which so many positions per parameter are left."""
     rule = Scaling()
-    rule.positions = positions
+    rule.targets = positions
     return Grow(stacks={"blocks": 2}, decider=rule, monitor="val_loss", mode="min", batches=1, **settings)
 
 
