@@ -454,13 +454,14 @@ class Grow(Callback):
         self._contributions = {}
         if self.validations % self.every != 0:
             return
-        slots, blended = self._pool.subject.slots, self._blended
+        slots, judged = self._pool.subject.slots, [slot.name for slot in self._blended_slots if slot.is_removable]
         if trainer.world_size > 1:  # running statistics and other buffers are those of the first process
             for buffer in (buffer for slot in slots for buffer in slot.seed.buffers()):
                 torch.distributed.broadcast(buffer, src=0)
-        if blended:
-            whole, *without = self._meter.measure(leave_one_out(blended))
-            points = {name: self.scale.points(whole, rest) for name, rest in zip(blended, without, strict=True)}
+        if judged:
+            copies = frozenset(self._blended) - {*judged}
+            whole, *without = self._meter.measure([seeds | copies for seeds in leave_one_out(judged)])
+            points = {name: self.scale.points(whole, rest) for name, rest in zip(judged, without, strict=True)}
             self._contributions = points
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -159,9 +159,10 @@ class Subject:
         self.skipped_steps += training.skipped_steps
         self.record_validation(validation)
         self.tick += 1
-        contributions = dict(zip(self.growing.slots, validation.contributions, strict=True))
+        measured = zip(self.slots, validation.contributions, strict=True)
+        contributions = {slot.name: points for slot, points in measured if slot.is_removable}
         for slot, trials in zip(self.slots, self.trials, strict=True):
-            if slot.blended and slot.blueprint is not None:
+            if slot.name in contributions and slot.blended and slot.blueprint is not None:
                 trials[slot.blueprint] = contributions[slot.name]
         gradients = dict(zip(self.growing.slots, training.seed_gradients, strict=True))
         return self.growing.end_epoch(contributions, gradients, hold=hold_stages)

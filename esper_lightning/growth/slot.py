@@ -113,6 +113,9 @@ class SeedSlot(nn.Module):
         """True if a decider may put a seed in."""
         return self.stage is Stage.DORMANT and self.layout != ABSENT
 
+    is_removable = True
+    """Whether a network without the seed tells what the seed is worth."""
+
     @property
     def ramping(self) -> bool:
         """True if alpha may still change: the seed is blended and not fossilized."""
@@ -237,6 +240,7 @@ class StackSlot(SeedSlot):
     """
 
     beside: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    is_removable = False  # deep networks come to rely on each block
 
     def __init__(
         self,

@@ -61,6 +61,7 @@ def test_a_deeper_host_trains_on_fewer_minibatches_of_the_same_flops() -> None:
     assert budgets == sorted(budgets, reverse=True) and budgets[0] is not None
     assert [slot.stage for slot in pool.envs[0].slots] == [Stage.DORMANT, Stage.FOSSILIZED, Stage.DORMANT]
     assert len(pool.envs[1].slots[2].seed) == 2 and len(pool.envs[1].slots[1].seed) == 1
+    assert [record.contribution for record in pool.envs[1].records] == [None] * 3, "no copy is judged by its absence"
 
 
 def test_stack_slots_of_one_list_are_offered_in_turn() -> None:

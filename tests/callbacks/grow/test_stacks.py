@@ -9,8 +9,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from esper_lightning.callbacks import Grow
+from esper_lightning.callbacks.measuring import VariantMeter
 from esper_lightning.controllers.rules import Scaling
+from esper_lightning.controllers.schedules import FixedSchedule, Schedule, ScheduledAction
 from esper_lightning.envs.flops import positions_per_parameter
+from esper_lightning.growth.gates import LifecycleConfig
 from tests.callbacks.gpt import BATCHES, make, train
 
 EPOCHS = 8
@@ -65,3 +68,23 @@ def test_a_copy_is_trained_and_a_resumed_training_ends_as_the_whole_one(tmp_path
         ours, theirs = resumed.state_dict(), whole.state_dict()
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_seed_beside_copies_is_judged_with_them_and_copies_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    grown = ("blocks.stack1", "last"), ("norm", "norm")
+    entries = tuple(ScheduledAction(0, "GERMINATE", *what) for what in grown)
+    schedule = FixedSchedule(Schedule(("norm", "blocks.stack1"), entries))
+    measured: list[frozenset[str]] = []
+    real = VariantMeter.measure
+    monkeypatch.setattr(VariantMeter, "measure", lambda *args: measured.extend(args[1]) or real(*args))
+    metrics: dict[str, Any] = {"monitor": "val_loss", "mode": "min", "batches": 1}
+    lifecycle = LifecycleConfig(isolation="straight_through", training_ticks=0, min_contribution=None)
+    callback = Grow(["norm"], stacks={"blocks": 1}, decider=schedule, lifecycle=lifecycle, **metrics)
+
+    train(make(1), callback, max_epochs=6)
+
+    assert callback.pool is not None
+    of_seed, of_copy = callback.pool.subject.records
+    assert of_copy.contribution is None and of_seed.contribution is not None
+    assert {frozenset({"norm", "blocks.stack1"}), frozenset({"blocks.stack1"})} <= {*measured}
+    assert all("blocks.stack1" in variant for variant in measured if variant)
