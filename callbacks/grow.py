@@ -49,7 +49,7 @@ from esper_lightning.growth.attach import (
     is_compiled,
     stack_name,
 )
-from esper_lightning.growth.counterfactual import ScoreFunction, leave_one_out
+from esper_lightning.growth.counterfactual import ScoreFunction, judge_seeds
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.lifecycle import count_parameters
@@ -454,13 +454,13 @@ class Grow(Callback):
         self._contributions = {}
         if self.validations % self.every != 0:
             return
-        slots, judged = self._pool.subject.slots, [slot.name for slot in self._blended_slots if slot.is_removable]
+        slots = self._pool.subject.slots
+        judged, variants = judge_seeds(slots)
         if trainer.world_size > 1:  # running statistics and other buffers are those of the first process
             for buffer in (buffer for slot in slots for buffer in slot.seed.buffers()):
                 torch.distributed.broadcast(buffer, src=0)
         if judged:
-            copies = frozenset(self._blended) - {*judged}
-            whole, *without = self._meter.measure([seeds | copies for seeds in leave_one_out(judged)])
+            whole, *without = self._meter.measure(variants)
             points = {name: self.scale.points(whole, rest) for name, rest in zip(judged, without, strict=True)}
             self._contributions = points
 

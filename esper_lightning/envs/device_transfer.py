@@ -61,12 +61,13 @@ def pack_training(
 def variants_to_validate(slots: Sequence[SeedSlot], *, host_only: bool) -> list[SeedVariant]:
     """Return the combinations of seeds [V] to validate a host with, in the order that `unpack_validations` expects.
 
-    Equal combinations are computed once; that without a seed that is not removable is the whole one. `host_only`: with
-    every seed switched off, too.
+    Equal combinations are computed once; that without a seed that is not judged is the whole one. `host_only`: with
+    every seed that is judged switched off, too.
     """
     blended = frozenset(slot.name for slot in slots if slot.blended)
-    without = [blended - {slot.name} if slot.is_removable else blended for slot in slots]
-    without_seeds = [frozenset[str]()] if host_only else []
+    judged = frozenset(slot.name for slot in slots if slot.is_judged)
+    without = [blended - ({slot.name} & judged) for slot in slots]
+    without_seeds = [blended - judged] if host_only else []
     fossilized = frozenset(slot.name for slot in slots if slot.stage is Stage.FOSSILIZED)
     return [blended, *without, *without_seeds, fossilized]
 

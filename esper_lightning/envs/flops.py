@@ -132,7 +132,7 @@ def count_flops(host: nn.Module, run: Callable[[], Any]) -> HostFlops:
         slot.override = record
     try:
         with plain_operators(), FlopCounterMode(display=False) as counter:
-            outputs = [output for output in iter_tensors(run()) if output.numel()]
+            outputs = [part for part in iter_tensors(run()) if part.is_floating_point() and part.ndim > 1]
     finally:
         for slot in slots:
             slot.override = None
@@ -140,5 +140,5 @@ def count_flops(host: nn.Module, run: Callable[[], Any]) -> HostFlops:
             hook.remove()
     total = counter.get_total_flops()
     behind = {name: total - flops for name, flops in before.items()}
-    targets = outputs[0].numel() // outputs[0].shape[-1] if outputs and outputs[0].ndim else 1
+    targets = outputs[0].shape[:-1].numel() if outputs else 1  # classes come last
     return HostFlops(total, positions_by_slot, behind, blocks, targets)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from esper_lightning.blueprints import STACK, initialise
+from esper_lightning.blueprints import initialise
 from esper_lightning.envs.device_transfer import variants_to_validate
 from esper_lightning.envs.family import HostContext
 from esper_lightning.envs.flops import HostFlops, positions_per_parameter
@@ -21,7 +21,7 @@ from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.growing_network import GrowingNetwork, SeedMeasurements
 from esper_lightning.growth.lifecycle import SeedEvent, count_parameters, unchanged_stage
 from esper_lightning.growth.param_groups import host_groups, nominal_lr
-from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.slot import SeedSlot, StackSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import REWARDS, HostStep, ObjectiveConfig, SlotStatus, SlotStep, objective
 from esper_lightning.rewards.objective import SMALLEST_HOST
@@ -114,11 +114,13 @@ class Subject:
     def targets_per_parameter(self, parameters: int) -> float:
         """Return on how many targets for each of its parameters a network of this size is trained by the FLOPs left.
 
-        A text has a target at every position, an image one for all its pixels.
+        A text has a target at every position, an image one for all its pixels. Positions are those at the stack slots.
         """
         assert self.flops_left is not None, "it has a budget"
-        passes = [n for slot in self.slots if slot.layout == STACK for n in self.flops.positions[slot.name]]
-        share = min(1.0, self.flops.targets / max(passes, default=1))
+        stacks = [slot for slot in self.slots if isinstance(slot, StackSlot)]
+        sizes = [(n, slot.seed_parameters("last")) for slot in stacks for n in self.flops.positions[slot.name]]
+        positions = sum(n * size for n, size in sizes) / max(1, sum(size for _, size in sizes))
+        share = min(1.0, self.flops.targets / max(1.0, positions))
         return share * positions_per_parameter(max(1.0, self.flops_left), parameters)
 
     def apply(self, action: Sequence[int]) -> list[SeedEvent]:
@@ -160,7 +162,7 @@ class Subject:
         self.record_validation(validation)
         self.tick += 1
         measured = zip(self.slots, validation.contributions, strict=True)
-        contributions = {slot.name: points for slot, points in measured if slot.is_removable}
+        contributions = {slot.name: points for slot, points in measured if slot.is_judged}
         for slot, trials in zip(self.slots, self.trials, strict=True):
             if slot.name in contributions and slot.blended and slot.blueprint is not None:
                 trials[slot.blueprint] = contributions[slot.name]

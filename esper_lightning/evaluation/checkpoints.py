@@ -15,6 +15,7 @@ from esper_lightning.checkpoint import (
     HYPER_PARAMETERS_KEY,
     IDENTITY_KEY,
     MODULE_KEY,
+    NAMED_POLICIES,
     POLICY_SUFFIX,
     RULES_KEY,
     checkpoint_errors,
@@ -166,6 +167,6 @@ def find_controller(name: str, setting: str, *, others: Sequence[str] = (), devi
     except ValueError as error:
         raise ValueError(
             f"{setting}: {error}; or name a schedule (.json), a policy ({CHECKPOINT_SUFFIX} or {POLICY_SUFFIX}), "
-            f"tamiyo, or wait"
+            f"{', '.join(NAMED_POLICIES)}, or wait"
         ) from error
     return make_controller(name)

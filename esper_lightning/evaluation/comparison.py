@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from esper_lightning.checkpoint import names_policy
+from esper_lightning.checkpoint import NAMED_POLICIES, names_policy
 from esper_lightning.controllers import CONTROLLERS, make_controller
 from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.rules import (
@@ -208,7 +208,7 @@ class Comparison:
         self.own: list[str] = []
         known = [*DERIVED, BEST_FIXED, BEST_PER_PRICE, *self.make_controllers()]
         for name, file in (config.schedules or {}).items():
-            if name in (TAMIYO, *known) or name.startswith((RIVAL_PREFIX, TWIN_PREFIX)):
+            if name in (*NAMED_POLICIES, *known) or name.startswith((RIVAL_PREFIX, TWIN_PREFIX)):
                 raise ValueError(f"model.evaluation.schedules: {name!r} is another controller's name; choose a new one")
             self.schedules[name] = read_schedule(file)
         known += self.schedules

@@ -9,7 +9,7 @@ A seed that is not blended yet has no effect in any combination.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -35,6 +35,14 @@ def leave_one_out(slots: Iterable[str]) -> list[SeedVariant]:
     """Return K + 1 combinations: the seeds in all `slots`, then all except each one in turn."""
     all_slots = frozenset(slots)
     return [all_slots, *(all_slots - {slot} for slot in slots)]
+
+
+def judge_seeds(slots: Collection[SeedSlot]) -> tuple[list[str], list[SeedVariant]]:
+    """Return the slots of the seeds that are judged by their absence, and the combinations that judge them: all seeds,
+    then all except each one in turn."""
+    blended = frozenset(slot.name for slot in slots if slot.blended)
+    judged = [slot.name for slot in slots if slot.blended and slot.is_judged]
+    return judged, [blended, *(blended - {name} for name in judged)]
 
 
 def fossilized_only(network: nn.Module) -> SeedVariant:
@@ -148,13 +156,14 @@ def measure_variants(
 def contributions(network: nn.Module, batches: Iterable[Batch], score: ScoreFunction) -> dict[str, float]:
     """Return the contribution of each blended seed by slot: 100·(score with all seeds - score without this seed).
 
-    If the score is 1.0 for a correct prediction, contributions are points. Arguments: see `measure_variants`.
+    Copies of blocks have none. If the score is 1.0 for a correct prediction, contributions are points. Arguments: see
+    `measure_variants`.
     """
-    blended = [name for name, slot in slots_of(network).items() if slot.blended]
-    if not blended:
+    judged, variants = judge_seeds(slots_of(network).values())
+    if not judged:
         return {}
-    whole, *without = measure_variants(network, leave_one_out(blended), batches, score=score).tolist()
-    return {name: 100.0 * (whole - other) for name, other in zip(blended, without, strict=True)}
+    whole, *without = measure_variants(network, variants, batches, score=score).tolist()
+    return {name: 100.0 * (whole - other) for name, other in zip(judged, without, strict=True)}
 
 
 def shapley_values(coalition_values: Mapping[SeedVariant, float], players: Sequence[str]) -> dict[str, float]:

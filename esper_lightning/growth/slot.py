@@ -56,6 +56,8 @@ class SeedSlot(nn.Module):
 
     alpha: Tensor
     """Weight of the seed's output in the coming host epoch, in [0, 1]; shape []."""
+    is_judged = True
+    """True if the network without the seed tells what the seed is worth."""
 
     def __init__(
         self,
@@ -112,9 +114,6 @@ class SeedSlot(nn.Module):
     def is_open(self) -> bool:
         """True if a decider may put a seed in."""
         return self.stage is Stage.DORMANT and self.layout != ABSENT
-
-    is_removable = True
-    """Whether a network without the seed tells what the seed is worth."""
 
     @property
     def ramping(self) -> bool:
@@ -240,7 +239,7 @@ class StackSlot(SeedSlot):
     """
 
     beside: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-    is_removable = False  # deep networks come to rely on each block
+    is_judged = False  # a deep network comes to rely on each of its blocks
 
     def __init__(
         self,

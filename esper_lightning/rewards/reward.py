@@ -61,7 +61,7 @@ class HostStep(NamedTuple):
     """One environment step of one host: the action, and the measurements `…_before` and after it.
 
     Accuracies (0 … 1) and losses are validated with all live seeds; `fossilized_…` with the fossilized seeds alone,
-    `host_only_…` with every seed off where the reward `needs_host_only`, else with all live seeds.
+    `host_only_…` with every seed but copies of blocks off where the reward `needs_host_only`, else with all live seeds.
     """
 
     op: str

@@ -384,7 +384,7 @@ def measurements(tick: Tick) -> HostsMeasured:
 
 
 def contributions(tick: Tick, slots: Sequence[str]) -> list[Event]:
-    """Return one event with the contributions of all blended seeds; no event if there are none."""
+    """Return one event with the contributions of the blended seeds that have one; no event if there are none."""
     of_slots = tick.slots
     known = of_slots["blended"] & ~np.isnan(of_slots["contribution"]) & ~tick.hosts["ended"][:, None]
     hosts, places = np.nonzero(known)

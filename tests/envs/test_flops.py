@@ -7,6 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper_lightning.blueprints import blueprint_names
+from esper_lightning.envs import flops
 from esper_lightning.envs.flops import measure_flops
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.stages import Stage
@@ -61,3 +62,11 @@ def test_layers_that_torch_fuses_in_evaluation_mode_are_counted(network: nn.Modu
 
     assert measure_flops(network, torch.randn(1, 10, 16)).host == expected
     assert (torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled) == before == (True, True)
+
+
+def test_the_targets_of_a_network_that_returns_its_loss_first_are_those_of_its_logits() -> None:
+    build, tokens = HOSTS["sequence"]
+    network = build()
+    counted = flops.count_flops(network, lambda: (torch.zeros(()), network(tokens)))
+
+    assert counted.targets == 16

@@ -93,7 +93,7 @@ def test_the_scaling_rule_adds_stacks_as_long_as_the_flops_left_suffice(doubling
     pool.reset([1, 3])
     env, block = pool.envs[0], sum(p.numel() for p in pool.envs[0].network.blocks[0].parameters())
     sizes = [env.host_parameters + 2 * blocks * block for blocks in (1, 2)]
-    budgets = [pool.config.horizon * env.training.flops / (6 * size**2) for size in sizes]  # positions per parameter
+    budgets = [pool.config.horizon * env.training.flops / (6 * size**2) for size in sizes]  # tokens per parameter
     rule.targets = [2 * budgets[0], 0.99 * (1 - rule.begin) * budgets[0], budgets[1] / 100][doublings]
     rule.reset(pool)
     first = round(rule.begin * pool.config.horizon)

@@ -19,10 +19,10 @@ from tests.callbacks.gpt import BATCHES, make, train
 EPOCHS = 8
 
 
-def grow(positions: float, **settings: Any) -> Grow:
-    """Return the callback with the rule that deepens a network for which so many positions per parameter are left."""
+def grow(targets: float, **settings: Any) -> Grow:
+    """Return the callback with the rule that deepens a network for which so many tokens per parameter are left."""
     rule = Scaling()
-    rule.targets = positions
+    rule.targets = targets
     return Grow(stacks={"blocks": 2}, decider=rule, monitor="val_loss", mode="min", batches=1, **settings)
 
 
@@ -33,7 +33,7 @@ def copies(module: Any) -> int:
 
 @pytest.fixture(scope="module")
 def left() -> float:
-    """Positions per parameter of a GPT with two blocks when a quarter of the training of one block is over."""
+    """Tokens per parameter of a GPT with two blocks when a quarter of the training of one block is over."""
     callback = grow(0.0)
     train(make(1), callback, max_epochs=1)
     assert callback.pool is not None
