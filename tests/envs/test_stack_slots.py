@@ -11,7 +11,9 @@ from esper_lightning.controllers.learned import TrainingHosts, TrainingRules
 from esper_lightning.controllers.rules import RandomValid, Scaling
 from esper_lightning.controllers.static import FossilizedSeed, StaticController
 from esper_lightning.envs import HostPool, Op
+from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.evaluation.checkpoints import load_controller
 from esper_lightning.evaluation.play import play_episode, play_static
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.slot import StackSlot
@@ -194,6 +196,18 @@ def test_a_policy_that_was_trained_with_a_budget_is_refused_without_one_and_the_
         rules = TrainingRules(config.lifecycle, config.actions)
         with pytest.raises(ValueError, match=message):
             TrainingHosts(trained.space, trained.feature_names, config.sight, rules).check(offered)
+
+
+def test_the_depth_policy_of_the_package_grows_where_the_budget_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One minibatch in each tick, and the budget as if it were spent.
+    monkeypatch.setattr(HostEnv, "num_batches", lambda self, samples: 1)
+    monkeypatch.setattr(HostEnv, "flops_left", property(lambda env: env.training.flops * (env.horizon - env.tick)))
+    _, data = from_config("depth", "--data.n_envs=9", "--data.task.init_args.train=200")
+    data.build(torch.device("cpu"))
+    play_episode(data.pool, "tamiyo_depth", load_controller("tamiyo_depth"), rng_seeds=list(range(9)))
+
+    copies = {(env.training.flops, sum(slot.occupied for slot in env.slots)) for env in data.pool.envs}
+    assert copies == {(1.5e9, 0), (4e9, 1), (11e9, 1)}
 
 
 def test_a_network_of_others_becomes_deeper_in_a_pool() -> None:

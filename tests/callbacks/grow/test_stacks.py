@@ -88,3 +88,16 @@ def test_a_seed_beside_copies_is_judged_with_them_and_copies_are_not(monkeypatch
     assert of_copy.contribution is None and of_seed.contribution is not None
     assert {frozenset({"norm", "blocks.stack1"}), frozenset({"blocks.stack1"})} <= {*measured}
     assert all("blocks.stack1" in variant for variant in measured if variant)
+
+
+def test_with_stacks_alone_the_policy_of_the_package_is_the_one_that_knows_budgets(tmp_path: Path) -> None:
+    def policy() -> Grow:
+        metrics: dict[str, Any] = {"monitor": "val_loss", "mode": "min", "batches": 1}
+        return Grow(stacks={"blocks": 2}, decider="tamiyo", **metrics)
+
+    module, whole, resumed = make(1), policy(), policy()
+    train(module, whole, ModelCheckpoint(tmp_path, "begun"), max_epochs=2, enable_checkpointing=True)
+    train(make(1), resumed, resume_from=tmp_path / "begun.ckpt", max_epochs=3)
+
+    assert whole.decider_name == resumed.decider_name == "tamiyo_depth"
+    assert copies(module) == 0, "two epochs are a small budget"
