@@ -77,6 +77,7 @@ def test_the_leads_of_the_depth_policy_are_those_of_the_kept_results() -> None:
     for name in ("english", "held_out", "wide"):
         row = " | ".join(lead(f"depth_policy_{name}", rival) for rival in ("small static", "scaling"))
         assert f"| {row} |" in page, name
+    assert lead("depth_policy_wide", "two") in page
     for rival in ("small static", "scaling"):
         assert lead("depth_policy_letters", rival, unit=1.0) in page, rival
     assert lead("depth_policy_letters", "small static", unit=1.0, of="scaling") in page
