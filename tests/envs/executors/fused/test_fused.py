@@ -58,11 +58,13 @@ def assert_equal(fused: HostPool, loop: HostPool) -> None:
 
 @pytest.mark.parametrize("host", rest_is_slow(HOSTS, {"residual"}))
 def test_twenty_ticks_of_any_life_equal_the_loop(host: str) -> None:
-    fused, loop = both(host, 6 if host == "gpt, rotary" else 4)  # with one slot, few hosts fossilize anything
+    # At the full learning rate hosts that become deeper amplify rounding tenfold in a tick.
+    training = replace(TRAINING, lr=TRAINING.lr / 2) if host == "gpt, stacks" else TRAINING
+    n_envs = 6 if host == "gpt, rotary" else 4  # with one slot, few hosts fossilize anything
+    fused, loop = both(host, n_envs, training=training)
     ours, theirs = play(fused), play(loop)
 
-    # Deep hosts at this learning rate amplify rounding by two to ten in a tick, from 1e-15 on.
-    tolerance = 1e-5 if host == "gpt, stacks" else LEARNING_SEEDS if host.startswith("gpt") else EXACT
+    tolerance = LEARNING_SEEDS if host.startswith("gpt") else EXACT
     assert_same(ours, theirs, tolerance)
     assert distance(fused, loop) < tolerance
     assert ours.stages >= {Stage.GERMINATED, Stage.BLENDING, Stage.FOSSILIZED, Stage.CULLED}
