@@ -164,7 +164,7 @@ class Subject:
         measured = zip(self.slots, validation.contributions, strict=True)
         contributions = {slot.name: points for slot, points in measured if slot.is_judged}
         for slot, trials in zip(self.slots, self.trials, strict=True):
-            if slot.name in contributions and slot.blended and slot.blueprint is not None:
+            if slot.blended and slot.is_judged and slot.blueprint is not None:
                 trials[slot.blueprint] = contributions[slot.name]
         gradients = dict(zip(self.growing.slots, training.seed_gradients, strict=True))
         return self.growing.end_epoch(contributions, gradients, hold=hold_stages)
