@@ -1,6 +1,5 @@
 """Callback that grows the network of a LightningModule while its Trainer trains it."""
 
-import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -53,7 +52,7 @@ from esper_lightning.growth.counterfactual import ScoreFunction, judge_seeds
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.lifecycle import count_parameters
-from esper_lightning.growth.nested import batch_size, call_network, iter_tensors
+from esper_lightning.growth.nested import batch_size, call_network, copy_module, iter_tensors
 from esper_lightning.growth.param_groups import check_optimizer, follow, host_groups, seed_groups
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
@@ -367,7 +366,7 @@ class Grow(Callback):
                 attach_slots(self.network, missing, example)
             if not set(self._stack_names) <= set(slots_of(self.network)):
                 attach_stacks(self.network, self.stacks, example)
-            trial = copy.deepcopy(self.network)
+            trial = copy_module(self.network)
             for slot in slots_of(trial).values():
                 slot.empty()
             config = self._config(horizon)

@@ -5,7 +5,6 @@ All of them can be imported from `esper_lightning`. They raise ValueError where 
 
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.comparison import ComparisonResult, EvaluationConfig
 from esper_lightning.evaluation.report import compare
 from esper_lightning.governor.judge import GovernorConfig
+from esper_lightning.growth.nested import copy_module
 from esper_lightning.growth.stages import OCCUPIED
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.losses import PPOConfig
@@ -288,7 +288,7 @@ def grow(
             )
         return growing, module.accuracy
 
-    original = deepcopy(network) if controls else network
+    original = copy_module(network) if controls else network
     growing, accuracy = train("grown", network, controller)
     filled = {name: slot for name, slot in growing.growing.slots.items() if slot.stage in OCCUPIED}
     seeds = {name: f"{slot.blueprint} {slot.stage.name}" for name, slot in filled.items()}
@@ -296,11 +296,11 @@ def grow(
     if controls:
         for name, decider in growing.controls.items():
             print_status(f"control: {name}")
-            _, found[name] = train(name, deepcopy(original), decider)
+            _, found[name] = train(name, copy_module(original), decider)
             if name == "built in":
                 limit, equal = growing.affordable_batches, f"{name}, equal FLOPs"
                 print_status(f"control: {equal}")
-                _, found[equal] = train(equal, deepcopy(original), decider, max_steps=limit)
+                _, found[equal] = train(equal, copy_module(original), decider, max_steps=limit)
         for name, values in {"grown": accuracy, **found}.items():
             print_status(f"{name}: validation accuracy {values[-1]:.4f}")
     return GrownNetwork(network, accuracy, seeds, found)

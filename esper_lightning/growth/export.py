@@ -1,7 +1,6 @@
 """Grown networks as files: saved with all that grew, or exported to formats that run without this package."""
 
 from collections.abc import Callable
-from copy import deepcopy
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from esper_lightning.blueprints import suggest_name
 from esper_lightning.growth.attach import attach_from_state_dict
-from esper_lightning.growth.nested import iter_tensors
+from esper_lightning.growth.nested import copy_module, iter_tensors
 from esper_lightning.serialization import replace_durably, replace_file
 
 Format = Literal["pt2", "onnx"]
@@ -59,7 +58,7 @@ def load(network: nn.Module, path: str | Path) -> None:
         state = safetensors.torch.load_file(path)
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
-    for target in (deepcopy(network), network):  # a file that does not fit fails on the copy
+    for target in (copy_module(network), network):  # a file that does not fit fails on the copy
         try:
             attach_from_state_dict(target, state)
             target.load_state_dict(state)
@@ -90,7 +89,7 @@ def export(network: nn.Module, inputs: Tensor, path: str | Path, to: Format) -> 
         raise ValueError(f"to onnx: packages are missing; install them: pip install {' '.join(missing)}")
     if len(inputs) < 2:
         raise ValueError(f"an export is checked on at least 2 inputs, got {len(inputs)}; give more")
-    path, network, inputs = _file_path(path, f"network{SUFFIXES[to]}"), deepcopy(network).cpu().eval(), inputs.cpu()
+    path, network, inputs = _file_path(path, f"network{SUFFIXES[to]}"), copy_module(network).cpu().eval(), inputs.cpu()
     with torch.no_grad():
         expected = list(iter_tensors(network(inputs)))
         largest_output = max((float(output.abs().max()) for output in expected if output.numel()), default=0.0)

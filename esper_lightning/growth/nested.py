@@ -1,9 +1,9 @@
-"""Tensors in nested tuples, lists and mappings; calls of networks that take such inputs, their mode and buffers."""
+"""Tensors in nested tuples, lists and mappings; networks that take such inputs: calls, mode, buffers and copies."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -12,6 +12,11 @@ KeyPath = tuple[int | str, ...]
 
 ExampleInput = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """Input of a network: one tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
+
+COPY_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError)
+"""Exceptions of `deepcopy` for an object that cannot be copied, such as a lock or an open file."""
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 def _children(value: Any) -> list[tuple[int | str, Any]]:
@@ -112,3 +117,22 @@ def preserved_buffers(network: nn.Module) -> Iterator[None]:
     finally:
         for module, name, buffer in buffers:
             setattr(module, name, buffer)
+
+
+def copy_module(module: AnyModule, memo: Mapping[int, Any] | None = None) -> AnyModule:
+    """Return a deep copy of a module, in which objects that `memo` names by their id are those of `memo`.
+
+    A tensor that a forward pass has computed, such as a stored activation or the weight of
+    `torch.nn.utils.weight_norm`, is copied without its graph. Raises ValueError if a part of the module cannot be
+    copied.
+    """
+    memo = dict(memo or {})
+    for part in module.modules():
+        for tensor in iter_tensors(vars(part)):
+            if not tensor.is_leaf:
+                memo.setdefault(id(tensor), tensor.detach().clone())
+    try:
+        return copy.deepcopy(module, memo)
+    except COPY_ERRORS as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{type(module).__name__} cannot be copied: {reason:.200}") from error

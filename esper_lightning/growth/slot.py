@@ -1,6 +1,5 @@
 """SeedSlot: a module of the host in which a seed can grow."""
 
-import copy
 import json
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from esper_lightning.growth.blend import (
     proximal,
     straight_through,
 )
+from esper_lightning.growth.nested import copy_module
 from esper_lightning.growth.stages import BLENDED, ISOLATED, LIVE, OCCUPIED, Stage, check_transition
 
 Layout = Literal["image", "sequence", "vector"]
@@ -327,7 +327,7 @@ class SlotHook:
 def copy_without_slots(block: nn.Module) -> nn.Module:
     """Return a copy of a block without slots attached in it: no optimizer and no state dict would hold their copies."""
     hooks = [hook for part in block.modules() for hook in part._forward_hooks.values()]
-    return copy.deepcopy(block, {id(hook): pass_on for hook in hooks if isinstance(hook, SlotHook)})
+    return copy_module(block, {id(hook): pass_on for hook in hooks if isinstance(hook, SlotHook)})
 
 
 def pass_on(*_: Any) -> None:

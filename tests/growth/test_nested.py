@@ -1,5 +1,7 @@
 """Selection and replacement of a tensor in tuples, lists and mappings, and slots attached to it."""
 
+import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,9 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import spectral_norm, weight_norm
 
 from esper_lightning.growth.attach import attach_slots
-from esper_lightning.growth.nested import KeyPath
+from esper_lightning.growth.nested import KeyPath, copy_module
 from esper_lightning.growth.stages import Stage
 from tests.growth.grown import LastState, generator_of, grow
 
@@ -128,3 +131,31 @@ def test_a_seed_grows_on_the_output_of_an_lstm_and_not_on_its_states(lstm: Calla
     torch.testing.assert_close(network.seen[0], slot.seed(made[0]))
     assert not torch.allclose(outputs, plain)
     assert all(map(torch.equal, network.seen[1], made[1]))
+
+
+@pytest.mark.parametrize("norm", [weight_norm, spectral_norm])
+def test_a_network_with_a_computed_weight_or_a_stored_activation_is_copied(norm: Callable[..., nn.Module]) -> None:
+    class Keeps(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = [super().forward(x)]
+            return self.last[0]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has newer forms of these norms, and people have these
+        network = nn.Sequential(norm(nn.Linear(3, 3)), Keeps(3, 3)).eval()
+    x = torch.randn(2, 3)
+    expected = network(x)
+
+    copied = copy_module(network)
+
+    assert torch.equal(copied(x), expected)
+    copied(x).sum().backward()
+    assert all(p.grad is not None for p in copied.parameters()) and all(p.grad is None for p in network.parameters())
+
+
+def test_a_module_that_holds_a_lock_is_refused_in_one_line() -> None:
+    network = nn.Linear(2, 2)
+    network.lock = threading.Lock()  # type: ignore[assignment]
+
+    with pytest.raises(ValueError, match=r"Linear cannot be copied: cannot pickle '_thread\.lock' object"):
+        copy_module(network)
