@@ -319,6 +319,8 @@ class Stack(Callback):
         self._end_loading()
         trained = self._was_loaded or any(map(is_trained, self.built.whole))
         if self._begins and self._given_start is None and trained:
+            for each in self._lists:
+                each.show(each.most)
             raise ValueError(
                 f"Stack: the {self.built.most} blocks of {self.name!r} hold trained weights, and all but the first "
                 f"{self.start} would be lost; give start={self.start} if that is meant, or train without Stack"

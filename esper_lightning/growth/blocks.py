@@ -204,7 +204,7 @@ def count_fields(found: BlockList) -> list[CountField]:
             values = {name: _value_by_order(holder[name], words, path, found) for name, words in named.items()}
             values = {name: value for name, value in values.items() if value is not None}
             # `num_layers` beside `num_decoder_layers` is that of another list; beside `encoder_layers` it is the same.
-            others = any("decoder" in named[name] for name in values)
+            others = "decoder" in ".".join(path) and any("decoder" in named[name] for name in values)
             for name, value in values.items():
                 if not others or named[name] - PLAIN_WORDS:
                     fields.setdefault((id(holder), name), CountField(holder, name, value))
@@ -221,8 +221,7 @@ def _value_by_order(
     value: Any, words: set[str], path: Sequence[str], found: BlockList
 ) -> Callable[[Sequence[int]], Any] | None:
     """Return how a setting depends on the sources of the blocks; None if it is not about this list."""
-    count = len(found.modules)
-    way = ".".join(path)
+    count, way = len(found.modules), found.name
     if type(value) is int:
         ours = value == count and all(word in way for word in words - PLAIN_WORDS)
         return len if ours else None

@@ -255,7 +255,8 @@ def _copy_tensor_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
     """Give a new parameter the hooks on the gradient of its source, unless it has some of its own."""
     if target is not source and not target._backward_hooks:
         for hook in (source._backward_hooks or {}).values():
-            target.register_hook(hook)
+            if not str(getattr(hook, "__module__", "")).startswith("torch."):  # such as that of an earlier growth
+                target.register_hook(hook)
 
 
 def _holds(value: Any, parts: set[int], depth: int = 0) -> bool:
@@ -324,30 +325,24 @@ def _places_of_copies(
 def warn_without_gradients(found: BlockList, added: Sequence[nn.Module]) -> None:
     """Warn after the first backward pass through a list if it has given a new block no gradient."""
     new = [(i, block) for i, block in enumerate(found.modules) if any(block is other for other in added)]
-    waiting = [(i, p) for i, p in ((i, [p for p in b.parameters() if p.requires_grad]) for i, b in new) if p]
-    known = {id(p) for _, parameters in waiting for p in parameters}
-    old = [p for p in found.modules.parameters() if p.requires_grad and id(p) not in known]
-    old = old or [p for p in found.network.parameters() if p.requires_grad]
-    handles: list[Any] = []
+    owner = {id(p): i for i, block in new for p in block.parameters()}
+    waiting = [p for _, block in new for p in block.parameters() if p.requires_grad]
+    old = [p for p in found.modules.parameters() if p.requires_grad and id(p) not in owner]
+    old = old or [p for p in found.network.parameters() if p.requires_grad and id(p) not in owner]
 
-    def judge() -> None:
-        idle = [str(i) for i, parameters in waiting if all(p.grad is None for p in parameters)]
+    def judge(gradients: Sequence[Tensor | None]) -> None:
+        handle.remove()
+        reached = {owner[id(p)] for p, x in zip(waiting, gradients, strict=False) if x is not None}
+        idle = sorted({owner[id(p)] for p in waiting} - reached)
         if idle:
             warnings.warn(
-                f"{found.name!r} has grown, but its new blocks {', '.join(idle)} got no gradient in the first backward "
-                f"pass: the forward pass of {type(found.network).__name__} does not run them",
+                f"{found.name!r} has grown, but its new blocks {', '.join(map(str, idle))} got no gradient in the "
+                f"first backward pass: the forward pass of {type(found.network).__name__} does not run them",
                 stacklevel=2,
             )
 
-    def passed(_: Tensor) -> None:
-        if handles:
-            for handle in handles:
-                handle.remove()
-            handles.clear()
-            # When the whole pass is over: gradients of other blocks may follow.
-            torch.autograd.Variable._execution_engine.queue_callback(judge)  # pyright: ignore
-
-    handles += [p.register_post_accumulate_grad_hook(passed) for p in old if waiting]
+    if waiting:
+        handle = torch.autograd.graph.register_multi_grad_hook((*waiting, *old), judge)
 
 
 # Optimizers.

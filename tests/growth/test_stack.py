@@ -1,5 +1,7 @@
 """stack: a list of blocks grows by copies, with the optimizer of a loop that knows nothing of it."""
 
+import threading
+import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
-from esper_lightning.growth import stack
+from esper_lightning.growth import GrowingNetwork, attach_from_state_dict, attach_slots, slots_of, stack
 
 WIDTH = 4
 
@@ -300,3 +302,286 @@ def test_an_optimizer_that_cannot_take_the_parameters_is_refused(
         stack(network, "blocks", to=4, optimizer=make(network))
 
     assert len(network.blocks) == 3
+
+
+# Optimizers that wrap another one.
+
+
+class Sam(Optimizer):
+    """Shares its groups with an inner optimizer, which holds the state."""
+
+    def __init__(self, params: Any, base: type[Optimizer], **options: Any) -> None:
+        super().__init__(params, options)
+        self.base_optimizer = base(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base_optimizer.step()
+
+
+class Lookahead(Optimizer):
+    """Has slow weights by parameter beside the state of the inner optimizer, in a dictionary of its own."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
+        self.slow = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+        for parameter, slow in self.slow.items():
+            slow.lerp_(parameter.detach(), 0.5)
+
+
+class Apart(Lookahead):
+    """Has groups of its own for the same parameters."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        self.param_groups = [{"params": list(group["params"]), "k": 5} for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda network: Sam(network.parameters(), SGD, lr=0.1, momentum=0.9),
+        lambda network: Lookahead(AdamW(network.parameters())),
+        lambda network: Apart(AdamW(network.parameters())),
+    ],
+)
+def test_the_state_of_an_inner_optimizer_is_copied(make: Callable[[Network], Any]) -> None:
+    network = Network()
+    optimizer = make(network)
+    train(network, optimizer)
+    inner = getattr(optimizer, "base_optimizer", None) or optimizer.optimizer
+
+    stack(network, "blocks", to=4, optimizer=optimizer)
+
+    for each in (optimizer, inner):
+        held = [id(p) for group in each.param_groups for p in group["params"]]
+        assert len(held) == len(set(held)) == len(list(network.parameters()))
+    for source, copied in zip(network.blocks[0].parameters(), network.blocks[3].parameters(), strict=True):
+        assert inner.state[source] and all(
+            torch.equal(x, inner.state[copied][k]) for k, x in inner.state[source].items()
+        )
+        assert source not in getattr(optimizer, "slow", {}) or torch.equal(
+            optimizer.slow[source], optimizer.slow[copied]
+        )
+    before = network.blocks[3].mlp[0].weight.clone()
+    train(network, optimizer, steps=1)
+    assert not torch.equal(network.blocks[3].mlp[0].weight, before)
+
+
+class SlowList(Lookahead):
+    """Keeps slow weights in lists like those of its groups, where a new parameter has no place."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        del self.slow
+        self.slow_weights = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+
+
+def slow_group(network: nn.Module) -> Optimizer:
+    optimizer = SGD(network.parameters(), lr=0.1)
+    optimizer.param_groups[0]["slow"] = [p.detach().clone() for p in network.parameters()]
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda network: SlowList(SGD(network.parameters(), lr=0.1)), "SlowList keeps something .* in 'slow_weights'"),
+        (slow_group, "SGD keeps something for each parameter in 'slow'"),
+        (lambda network: "adam", "optimizer must be a torch.optim.Optimizer, got str"),
+    ],
+)
+def test_an_optimizer_that_keeps_parameters_elsewhere_is_refused(make: Callable[[Network], Any], reason: str) -> None:
+    network = Network()
+
+    with pytest.raises(ValueError, match=f"^stack: {reason}"):
+        stack(network, "blocks", to=4, optimizer=make(network))
+
+    assert len(network.blocks) == 3
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "Muon", "RMSprop", "NAdam"])
+def test_matrices_and_all_else_may_have_an_optimizer_each(kind: str) -> None:
+    network = Network()
+    matrices = [p for p in network.parameters() if p.ndim == 2]
+    optimizers = [getattr(torch.optim, kind)(matrices, lr=0.01), AdamW(p for p in network.parameters() if p.ndim < 2)]
+    for optimizer in optimizers:
+        train(network, optimizer)
+
+    stack(network, "blocks", to=6, optimizer=optimizers)
+
+    for source, copied in zip(network.blocks[1].parameters(), network.blocks[4].parameters(), strict=True):
+        state = optimizers[source.ndim < 2].state
+        assert state[source] and all(torch.equal(x, state[copied][k]) for k, x in state[source].items())
+    for optimizer in optimizers:
+        train(network, optimizer)
+
+
+# What hooks, attributes and slots of a block hold.
+
+
+def test_a_copy_of_a_block_with_a_slot_has_an_empty_slot_of_its_own() -> None:
+    network, x = Network(), torch.randn(4, WIDTH)
+    attach_slots(network, ["blocks.0.mlp.0", "blocks.2"], x)
+    growing = GrowingNetwork(network, AdamW(network.parameters()), horizon=9)
+    growing.germinate("blocks.0.mlp.0", "mlp", stage="BLENDING", ticks=1)
+    growing.end_epoch()
+
+    stack(network, "blocks", to=6, optimizer=growing.optimizer)
+
+    slots = slots_of(network)
+    assert list(slots) == ["blocks.0.mlp.0", "blocks.2", "blocks.3.mlp.0", "blocks.5"]
+    assert [slot.occupied for slot in slots.values()] == [True, False, False, False]
+    GrowingNetwork(network, AdamW(network.parameters()), horizon=9).germinate("blocks.3.mlp.0", "mlp")
+    other = Network(depth=6)
+    attach_from_state_dict(other, network.state_dict())
+    other.load_state_dict(network.state_dict())
+    assert torch.equal(other.eval()(x), network.eval()(x))
+
+
+def test_a_block_with_a_slot_does_not_move() -> None:
+    network = Network()
+    attach_slots(network, ["blocks.1"], torch.randn(4, WIDTH))
+
+    with pytest.raises(ValueError, match=r"slot 'blocks.1' is in block 1, which would become block 2; grow with how="):
+        stack(network, "blocks", to=6, how="interleave")
+
+
+class Scaled(Block):
+    """A block whose method is its hook, and whose inner layer holds a bound method of the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+        self.act = self.scale
+        self.norm.register_forward_hook(self.hook)
+
+    def scale(self, x: Tensor) -> Tensor:
+        return self.factor * x
+
+    def hook(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return self.act(output)
+
+
+class Recorder:
+    """Hook that is an object, and holds the whole network and its records."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network, self.seen = network, []
+
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        self.seen.append(module)
+
+
+def test_a_hook_holds_the_parts_of_its_own_block_and_shares_all_else() -> None:
+    network = Network(nn.ModuleList(Scaled() for _ in range(2)))
+    recorder, settings = Recorder(network), {"eps": 1}
+    for block in network.blocks:
+        block.register_forward_hook(recorder)
+        block.settings, block.root = settings, (network,)
+
+    stack(network, "blocks", to=4)
+    network(torch.randn(3, WIDTH)).sum().backward()
+
+    assert recorder.seen == list(network.blocks)
+    assert all(block.settings is settings and block.root == (network,) for block in network.blocks)
+    assert all(block.act.__self__ is block and block.factor.grad is not None for block in network.blocks)
+
+
+def closure(block: Any) -> None:
+    block.act = lambda x: block.mlp(x)
+
+
+def hooked(block: Any) -> None:
+    block.register_forward_hook(lambda module, inputs, output, own=block: output * own.norm.weight)
+
+
+@pytest.mark.parametrize(("change", "attribute"), [(closure, "act"), (hooked, "_forward_hooks")])
+def test_a_function_that_holds_its_block_is_refused(change: Callable[[Any], None], attribute: str) -> None:
+    network = Network()
+    change(network.blocks[1])
+
+    with pytest.raises(ValueError, match=f"^stack: {attribute} .*function that refers to block 1.*make it a method"):
+        stack(network, "blocks", to=6)
+
+    assert len(network.blocks) == 3
+
+
+def test_a_gradient_hook_of_a_parameter_is_copied() -> None:
+    network = Network()
+    network.blocks[0].mlp[0].weight.register_hook(torch.zeros_like)
+
+    stack(network, "blocks", to=4)
+    network(torch.randn(3, WIDTH)).sum().backward()
+
+    assert [bool(block.mlp[0].weight.grad.any()) for block in network.blocks] == [False, True, True, False]
+
+
+class Computed(Block):
+    """A block with the former kind of weight normalisation, which keeps its activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nn.utils.weight_norm(self.mlp[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = super().forward(x)
+        return self.last
+
+
+def test_computed_tensors_are_no_obstacle_and_a_lock_is_refused() -> None:
+    network = Network(nn.ModuleList(Computed() for _ in range(2)))
+    optimizer = AdamW(network.parameters())
+    train(network, optimizer)
+
+    stack(network, "blocks", to=4, optimizer=optimizer)
+    train(network, optimizer)
+    assert not torch.equal(network.blocks[0].mlp[0].weight_g, network.blocks[2].mlp[0].weight_g)
+
+    network.blocks[0].lock = threading.Lock()
+    with pytest.raises(ValueError, match=r"^stack: block 0: Computed cannot be copied: cannot pickle"):
+        stack(network, "blocks", to=5)
+
+
+# Whether new blocks are run.
+
+
+class Cut(Network):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks[:3]:
+            x = block(x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_new_blocks_that_the_first_backward_pass_does_not_reach_are_warned_of(frozen: bool) -> None:
+    network = Cut()
+    network.blocks.requires_grad_(not frozen)
+    stack(network, "blocks", to=5)
+    network.blocks[3:].requires_grad_(True)
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            network(torch.randn(3, WIDTH)).sum().backward()
+
+    told = [str(warning.message) for warning in said if "has grown" in str(warning.message)]
+    expected = "'blocks' has grown, but its new blocks 3, 4 got no gradient"
+    assert len(told) == (not frozen) and all(line.startswith(expected) for line in told)
+
+
+def test_blocks_that_are_run_and_blocks_that_do_not_learn_are_not_warned_of() -> None:
+    network = Network()
+    network.blocks[1].requires_grad_(False)
+    stack(network, "blocks", to=6)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        network(torch.randn(3, WIDTH)).sum().backward()

@@ -1,0 +1,284 @@
+"""stack and Stack on networks of transformers and timm, with tiny configurations and random weights."""
+
+import copy
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import timm
+import torch
+import transformers as hf
+from lightning import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from esper_lightning.callbacks import Stack
+from esper_lightning.growth import stack
+from tests.callbacks.gpt import DropoutByBatch, trainer
+
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+WORDS: dict[str, Any] = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def llama(depth: int) -> nn.Module:
+    config = hf.LlamaConfig(**SIZES, **WORDS, num_hidden_layers=depth, num_key_value_heads=2, tie_word_embeddings=True)
+    return hf.LlamaForCausalLM(config)
+
+
+def gemma(depth: int) -> nn.Module:
+    """Windows in every second block, named for each block in the configuration."""
+    config = hf.Gemma2Config(
+        **SIZES, **WORDS, num_hidden_layers=depth, num_key_value_heads=2, head_dim=8, sliding_window=4
+    )
+    return hf.Gemma2ForCausalLM(config)
+
+
+def gpt2(depth: int) -> nn.Module:
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**WORDS, n_embd=32, n_layer=depth, n_head=4, n_positions=64))
+
+
+def neo(depth: int) -> nn.Module:
+    """Masks that alternate, in buffers that no checkpoint holds."""
+    types = [[["global", "local"], depth // 2]]
+    config = hf.GPTNeoConfig(**WORDS, hidden_size=32, num_layers=depth, num_heads=4, attention_types=types)
+    config.window_size, config.max_position_embeddings = 4, 64
+    return hf.GPTNeoForCausalLM(config)
+
+
+def bert(depth: int) -> nn.Module:
+    return hf.BertForMaskedLM(hf.BertConfig(**SIZES, **WORDS, num_hidden_layers=depth))
+
+
+def vit(depth: int) -> nn.Module:
+    config = hf.ViTConfig(**SIZES, num_hidden_layers=depth, image_size=16, patch_size=4, num_labels=5)
+    return hf.ViTForImageClassification(config)
+
+
+def t5(depth: int) -> nn.Module:
+    config = hf.T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=depth, num_heads=4)
+    config.decoder_start_token_id = 0
+    return hf.T5ForConditionalGeneration(config)
+
+
+class TimmViT(nn.Module):
+    """A network of timm, called as those of transformers are."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.vit = timm.models.VisionTransformer(16, 4, num_classes=5, embed_dim=32, depth=depth, num_heads=4)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.vit(pixel_values)
+        return {"logits": logits, "loss": nn.functional.cross_entropy(logits, labels)}
+
+
+TEXT = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(0))
+IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Case(NamedTuple):
+    """A network, and where its blocks are."""
+
+    make: Callable[[int], Any]
+    blocks: str
+    batch: dict[str, Tensor] = {"input_ids": TEXT, "labels": TEXT}  # noqa: RUF012
+    generates: bool = False
+    left_out: int = 0
+
+    @property
+    def path(self) -> str:
+        return self.blocks.split("[")[0]
+
+
+SEEN = {"pixel_values": IMAGES, "labels": torch.tensor([0, 3])}
+CASES = {
+    "llama": Case(llama, "model.layers", generates=True),
+    "gemma": Case(gemma, "model.layers", generates=True),
+    "gpt2": Case(gpt2, "transformer.h", generates=True),
+    "gpt-neo": Case(neo, "transformer.h", generates=True),
+    "bert": Case(bert, "bert.encoder.layer"),
+    "vit": Case(vit, "vit.layers", SEEN),
+    "t5 encoder": Case(t5, "encoder.block[1:]", generates=True, left_out=1),
+    "t5 decoder": Case(t5, "decoder.block[1:]", left_out=1),
+    "timm": Case(TimmViT, "vit.blocks", SEEN),
+}
+START, END = 4, 6
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+def small(case: Case, depth: int = START) -> Any:
+    torch.manual_seed(0)
+    return case.make(depth)
+
+
+@torch.no_grad()
+def logits(network: nn.Module, case: Case) -> Tensor:
+    return network.eval()(**case.batch)["logits"]
+
+
+def step(network: nn.Module, optimizer: torch.optim.Optimizer, case: Case) -> None:
+    optimizer.zero_grad()
+    network.train()(**case.batch)["loss"].backward()
+    optimizer.step()
+
+
+def assert_same_with_a_cache(network: Any, case: Case) -> None:
+    settings = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    with torch.no_grad():
+        cached, plain = (network.eval().generate(TEXT, use_cache=use, **settings) for use in (True, False))
+    assert torch.equal(cached.sequences, plain.sequences)
+    torch.testing.assert_close(cached.logits, plain.logits, rtol=1e-4, atol=1e-4)
+
+
+def assert_saved(network: Any, case: Case, folder: Path) -> None:
+    """The network is what its class reads from its folder."""
+    network.save_pretrained(folder)
+    again = type(network).from_pretrained(folder)
+    assert len(again.get_submodule(case.path)) == len(network.get_submodule(case.path))
+    assert torch.equal(logits(again, case), logits(network, case))
+
+
+@pytest.mark.parametrize("how", ["stack", "interleave"])
+def test_a_grown_network_trains_generates_and_is_read_again_by_its_class(case: Case, how: Any, tmp_path: Path) -> None:
+    network = small(case)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    step(network, optimizer, case)
+
+    stack(network, case.blocks, to=END - case.left_out, optimizer=optimizer, how=how)
+    step(network, optimizer, case)
+
+    blocks = network.get_submodule(case.path)
+    assert len(blocks) == END
+    assert all(any(p.grad is not None and p.grad.any() for p in block.parameters()) for block in blocks)
+    if hasattr(network, "save_pretrained"):
+        tied = network.get_output_embeddings() is not None and network.config.tie_word_embeddings
+        assert not tied or network.get_output_embeddings().weight is network.get_input_embeddings().weight
+        assert_saved(network, case, tmp_path)
+    if case.generates:
+        assert_same_with_a_cache(network, case)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
+def test_checkpointed_blocks_stay_checkpointed_and_give_the_same_gradients(name: str) -> None:
+    case = CASES[name]
+    found = []
+    for checkpointed in (True, False):
+        network = small(case)
+        if checkpointed:
+            network.gradient_checkpointing_enable({"use_reentrant": False})
+        stack(network, case.blocks, to=END)
+        torch.manual_seed(1)
+        network.train()(**case.batch)["loss"].backward()
+        assert all(getattr(b, "gradient_checkpointing", checkpointed) == checkpointed for b in network.modules())
+        found.append([p.grad for p in network.parameters()])
+    torch.testing.assert_close(*found)
+
+
+class Lit(LightningModule):
+    """A network of a library in a LightningModule, which saves it as its library does."""
+
+    def __init__(self, case: Case, depth: int = END) -> None:
+        super().__init__()
+        self.case, self.net = case, small(case, depth)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(**self.case.batch)["loss"]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(range(6))  # type: ignore[arg-type]
+
+
+class Saves(Callback):
+    """Saves the network and the training at some batches."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.depths: list[int] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: object) -> None:
+        case, network = pl_module.case, pl_module.net
+        self.depths.append(len(network.get_submodule(case.path)))
+        if trainer.global_step in (2, 4):
+            if hasattr(network, "save_pretrained"):
+                assert_saved(network, case, self.folder / str(trainer.global_step))
+                network.train()
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+
+def configuration(network: Any) -> dict[str, Any]:
+    """Return what the configuration says of the network; saving it adds the name of the class and the dtype."""
+    config = network.config.to_dict() if hasattr(network, "config") else {}
+    return {name: value for name, value in config.items() if name not in ("architectures", "dtype")}
+
+
+def fit(case: Case, *callbacks: Callback, resume_from: Path | None = None) -> Any:
+    module = Lit(case)
+    growth = Stack(f"net.{case.blocks}", start=START - case.left_out, at=0.5)
+    trainer(DropoutByBatch(), growth, *callbacks, max_epochs=1).fit(module, ckpt_path=resume_from)
+    return module
+
+
+def test_stack_keeps_a_network_what_its_class_reads_at_every_moment(case: Case, tmp_path: Path) -> None:
+    saves = Saves(tmp_path)
+    module = fit(case, saves)
+
+    assert saves.depths == [START] * 3 + [END] * 3
+    if case.generates:
+        assert_same_with_a_cache(module.net, case)
+    plain = case.make(END)
+    plain.load_state_dict(module.net.state_dict())
+    assert torch.equal(logits(plain, case), logits(module.net, case))
+    for batches in (2, 4):
+        resumed = fit(case, resume_from=tmp_path / f"{batches}.ckpt")
+        assert all(map(torch.equal, resumed.state_dict().values(), module.state_dict().values()))
+        assert configuration(resumed.net) == configuration(module.net)
+
+
+def test_a_copy_of_a_grown_network_and_one_in_a_file_are_whole(tmp_path: Path) -> None:
+    case = CASES["llama"]
+    network = small(case)
+    stack(network, case.blocks, to=END)
+    torch.save(network, tmp_path / "net.pt")
+
+    for other in (copy.deepcopy(network), torch.load(tmp_path / "net.pt", weights_only=False)):
+        assert torch.equal(logits(other, case), logits(network, case))
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A configuration that assignments cannot change, with numbers that are no numbers of blocks."""
+
+    n_layer: int = 2
+    heads: int = 2
+    layer_norm_groups: int = 2
+    layer_types: tuple[str, ...] = ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"num_layers": 2, "width": 2}, {"num_layers": 5, "width": 2}),
+        (Frozen(), {"n_layer": 5, "heads": 2, "layer_norm_groups": 2, "layer_types": ("a", "b", "a", "b", "a")}),
+        (Namespace(depth=2, end_tokens=[1, 2]), {"depth": 5, "end_tokens": [1, 2]}),
+        ({"depths": [2, 2], "mlp_only_layers": [1]}, {"depths": [2, 2], "mlp_only_layers": [1, 3]}),
+    ],
+)
+def test_a_number_of_blocks_is_found_in_any_configuration_and_other_numbers_stay(config: Any, expected: Any) -> None:
+    network: Any = nn.Module()
+    network.config, network.num_blocks, network.heads = config, 2, 2
+    network.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+    stack(network, "blocks", to=5)
+
+    assert (config if isinstance(config, dict) else vars(config)) == expected
+    assert (network.num_blocks, network.heads) == (5, 2)
