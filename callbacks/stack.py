@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     LearningRateFinder,
     StochasticWeightAveraging,
-    Timer,
     WeightAveraging,
 )
 from lightning.pytorch.strategies import DDPStrategy
@@ -34,6 +33,7 @@ from esper_lightning.growth import stack
 from esper_lightning.growth.attach import is_compiled
 from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.stack import Blocks, Content, Order, State, check_blocks, check_optimizers, place
+from esper_lightning.limits import has_end, share_of_training
 from esper_lightning.telemetry.events import SCHEMA, STACK_FILE, EventLog, Stacked, Started, Validated
 
 CONFLICTING_CALLBACKS = (BaseFinetuning, BatchSizeFinder, LearningRateFinder)
@@ -178,7 +178,7 @@ class Stack(Callback):
         grows_alone = (Grow,) if isinstance(trainer.strategy, DDPStrategy) else ()
         reason = "does not follow a network whose depth grows here"
         check_trainer("Stack", trainer, module, dict.fromkeys((*CONFLICTING_CALLBACKS, *grows_alone), reason))
-        if trainer.max_steps == -1 and trainer.max_epochs == -1 and not any(timers_of(trainer)):
+        if not has_end(trainer):
             raise ValueError(
                 "Stack: the training has no end to take a share of; give max_steps, max_epochs or max_time"
             )
@@ -273,7 +273,7 @@ class Stack(Callback):
         if len(self.blocks) < len(self.final):
             lr = max(float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups)
             self.lr_peak = max(self.lr_peak, lr)
-            share = share_of_training(trainer, batch_idx)
+            share = share_of_training(trainer, batch_idx) + ROUNDING
             depth_from_share = self.at if isinstance(self.at, Mapping) else {self.at: len(self.final)}
             depth = max((depth for at, depth in depth_from_share.items() if share >= at), default=0)
             if between_steps and depth > len(self.blocks):
@@ -406,24 +406,6 @@ def can_grow(part: nn.Module) -> bool:
     except ValueError:
         return False
     return True
-
-
-def share_of_training(trainer: Trainer, batch_idx: int) -> float:
-    """Return the share of the training that is over before a batch, by the limit that ends it first."""
-    shares = [0.0]
-    if trainer.max_steps > 0:
-        shares.append(trainer.global_step / trainer.max_steps)
-    if trainer.max_epochs is not None and trainer.max_epochs > 0:
-        shares.append((trainer.current_epoch + batch_idx / trainer.num_training_batches) / trainer.max_epochs)
-    timed = [timer.time_elapsed() / (timer.time_elapsed() + left) for timer, left in timers_of(trainer).items()]
-    share = max(*shares, *timed) + ROUNDING
-    return trainer.strategy.broadcast(share) if timed else share  # clocks of processes differ
-
-
-def timers_of(trainer: Trainer) -> dict[Timer, float]:
-    """Return the timers that end a training, with the seconds that each leaves."""
-    timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]  # type: ignore[attr-defined]
-    return {timer: left for timer in timers if (left := timer.time_remaining()) is not None}
 
 
 def averages_of(trainer: Trainer) -> Iterator[nn.Module]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from lightning import Callback, Trainer, seed_everything
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, RichProgressBar
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, RichProgressBar, Timer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
@@ -25,7 +25,7 @@ from esper_lightning import (
     default_callbacks,
     train,
 )
-from esper_lightning.callbacks import Governor, RolloutState, Telemetry
+from esper_lightning.callbacks import Governor, ProgressLines, RolloutState, Telemetry
 from esper_lightning.checkpoint import AtomicCheckpointIO, DivergedError
 from esper_lightning.evaluation.comparison import EvaluationConfig
 from esper_lightning.tasks import Digits
@@ -112,6 +112,86 @@ def test_max_time_ends_a_run_after_a_whole_number_of_ticks(tmp_path: Path) -> No
     trainer(tmp_path, recorder, max_epochs=100_000, max_time={"seconds": 1}).fit(module(), datamodule=hosts())
 
     assert 1 <= recorder.rollouts < 1000
+
+
+class Rates(Callback):
+    """Callback that keeps the learning rate and the entropy bonus of each update."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float]] = []
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+        self.seen.append((pl_module.metrics["train/lr"], pl_module.metrics["train/entropy_coefficient"]))
+
+
+class TickTimer(Timer):
+    """Timer of a training in which every tick takes a second."""
+
+    def on_fit_start(self, trainer: Trainer, *_: object) -> None:
+        self.module = trainer.lightning_module
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        return float(self.module.collector.ticks) if hasattr(self.module, "collector") else 0.0
+
+
+def rates(root: Path, *callbacks: Callback, **limits: Any) -> tuple[list[tuple[float, float]], Trainer]:
+    seen = Rates()
+    made = trainer(root, seen, *callbacks, logger=False, enable_checkpointing=False, **{"max_epochs": -1, **limits})
+    made.fit(module(), datamodule=hosts())
+    return seen.seen, made
+
+
+def test_rates_fall_to_their_end_by_the_limit_that_ends_the_training_first(tmp_path: Path) -> None:
+    by_epochs, made = rates(tmp_path, max_epochs=4)
+    steps = made.global_step
+
+    assert by_epochs == [(pytest.approx(1e-3 - i * 3e-4), pytest.approx(0.03 - i * 9e-3)) for i in range(4)]
+    assert rates(tmp_path, max_steps=steps)[0] == by_epochs
+    assert rates(tmp_path, max_steps=steps, max_epochs=100)[0] == by_epochs
+    assert rates(tmp_path, max_steps=100 * steps, max_epochs=4)[0] == by_epochs
+    assert rates(tmp_path, TickTimer({"seconds": 4 * HORIZON}), max_steps=100 * steps)[0] == by_epochs
+
+
+def test_rates_stay_as_they_are_in_a_training_without_an_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class StopAtThree(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, *_: object) -> None:
+            trainer.should_stop = trainer.current_epoch == 2
+
+    seen, _ = rates(tmp_path, StopAtThree())
+
+    assert seen == [(1e-3, 0.03)] * 3
+    assert "give the Trainer max_epochs, max_steps or max_time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tick", [6, 8])
+def test_a_run_that_is_limited_by_steps_is_resumed_bit_for_bit(tick: int, tmp_path: Path) -> None:
+    def trained(root: Path, **resume: Any) -> Trainer:
+        seed_everything(0, verbose=False)
+        made = trainer(root, *default_callbacks(), SaveEveryTick(), max_epochs=-1, max_steps=12, logger=False)
+        made.fit(module(), datamodule=hosts(), **resume)
+        return made
+
+    whole = trained(tmp_path / "whole")
+    (saved,) = (tmp_path / "whole").rglob(f"tick{tick}.ckpt")
+    resumed = trained(tmp_path / "resumed", ckpt_path=saved)
+
+    assert resumed.global_step == whole.global_step == 12
+    lr = whole.lightning_module.metrics["train/lr"]
+    assert resumed.lightning_module.metrics["train/lr"] == lr == pytest.approx(1e-4)
+    assert differences(resumed.lightning_module.state_dict(), whole.lightning_module.state_dict()) == []
+
+
+def test_a_line_tells_the_number_of_rollouts_by_the_limit_of_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates(tmp_path, ProgressLines(), max_steps=8, max_epochs=100)
+
+    assert [line[: line.index(":")] for line in capsys.readouterr().out.splitlines() if line.startswith("rollout")] == [
+        "rollout 1 of 2",
+        "rollout 2 of 2",
+    ]
 
 
 def test_a_limit_that_does_not_divide_a_rollout_is_refused(tmp_path: Path) -> None:
