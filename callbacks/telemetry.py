@@ -198,6 +198,8 @@ class Telemetry(Callback):
         return {f"anomaly/{name}": float(state.raised) for name, state in self.detector.states.items()}
 
     def state_dict(self) -> dict[str, Any]:
+        if not hasattr(self, "observer"):  # nothing has been trained
+            return {}
         return {"detector": self.detector.state_dict(), "observer": self.observer.state_dict()}
 
     def on_exception(self, trainer: Trainer, pl_module: TamiyoModule, exception: BaseException) -> None:

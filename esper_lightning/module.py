@@ -59,8 +59,12 @@ NORMALIZE_IDENTITY = ("momentum", "rewards")
 
 
 def attached_data(trainer: Any) -> PolicyData:
-    """Return the data module of a trainer, which Lightning sets without declaring it."""
-    return trainer.datamodule
+    """Return the data module of a trainer. Raises ValueError if it has none, or one without environments."""
+    data = trainer.datamodule
+    if not hasattr(data, "resume_identity"):
+        found = "the Trainer has no data module" if data is None else f"{type(data).__name__} has no environments"
+        raise ValueError(f"{found} for the policy; give datamodule=, a HostPoolData or VectorData, and no loaders")
+    return data
 
 
 class UpdateReport(NamedTuple):
@@ -313,13 +317,18 @@ class TamiyoModule(LightningModule):
         self.log_dict(self.metrics, sync_dist=ranks.world > 1, **for_monitors)
 
     def controller(self) -> LearnedController:
-        """Return a controller that plays the current policy greedily."""
+        """Return a controller that plays the current policy greedily. Raises ValueError if there is no policy yet."""
+        if self.policy_shape is None:
+            raise ValueError("the module has no policy before its first `fit`; use TamiyoModule.load_from_checkpoint")
         return LearnedController(self.policy, self.observation_norm)
 
     @contextmanager
-    def _hosts(self) -> Iterator[HostPoolData]:
+    def _hosts(self, batch: Any) -> Iterator[HostPoolData]:
         """Yield the hosts of a validation or test of Lightning, in which they train in their own precision."""
         data = attached_data(self.trainer)
+        # After a `fit` Lightning keeps its data module, and yet takes the batches of a loader that is given.
+        if not isinstance(batch, list) or not all(isinstance(rng_seed, int) for rng_seed in batch):
+            raise ValueError("a policy is validated and tested on hosts; give datamodule=, and no loaders")
         if not isinstance(data, HostPoolData):
             raise ValueError(f"{type(data).__name__} has no hosts to validate or test on; only `fit` is for it")
         autocast = torch.autocast(self.device.type, enabled=False)
@@ -329,7 +338,7 @@ class TamiyoModule(LightningModule):
     def validation_step(self, rng_seeds: list[int], batch_idx: int) -> None:
         """Play one episode of the hosts with these RNG seeds, with the most likely actions, and log the mean result."""
         finals = []
-        with self._hosts() as data, isolate_rng():
+        with self._hosts(rng_seeds) as data, isolate_rng():
             for pool in data.validation_pools(len(rng_seeds)):
                 pool.reset(rng_seeds)
                 controller = self.controller()
@@ -353,7 +362,7 @@ class TamiyoModule(LightningModule):
         folder = Path(self.trainer.log_dir or self.trainer.default_root_dir) / EVALUATION_FOLDER
         if not self.trainer.is_global_zero:
             return  # one process compares; the others wait for it
-        with self._hosts() as data:
+        with self._hosts(batch) as data:
             own = TrainedPolicy(data.seed, "the policy of this run", self.policy, self.observation_norm)
             results = compare(self.evaluation, data, own, folder=folder, settings={**self.hparams, **data.hparams})
         for task, result in results.items():

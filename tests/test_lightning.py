@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning import Callback, Trainer, seed_everything
+from lightning import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, RichProgressBar, Timer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch.utils.data import DataLoader, TensorDataset
 
 from esper_lightning import (
     EnvConfig,
@@ -192,6 +193,67 @@ def test_a_line_tells_the_number_of_rollouts_by_the_limit_of_steps(
         "rollout 1 of 2",
         "rollout 2 of 2",
     ]
+
+
+LOADER = DataLoader(TensorDataset(torch.zeros(8, 2)), 2)
+
+
+class Foreign(LightningDataModule):
+    """Data module of an ordinary network."""
+
+    def train_dataloader(self) -> DataLoader:
+        return LOADER
+
+    val_dataloader = test_dataloader = train_dataloader
+
+
+@pytest.mark.parametrize("callbacks", [list, default_callbacks])
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ({}, "the Trainer has no data module for the policy; give datamodule="),
+        ({"loader": LOADER}, "the Trainer has no data module for the policy; give datamodule="),
+        ({"datamodule": Foreign()}, "Foreign has no environments for the policy; give datamodule="),
+    ],
+    ids=["nothing", "loader", "foreign"],
+)
+@pytest.mark.parametrize("stage", ["fit", "validate", "test"])
+def test_a_policy_without_environments_is_refused(
+    stage: str, data: dict[str, Any], reason: str, callbacks: Callable[[], list[Callback]], tmp_path: Path
+) -> None:
+    loader = [data["loader"]] if "loader" in data else []
+    rest = {name: value for name, value in data.items() if name != "loader"}
+
+    with pytest.raises(ValueError, match=reason):
+        getattr(trainer(tmp_path, *callbacks()), stage)(module(), *loader, **rest)
+
+
+def test_a_loader_beside_the_hosts_of_a_training_is_refused(tmp_path: Path) -> None:
+    made, policy = trainer(tmp_path, max_epochs=1), module()
+    made.fit(policy, datamodule=hosts())
+
+    for stage in (made.validate, made.test):
+        with pytest.raises(ValueError, match="is validated and tested on hosts; give datamodule="):
+            stage(policy, LOADER)
+
+
+@pytest.mark.parametrize("callbacks", [list, default_callbacks])
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_a_policy_is_saved_before_its_training_and_is_no_run_to_resume(
+    stage: str, callbacks: Callable[[], list[Callback]], tmp_path: Path
+) -> None:
+    made, policy, path = trainer(tmp_path, *callbacks()), module(), tmp_path / "fresh.ckpt"
+    getattr(made, stage)(policy, datamodule=hosts(), verbose=False)
+    made.save_checkpoint(path)
+
+    assert differences(TamiyoModule.load_from_checkpoint(path).state_dict(), policy.state_dict()) == []
+    with pytest.raises(ValueError, match="so it was not saved by a full run"):
+        trainer(tmp_path, *callbacks()).fit(module(), datamodule=hosts(), ckpt_path=path)
+
+
+def test_a_module_without_a_policy_has_no_controller() -> None:
+    with pytest.raises(ValueError, match=r"use TamiyoModule\.load_from_checkpoint"):
+        module().controller()
 
 
 def test_a_limit_that_does_not_divide_a_rollout_is_refused(tmp_path: Path) -> None:
