@@ -40,7 +40,7 @@ from torch.nn import functional as F
 from torchvision.models.vision_transformer import VisionTransformer
 
 from benchmarks.rows import appended_rows, read_rows
-from esper_lightning.envs.flops import count_training_flops, positions_per_parameter
+from esper_lightning.envs.flops import TrainingFlops, positions_per_parameter
 from esper_lightning.growth import stack
 from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.stack import Content, Order, State
@@ -206,9 +206,9 @@ def evaluate(net: nn.Module, split: Split, most: int) -> tuple[float, float]:
 def step_flops(host: Host, depth: int) -> int:
     """Return the FLOPs of one training step, forward and backward."""
     net, split = host.make(depth), host.load().train
-    with count_training_flops() as counter:
+    with TrainingFlops() as counter:
         loss_of(net, split.inputs[: host.batch], split.targets[: host.batch])[0].backward()
-    return counter.get_total_flops()
+    return counter.total
 
 
 def train(name: str, steps: int, plan_name: str, rate: float, seed: int) -> Iterator[Row]:
@@ -233,9 +233,11 @@ def train(name: str, steps: int, plan_name: str, rate: float, seed: int) -> Iter
         if growth and spent >= growth[0][0] * budget:
             _, depth = growth.pop(0)
             factor *= plan.rate_after
-            for blocks in (net.get_submodule(at) for at in host.lists):
+            for blocks in host.lists:
                 zero = host.zero if plan.new == "zero" else ()
-                stack(blocks, to=depth, optimizer=optimizer, how=plan.how, new=plan.new, state=plan.state, zero=zero)
+                stack(
+                    net, blocks, to=depth, optimizer=optimizer, how=plan.how, new=plan.new, state=plan.state, zero=zero
+                )
         for group in optimizer.param_groups:
             group["lr"] = rate * factor * min(1.0, (step + 1) / WARMUP, (1.0 - spent / budget) / DECAY)
         chosen = torch.randint(data.train.samples, (host.batch,), generator=random)

@@ -1,9 +1,11 @@
 """Checks before a network grows in a training of the user: `Grow` and `Stack` refuse what cannot grow in one line."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.call import _call_configure_model
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.swa_utils import AveragedModel
 
@@ -32,3 +34,20 @@ def check_trainer(name: str, trainer: Trainer, module: LightningModule, conflict
             f"{name}: the module holds an AveragedModel, which does not grow along; average the grown network in a "
             f"second run, or use EMAWeightAveraging where the callback allows it"
         )
+
+
+def after_setup(trainer: Trainer, module: LightningModule, then: Callable[[], None]) -> None:
+    """Call `then` once, right after the module's own `setup` and `configure_model`, in which it may build its network.
+
+    Lightning calls `setup` of callbacks before that of the module. It calls `configure_model` after both, and so a
+    second time, which its documentation asks a module to be prepared for.
+    """
+    setup = module.setup
+
+    def setup_first(*args: Any, **settings: Any) -> None:
+        vars(module).pop("setup", None)
+        setup(*args, **settings)
+        _call_configure_model(trainer)
+        then()
+
+    vars(module)["setup"] = setup_first

@@ -1,8 +1,12 @@
 """Callback that trains a shallow network first and grows it to its full depth by copies of its blocks."""
 
+import copy
 import gc
+import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -15,29 +19,43 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.call import _call_configure_model
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
-from esper_lightning.callbacks.checks import check_trainer, is_validation_of_fit
+from esper_lightning.callbacks.checks import after_setup, check_trainer, is_validation_of_fit
 from esper_lightning.callbacks.grow import Grow
 from esper_lightning.callbacks.run_record import open_events, write_run_record
 from esper_lightning.console import print_status
-from esper_lightning.envs.flops import count_training_flops, positions_per_parameter
-from esper_lightning.growth import stack
-from esper_lightning.growth.attach import is_compiled
+from esper_lightning.envs.flops import TrainingFlops, positions_per_parameter
+from esper_lightning.growth.blocks import Blocks, find_blocks
 from esper_lightning.growth.lifecycle import count_parameters
-from esper_lightning.growth.stack import Blocks, Content, Order, State, check_blocks, check_optimizers, place
-from esper_lightning.limits import has_end, share_of_training
+from esper_lightning.growth.nested import copy_module, hooks_of
+from esper_lightning.growth.slot import pass_on
+from esper_lightning.growth.stack import (
+    BuiltBlocks,
+    Content,
+    Order,
+    State,
+    check_optimizers,
+    check_options,
+    warn_without_gradients,
+)
+from esper_lightning.limits import has_end, share_of_training, timers_of
 from esper_lightning.telemetry.events import SCHEMA, STACK_FILE, EventLog, Stacked, Started, Validated
 
 CONFLICTING_CALLBACKS = (BaseFinetuning, BatchSizeFinder, LearningRateFinder)
 """Callbacks that rearrange parameter groups, or try steps before the training."""
+
+COUNT_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ArithmeticError)
+"""Exceptions of a training step that does not run on a copy of its module."""
 
 ROUNDING = 1e-9
 """Share of the training by which a change may come early, so that rounding does not delay it by a batch."""
@@ -50,11 +68,14 @@ class Stack(Callback):
     """Takes a network down to its first blocks, trains it, and grows it to the depth that its class has built.
 
     The last checkpoint is that of the plain class and loads without this callback. Until the first change the training
-    is bit for bit that of the small network. The guide is docs/guides/stack.md.
+    is bit for bit that of the small network. Blocks keep the index and the buffers that the class gave them at their
+    place, and a configuration of the network holds the present number of blocks. The guide is docs/guides/stack.md.
 
     Args:
-        blocks: Name of the `nn.ModuleList` or `nn.Sequential` of like blocks in the LightningModule, as `net.blocks`.
-        start: Number of blocks at the beginning. None: a third of those that the class builds, at least one.
+        blocks: Name of the `nn.ModuleList` or `nn.Sequential` of like blocks in the LightningModule, as `net.blocks`;
+            `net.blocks[1:]` leaves out the first block, and the numbers below count the others.
+        start: Number of blocks at the beginning. None: a third of those that the class builds, at least one; blocks
+            that hold trained weights are then refused, because the others would be lost.
         at: Share of the training, between 0 and 1, after which it grows to its full depth; or several shares, each
             with the number of blocks from then on: `{0.1: 4, 0.3: 12}`. Steps, epochs and `max_time` of the trainer
             count, whichever ends the training first.
@@ -62,8 +83,6 @@ class Stack(Callback):
         new: Content of new blocks. Those of `fresh` do not depend on the random numbers of the training.
         state: Optimizer state of new blocks.
         zero: Last layers of the residual branches for `new="zero"`.
-        renumber: Called with every block and its index after a change. Needed by blocks that know their index only if
-            `how` is `interleave` or `middle`: in other orders each block is the one that the class has built there.
     """
 
     def __init__(
@@ -76,7 +95,6 @@ class Stack(Callback):
         new: Content = "copy",
         state: State = "copy",
         zero: Sequence[str] = (),
-        renumber: Callable[[nn.Module, int], Any] | None = None,
     ) -> None:
         shares = list(at) if isinstance(at, Mapping) else [at]
         depths = [1 if start is None else start, *(at.values() if isinstance(at, Mapping) else ())]
@@ -89,32 +107,32 @@ class Stack(Callback):
         self.name = blocks
         self._given_start = start
         self.at = at
-        self.options: dict[str, Any] = {"how": how, "new": new, "state": state, "zero": zero, "renumber": renumber}
+        self.options: dict[str, Any] = {"how": how, "new": new, "state": state, "zero": zero}
         self.depths: list[int] = []
         """Numbers of blocks of the network so far."""
         self.lr_peak = 0.0  # only for the warning in `_grow` about a rate that has already fallen
-        self.blocks: Any = None
-        """The list in the module, once it is known."""
-        self.final: list[nn.Module] = []
-        """Blocks of the whole network, the first of which are in the list."""
-        self._in_fit = False
+        self.built: Any = None
+        """The list in the module with all blocks that the class has built, once it is known."""
+        self._lists: list[BuiltBlocks] = []  # that of the module, then those of its averaged copies
+        self._loading: Trainer | None = None  # from the end of `setup` to the first batch: weights may be loaded
+        self._depth_before: dict[int, int] = {}  # of lists into which the module itself loads a state, by id
+        self._was_loaded = False  # by the module itself, and not from a checkpoint of the Trainer
+        self._begins = False
         self._steps = -1
-        self._loaded: dict[str, Tensor] | None = None  # weights of a grown list that is resumed
+        self._loaded: dict[str, Any] | None = None  # weights of a grown list that is resumed
         self._told: str | None = None  # line about a change whose first loss is not known yet
         self._loss: Tensor | None = None
         self._handles: list[RemovableHandle] = []
         self.flops: dict[tuple[int, ...], int] = {}
-        """FLOPs of the first training batch, forward and backward, by the depths of all lists that a `Stack` grows."""
+        """FLOPs of a training batch, forward and backward, by the depths of all lists that grow; 0 if not known."""
         self.batches: dict[tuple[int, ...], int] = {}
         """Training batches so far by these depths."""
-        self._counter: FlopCounterMode | None = None  # of a batch whose FLOPs are counted
-        self._waits: LightningModule | None = None  # whose next `training_step` is counted
         self._log: EventLog | None = None
 
     @property
     def start(self) -> int:
         """Number of blocks at the beginning, once the list is known."""
-        return max(1, len(self.final) // 3) if self._given_start is None else self._given_start
+        return max(1, self.built.most // 3) if self._given_start is None else self._given_start
 
     @property
     def state_key(self) -> str:
@@ -124,44 +142,47 @@ class Stack(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.teardown(trainer, pl_module, stage)  # an earlier run may have failed
-        _call_configure_model(trainer)  # Lightning calls it after this hook, where it may build the network
-        blocks = self._find(pl_module)
-        begins = stage == "fit" and trainer.global_step == 0
-        if begins and blocks is self.blocks:
-            place(blocks, self.final)  # as the class has built it, before an earlier run
-        self.blocks, self.final = blocks, list(blocks)
-        lists = [blocks, *(self._find(model) for model in averages_of(trainer))]
-        self._handles = [each.register_load_state_dict_pre_hook(self._fit_depth()) for each in lists]
-        self._in_fit = stage == "fit"
-        if self._in_fit:
-            self._check(trainer, pl_module)
+        self._was_loaded = False
+        for part in pl_module.modules():  # the module may load weights in its own `setup`
+            if isinstance(part, Blocks):
+                self._handles += LoadHook(self).register(part)
+        after_setup(trainer, pl_module, lambda: self._begin(trainer, pl_module, stage))
+
+    def _begin(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        """Find the list, which the module may have built in its own `setup`, and take it down to its first blocks."""
+        self._end_loading()
+        self._begins = stage == "fit" and trainer.global_step == 0
+        self._lists = [self._find(each) for each in (module, *averages_of(trainer))]
+        self.built, *averages = self._lists
+        for each in averages:  # made of a network that was shallow already
+            missing = self.built.whole[each.before_end : self.built.before_end]
+            each.whole[each.before_end : each.before_end] = map(copy_module, missing)
+        if stage == "fit":
+            self._check(trainer, module)
             self.depths, self.lr_peak, self._steps = [], 0.0, -1
             self._loaded, self._told, self._loss = None, None, None
             self.flops, self.batches = {}, {}
-        for each in lists if begins else ():
-            place(each, list(each)[: self.start])
+        for each in self._lists:
+            self._handles += LoadHook(self).register(each.found.modules)
+            if self._begins:
+                each.show(self.start)
+        self._loading = trainer
 
-    def _find(self, module: nn.Module) -> Blocks:
+    def _find(self, module: nn.Module) -> BuiltBlocks:
         """Return the list of blocks in the LightningModule, or in its averaged copy (`WeightAveraging`, SWA).
 
         Raises ValueError if there is none, or if its blocks are not alike.
         """
-        # A compiled module has its names in a module within it.
-        modules = {k.replace("_orig_mod.", ""): part for k, part in module.named_modules(remove_duplicate=False)}
-        found = modules.get(self.name)
-        if found is not None:
-            try:
-                return check_blocks(getattr(found, "_orig_mod", found))  # compiled
-            except ValueError as error:
-                reason = f"{self.name!r} cannot grow: {error}; lists in the module"
-        else:
-            reason = f"there is no {self.name!r} in {type(module).__name__}; lists in it"
-        lists = ", ".join(name for name, part in modules.items() if can_grow(part)) or "none"
-        raise ValueError(f"Stack: {reason}: {lists}")
+        try:
+            found = find_blocks(module, self.name)
+        except ValueError as error:
+            raise ValueError(f"Stack: {error}") from None
+        known = [each for each in self._lists if each.found.modules is found.modules]
+        return known[0] if known else BuiltBlocks(found)  # after an earlier run the list may hold a part of its blocks
 
     def _check(self, trainer: Trainer, module: LightningModule) -> None:
         """Raise ValueError if a part of the trainer or of the module does not follow a network that grows."""
-        count = len(self.final)
+        count = self.built.most
         last = list(self.at.values())[-1] if isinstance(self.at, Mapping) else count
         if self.start >= count:
             raise ValueError(
@@ -175,6 +196,7 @@ class Stack(Callback):
                 f"Stack: the module builds {count} blocks in {self.name!r}, and at ends with {last}; build the final "
                 f"network"
             )
+        check_options(self.built.found.blocks, **self.options)
         grows_alone = (Grow,) if isinstance(trainer.strategy, DDPStrategy) else ()
         reason = "does not follow a network whose depth grows here"
         check_trainer("Stack", trainer, module, dict.fromkeys((*CONFLICTING_CALLBACKS, *grows_alone), reason))
@@ -183,78 +205,88 @@ class Stack(Callback):
                 "Stack: the training has no end to take a share of; give max_steps, max_epochs or max_time"
             )
 
-    def _fit_depth(self) -> Callable[..., None]:
-        """Return a hook that gives a list as many blocks as the state dict has that is about to be loaded."""
+    def fit_depth(self, modules: Blocks, saved: int) -> None:
+        """Give a list as many blocks as the state that is about to be loaded into it has.
 
-        def fit_depth(blocks: Blocks, state_dict: Mapping[str, Tensor], prefix: str, *_: object) -> None:
-            saved = len({key[len(prefix) :].split(".")[0] for key in state_dict if key.startswith(prefix)})
-            if blocks is self.blocks and 0 < saved <= len(self.final):
-                place(blocks, self.final[:saved])
-            elif 0 < saved < len(blocks):
-                place(blocks, list(blocks)[:saved])
-            elif saved > len(blocks):
-                stack(blocks, to=saved, how="last")
+        If the module itself loads it, before the first batch, the list has its present number again afterwards.
+        """
+        restores = self._loading is not None and self._loading._checkpoint_connector._loaded_checkpoint
+        self._was_loaded |= not restores
+        for built in (each for each in self._lists if each.found.modules is modules and self._loading is not None):
+            before, depth = built.depth, saved - built.found.before - built.found.behind
+            if depth != before and 0 < depth <= built.most:
+                built.show(depth)
+                if not restores:
+                    self._depth_before[id(modules)] = before
 
-        return fit_depth  # a function, so that copies of the module do not copy the callback
+    def fit_depth_again(self, modules: Blocks) -> None:
+        """Give a list the number of blocks that it had before its module has loaded a state."""
+        for built in (each for each in self._lists if id(modules) in self._depth_before):
+            if built.found.modules is modules:
+                built.show(self._depth_before.pop(id(modules)))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._stop_counting()
+        self._end_loading()
         if self._log is not None:
             self._log.close()
             self._log = None
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._stop_counting()
-
-    def _stop_counting(self) -> int:
-        """Return the FLOPs since counting began; 0 if they are not counted."""
-        self._stop_waiting()
-        counter, self._counter = self._counter, None
-        if counter is None:
-            return 0
-        counter.__exit__(None, None, None)
-        return counter.get_total_flops()
+    def _end_loading(self) -> None:
+        """Take the hooks off the network: in a training it holds nothing of this callback, and can be pickled."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._loading = [], None
 
     def state_dict(self) -> dict[str, Any]:
         counts = [list(self.flops.items()), list(self.batches.items())]
         return {"depths": self.depths, "lr_peak": self.lr_peak, "counts": counts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if not self._in_fit:
+        if self._loading is None or self._loading.state.fn != TrainerFn.FITTING:
             return
         self.depths, self.lr_peak = list(state_dict["depths"]), state_dict["lr_peak"]
         self.flops, self.batches = ({tuple(at): n for at, n in counted} for counted in state_dict["counts"])
         if len(self.depths) > 1:  # the optimizer is made for the first depth, as it was, and takes the rest again
-            self._loaded = {name: value.clone() for name, value in self.blocks.state_dict().items()}
-            place(self.blocks, self.final[: self.depths[0]])
+            saved = self.built.found.modules.state_dict()
+            self._loaded = {name: x.clone() if isinstance(x, Tensor) else copy.deepcopy(x) for name, x in saved.items()}
+            self.built.show(self.depths[0])
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        check_optimizers(trainer.optimizers, self.blocks)
-        self.depths = self.depths or [len(self.blocks)]
+        if self._find(pl_module) is not self.built:
+            raise ValueError(
+                f"Stack: {self.name!r} was built a second time after setup; build it in __init__, in setup, or in a "
+                f"configure_model that does nothing when it is called again"
+            )
+        check_optimizers(trainer.optimizers, self.built.found.blocks)
+        self._begins &= not trainer._checkpoint_connector._loaded_checkpoint
+        self.depths = self.depths or [self.built.depth]
         if self._loaded is not None:  # optimizers are made, and their states not yet loaded
             for depth in self.depths[1:]:
                 self._grow_list(trainer, depth)
-            self.blocks.load_state_dict(self._loaded)
+            self.built.found.modules.load_state_dict(self._loaded)
             self._loaded = None
             wrap_again(trainer)
 
-    def _grow_list(self, trainer: Trainer, to: int) -> None:
-        """Grow the list into blocks that the class has built."""
-        spare = nn.ModuleList(self.final[len(self.blocks) : to])
+    def _grow_list(self, trainer: Trainer, to: int) -> list[int]:
+        """Grow the list into blocks that the class has built, and return the places of copies."""
         if isinstance(trainer.strategy, DDPStrategy) and trainer.strategy._layer_sync is not None:
-            trainer.strategy._layer_sync.apply(spare)
+            trainer.strategy._layer_sync.apply(nn.ModuleList(self.built.spare(to)))
         with isolate_rng():
             torch.manual_seed(to)
-            stack(self.blocks, to=to, optimizer=trainer.optimizers, into=list(spare), **self.options)
-        self.final[:to] = self.blocks
+            return self.built.grow(to, trainer.optimizers, **self.options)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            begins = "begins" if self._begins else "goes on"
+            print_status(f"Stack: {self.name} {begins} with {self.built.depth} of {self.built.most} blocks")
+        if math.isinf(trainer.num_training_batches) and trainer.max_steps < 1 and not any(timers_of(trainer)):
+            rank_zero_warn(
+                f"Stack: the loader does not tell its length, so the share of the training is known between epochs "
+                f"alone; give max_steps, or {self.name} may grow late or never"
+            )
         self._log, self._began = open_events(trainer, STACK_FILE), time.perf_counter()
-        if (
-            self._log is not None and self is stacks_of(trainer)[0]
-        ):  # several lists grow: one of them writes what all have in common
+        # Several lists may grow: one callback writes what all have in common.
+        if self._log is not None and self is stacks_of(trainer)[0]:
             self._log.discard_after(trainer.global_step)
             lists = [each.name for each in stacks_of(trainer)]
             steps = int(min(trainer.estimated_stepping_batches, MAX_STEPS))
@@ -266,69 +298,68 @@ class Stack(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Grow to the number of blocks due by the share of training done, but only between two optimizer steps."""
         # False in the middle of gradient accumulation: growing would mix gradients of two depths.
-        between_steps, begins = trainer.global_step != self._steps, self._steps == -1
+        between_steps, first = trainer.global_step != self._steps, self._steps == -1
         self._steps = trainer.global_step
-        if begins:
-            self._log_blocks(trainer)
-        if len(self.blocks) < len(self.final):
+        if first:
+            self._first_batch(trainer)
+        if self.built.depth < self.built.most:
             lr = max(float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups)
             self.lr_peak = max(self.lr_peak, lr)
             share = share_of_training(trainer, batch_idx) + ROUNDING
-            depth_from_share = self.at if isinstance(self.at, Mapping) else {self.at: len(self.final)}
+            depth_from_share = self.at if isinstance(self.at, Mapping) else {self.at: self.built.most}
             depth = max((depth for at, depth in depth_from_share.items() if share >= at), default=0)
-            if between_steps and depth > len(self.blocks):
+            if between_steps and depth > self.built.depth:
                 self._grow(trainer, depth, lr)
-        self._stop_counting()  # another callback may have skipped the batch before
         depths = depths_of(trainer)
         self.batches[depths] = self.batches.get(depths, 0) + 1
         if depths not in self.flops:
-            self.flops[depths] = 0  # unknown, as where a part is compiled, which would run without its code
-            if pl_module._compiler_ctx is None and not any(map(is_compiled, pl_module.modules())):
-                self._count(pl_module)
+            self.flops[depths] = self._count(trainer, pl_module, batch, batch_idx)
 
-    def _count(self, module: LightningModule) -> None:
-        """Count the FLOPs from the coming `training_step` on: other callbacks may run the network before."""
-        step = module.training_step
+    def _first_batch(self, trainer: Trainer) -> None:
+        self._end_loading()
+        trained = self._was_loaded or any(map(is_trained, self.built.whole))
+        if self._begins and self._given_start is None and trained:
+            raise ValueError(
+                f"Stack: the {self.built.most} blocks of {self.name!r} hold trained weights, and all but the first "
+                f"{self.start} would be lost; give start={self.start} if that is meant, or train without Stack"
+            )
+        self._log_blocks(trainer)
 
-        def counted(*args: Any, **settings: Any) -> Any:
-            self._stop_waiting()
-            self._counter = count_training_flops()
-            self._counter.__enter__()
-            return step(*args, **settings)
-
-        module.training_step, self._waits = counted, module
-
-    def _stop_waiting(self) -> None:
-        """Give the module its own `training_step` back."""
-        if self._waits is not None:
-            vars(self._waits).pop("training_step", None)  # another `Stack` may have been first
-            self._waits = None
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if pl_module.automatic_optimization:  # by hand there may be several backward passes
-            self._end_count(trainer)
-
-    def _end_count(self, trainer: Trainer) -> None:
-        if self._counter is not None:
-            self.flops[depths_of(trainer)] = self._stop_counting()
+    def _count(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> int:
+        """Return the FLOPs of the coming training step; 0, with one warning in a training, if they cannot be known."""
+        others = (flops for each in stacks_of(trainer) for flops in [each.flops.get(depths_of(trainer))])
+        known = next((flops for flops in others if flops is not None), None)
+        if known is not None:
+            return known
+        try:
+            return count_step_flops(trainer, module, batch, batch_idx)
+        except COUNT_ERRORS as error:
+            if 0 not in self.flops.values():
+                reason = " ".join(str(error).split())
+                rank_zero_warn(
+                    f"Stack: the FLOPs of a training step are not known, because it does not run on a copy of the "
+                    f"module ({type(error).__name__}: {reason:.200}); the training goes on without them"
+                )
+            return 0
 
     def _log_blocks(self, trainer: Trainer) -> None:
         """Write the number of blocks. Only at changes: `LightningModule.log` would take half a millisecond a batch."""
         for logger in trainer.loggers:
-            logger.log_metrics({f"stack/{self.name}": float(len(self.blocks))}, step=trainer.global_step)
+            logger.log_metrics({f"stack/{self.name}": float(self.built.depth)}, step=trainer.global_step)
 
     def _grow(self, trainer: Trainer, to: int, lr: float) -> None:
-        before = len(self.blocks)
+        before = self.built.depth
         self._log_blocks(trainer)
-        self._grow_list(trainer, to)
+        copies = self._grow_list(trainer, to)
         self._log_blocks(trainer)
         wrap_again(trainer)
-        for model in averages_of(trainer):
-            average = self._find(model)
-            sources = stack(average, to=to, how=self.options["how"], renumber=self.options["renumber"])
-            if self.options["new"] != "copy":  # the average of a new block begins with the block
-                for i in (i for i, source in enumerate(sources) if source in sources[:i]):
-                    average[i].load_state_dict(self.blocks[i].state_dict())
+        warn_without_gradients(self.built.found, [self.built.whole[i] for i in copies])
+        for average in self._lists[1:]:
+            average.grow(to, (), how=self.options["how"], new="copy", state="copy")
+            for i in (
+                copies if self.options["new"] != "copy" else ()
+            ):  # the average of a new block begins with the block
+                average.whole[i].load_state_dict(self.built.whole[i].state_dict())
         self.depths.append(to)
         if self._log is not None:
             self._log.write([Stacked(trainer.global_step, self.name, before, to)])
@@ -343,7 +374,6 @@ class Stack(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._end_count(trainer)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         self._loss = loss.detach() if isinstance(loss, Tensor) else None
         if self._told is not None:
@@ -372,8 +402,15 @@ class Stack(Callback):
         return f"{float(self._loss.float().mean()) * parts:.3f}"
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Name the trainings of fixed depth that cost as much as this one."""
+        """Say what has not grown, and name the trainings of fixed depth that cost as much as this one."""
         self._log_blocks(trainer)
+        depth, most = self.built.depth, self.built.most
+        if trainer.is_global_zero and depth < most:
+            share = share_of_training(trainer, 0)
+            print_status(
+                f"Stack: the training ended after {share:.0%} of its length, and {self.name} has {depth} of {most} "
+                f"blocks, because at={self.at}; build the class with {depth} to load its last checkpoint"
+            )
         if trainer.is_global_zero and len(self.batches) > 1 and all(self.flops.values()):
             first, *_, last = self.batches
             parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
@@ -389,9 +426,37 @@ class Stack(Callback):
             )
 
 
+class LoadHook:
+    """Hook on a list of blocks, before and after a state dict is loaded into it.
+
+    A copy of the network, or a file of it, holds the hook without the callback; it then does nothing.
+    """
+
+    def __init__(self, callback: Stack | None = None) -> None:
+        self.callback = callback
+
+    def __reduce__(self) -> tuple[type["LoadHook"], tuple[()]]:
+        return LoadHook, ()
+
+    def register(self, modules: Blocks) -> list[RemovableHandle]:
+        return [
+            modules.register_load_state_dict_pre_hook(self.before),
+            modules.register_load_state_dict_post_hook(self.after),
+        ]
+
+    def before(self, modules: Any, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
+        saved = len({key[len(prefix) :].split(".")[0] for key in state_dict if key.startswith(prefix)})
+        if self.callback is not None:
+            self.callback.fit_depth(modules, saved)
+
+    def after(self, modules: Any, *_: object) -> None:
+        if self.callback is not None:
+            self.callback.fit_depth_again(modules)
+
+
 def depths_of(trainer: Trainer) -> tuple[int, ...]:
     """Return the present numbers of blocks of all lists that a `Stack` grows."""
-    return tuple(len(each.blocks) for each in stacks_of(trainer))
+    return tuple(each.built.depth for each in stacks_of(trainer))
 
 
 def stacks_of(trainer: Trainer) -> list[Stack]:
@@ -399,13 +464,11 @@ def stacks_of(trainer: Trainer) -> list[Stack]:
     return [callback for callback in trainer.callbacks if isinstance(callback, Stack)]  # type: ignore[attr-defined]
 
 
-def can_grow(part: nn.Module) -> bool:
-    """Return True if a module is a list of like blocks, an `nn.ModuleList` or `nn.Sequential`."""
-    try:
-        check_blocks(part)
-    except ValueError:
-        return False
-    return True
+def is_trained(block: nn.Module) -> bool:
+    """Return True if a normalisation in a block has learned: classes build them with equal weights."""
+    norms = [part for part in block.modules() if "norm" in type(part).__name__.lower()]
+    weights = [part.weight for part in norms if isinstance(getattr(part, "weight", None), Tensor)]
+    return any(bool((weight != weight[0]).any()) for weight in weights if weight.ndim == 1 and len(weight))
 
 
 def averages_of(trainer: Trainer) -> Iterator[nn.Module]:
@@ -422,3 +485,59 @@ def wrap_again(trainer: Trainer) -> None:
         trainer.strategy.model = trainer.lightning_module
         gc.collect()  # releases the hooks of the former wrapper on the parameters
         trainer.strategy.configure_ddp()
+
+
+def count_step_flops(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> int:
+    """Return the FLOPs of a training step, forward and backward, without what checkpointed parts compute again.
+
+    The step runs on a copy of the module and of the batch, with the module's optimizers and loggers replaced, so that
+    the training does not notice. Raises an exception of COUNT_ERRORS if it does not run there.
+    """
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ValueError("training_step takes batches from the loader itself")
+    shared = (trainer, trainer.datamodule, *trainer.callbacks, *trainer.loggers)  # type: ignore[attr-defined]
+    hooks = (hook for part in module.modules() for hook in hooks_of(part))
+    ours = ("torch.", "esper_lightning.")  # they belong to the network: a slot, a normalised weight
+    foreign = {id(hook): pass_on for hook in hooks if not str(getattr(hook, "__module__", "")).startswith(ours)}
+    copied: Any = copy_module(module, {id(x): x for x in shared if x is not None} | foreign)
+    observer = copy.copy(trainer)
+    observer.loggers = [DummyLogger() for _ in trainer.loggers]
+    copied.trainer = observer
+    counter = TrainingFlops()
+
+    def backward(loss: Tensor, *_: object, **__: object) -> None:
+        counter.final_backward = True
+        loss.backward()
+        counter.final_backward = False
+
+    def nothing(*_: object, **__: object) -> None:
+        pass
+
+    idle = [IdleOptimizer(optimizer) for optimizer in trainer.optimizers]
+    replaced: dict[str, Any] = dict.fromkeys(("log", "log_dict", "print", "clip_gradients"), nothing)
+    replaced |= dict.fromkeys(("toggle_optimizer", "untoggle_optimizer"), nothing)
+    replaced |= dict.fromkeys(("optimizers", "lr_schedulers"), lambda *_, **__: idle if len(idle) > 1 else idle[0])
+    vars(copied).update(replaced | {"manual_backward": backward})
+    arguments = [copy.deepcopy(batch)]
+    if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):
+        arguments.append(batch_idx)
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    with isolate_rng(), eager, counter, torch.enable_grad(), trainer.precision_plugin.train_step_context():
+        outputs = copied.training_step(*arguments)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if module.automatic_optimization and isinstance(loss, Tensor):
+            backward(loss)
+    return counter.total
+
+
+class IdleOptimizer:
+    """Stands in for an optimizer, or a scheduler, whose step must not happen; it runs a closure for the step."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.param_groups = [dict(group) for group in optimizer.param_groups]
+
+    def step(self, closure: Callable[[], Any] | None = None, *_: object, **__: object) -> Any:
+        return None if closure is None or not callable(closure) else closure()
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count
 from torch.utils.hooks import RemovableHandle
 
 from esper_lightning.blueprints import get_blueprint
@@ -16,6 +17,20 @@ from esper_lightning.growth.blend import GatedSeed
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.nested import iter_tensors
 from esper_lightning.growth.slot import SeedSlot, StackSlot
+
+FUSED = "_scaled_dot_product_flash_attention_for_cpu"
+TRAINING_FORMULAS: dict[Any, Callable[..., int]] = flop_registry | {
+    getattr(torch.ops.aten, name): formula
+    for name, formula in {
+        FUSED: lambda query, key, value, *_, **__: sdpa_flop_count(query.shape, key.shape, value.shape),
+        # Two products for each of the forward pass; that which the kernel computes anew is not counted.
+        f"{FUSED}_backward": lambda _, query, key, value, *__, **___: (
+            2 * sdpa_flop_count(query.shape, key.shape, value.shape)
+        ),
+    }.items()
+    if hasattr(torch.ops.aten, name)  # another version of torch may lack one
+}
+"""FLOPs of operators: torch's table, and the fused attention of the CPU."""
 
 PASSES_PER_STEP = 3
 """Cost of a training step in forward passes: the forward pass and one backward pass each for inputs and weights.
@@ -66,17 +81,25 @@ class HostFlops(NamedTuple):
         return PASSES_PER_STEP * self.with_seeds(slots)
 
 
-def count_training_flops() -> FlopCounterMode:
-    """Return a context that counts FLOPs; unlike torch's own it knows the fused attention of the CPU."""
-    fused = "_scaled_dot_product_flash_attention_for_cpu"
-    formulas = {
-        fused: lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value),
-        # Two products for each of the forward pass; that which the kernel computes anew is not counted.
-        f"{fused}_backward": lambda _, query, key, value, *__, **___: 2 * sdpa_flop_count(query, key, value),
-    }
-    operators = torch.ops.aten  # by name, because another version of torch may lack one
-    known = {getattr(operators, name): formula for name, formula in formulas.items() if hasattr(operators, name)}
-    return FlopCounterMode(display=False, custom_mapping=known)
+class TrainingFlops(TorchDispatchMode):
+    """Context that counts the FLOPs of a training step.
+
+    Unlike torch's FlopCounterMode it knows the fused attention of the CPU, and puts no hooks on modules and gradients,
+    which a loss with a second derivative does not survive.
+    """
+
+    total = 0
+    """FLOPs so far."""
+    final_backward = False
+    """True during the step's own backward pass, in which nothing is counted that checkpointed parts compute again."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        formula = TRAINING_FORMULAS.get(func._overloadpacket)
+        # Only what is computed again records its graph within that pass.
+        if formula is not None and not (self.final_backward and torch.is_grad_enabled()):
+            self.total += formula(*args, **(kwargs or {}), out_val=output)
+        return output
 
 
 def measure_flops(host: nn.Module, inputs: Tensor) -> HostFlops:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from esper_lightning.blueprints import STACK, suggest_name
+from esper_lightning.growth.blocks import find_blocks, index_fields
 from esper_lightning.growth.lifecycle import check_slot_names, slots_of
 from esper_lightning.growth.nested import (
     ExampleInput,
@@ -24,7 +25,6 @@ from esper_lightning.growth.nested import (
     replace_at,
 )
 from esper_lightning.growth.slot import EXTRA_STATE, Layout, SeedSlot, SlotHook, StackSlot, decode, encode
-from esper_lightning.growth.stack import check_blocks
 
 CONTAINER_NAME = "grown_slots"
 """Name of the child module that holds the attached slots; the prefix of their keys in the state dict."""
@@ -191,7 +191,13 @@ def attach_stacks(network: nn.Module, stacks: Mapping[str, int], example_input: 
     places: list[tuple[Place, Tensor]] = []
     for name, count in stacks.items():
         _check_module_name(network, name)
-        blocks = check_blocks(network.get_submodule(name))
+        blocks = find_blocks(network, name).modules
+        if known := index_fields(blocks):
+            place = ".".join(filter(None, known[0][:2]))
+            raise ValueError(
+                f"stack slot behind {name!r}: its blocks know their place by {place!r}, which copies behind the list "
+                f"would not have; grow the list itself, by the callback Stack or growth.stack"
+            )
         last = f"{name}.{list(blocks._modules)[-1]}"
         called: list[tuple[Any, ...]] = []
         hook = network.get_submodule(last).register_forward_hook(
@@ -313,7 +319,7 @@ def _attach(network: nn.Module, place: Place, like: Tensor) -> None:
     name, width, is_single = place["slot"], place["width"], place["on_single_path"]
     if place.get("blocks"):
         own = [other["slot"] for other in container.places.values() if other.get("blocks") == place["blocks"]]
-        blocks = check_blocks(network.get_submodule(place["blocks"]))
+        blocks = find_blocks(network, place["blocks"]).modules
         earlier = [container[_container_key(other)] for other in own]
         slot = StackSlot(name, width, blocks, earlier, on_single_path=is_single)
         hook = _StackHook(slot)

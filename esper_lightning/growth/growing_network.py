@@ -26,6 +26,7 @@ from esper_lightning.growth.param_groups import (
     check_optimizer,
     group_names,
     has_group,
+    host_groups,
     order_groups,
     remove_group,
     remove_module,
@@ -87,10 +88,9 @@ class GrowingNetwork:
         self.lifecycle = lifecycle
         self.seed_options = dict(seed_options or {})
         for name in self.seed_options:
-            if name not in optimizer.defaults:
-                raise ValueError(
-                    f"seed_options: the optimizer has no {name!r}; {suggest_name(name, list(optimizer.defaults))}"
-                )
+            known = [key for key in host_groups(optimizer)[0] if key != "params"]
+            if name not in known:
+                raise ValueError(f"seed_options: the optimizer has no {name!r}; {suggest_name(name, known)}")
         self.slots: dict[str, SeedSlot] = slots_of(module)
         if not self.slots:
             raise ValueError("the network has no slots; give it some with attach_slots, or build SeedSlots in")

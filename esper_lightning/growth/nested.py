@@ -122,17 +122,26 @@ def preserved_buffers(network: nn.Module) -> Iterator[None]:
 def copy_module(module: AnyModule, memo: Mapping[int, Any] | None = None) -> AnyModule:
     """Return a deep copy of a module, in which objects that `memo` names by their id are those of `memo`.
 
-    A tensor that a forward pass has computed, such as a stored activation or the weight of
-    `torch.nn.utils.weight_norm`, is copied without its graph. Raises ValueError if a part of the module cannot be
-    copied.
+    Tensors that a forward pass has computed are copied without their graph. Raises ValueError if a part of the module
+    cannot be copied.
     """
-    memo = dict(memo or {})
-    for part in module.modules():
-        for tensor in iter_tensors(vars(part)):
-            if not tensor.is_leaf:
-                memo.setdefault(id(tensor), tensor.detach().clone())
     try:
-        return copy.deepcopy(module, memo)
+        return copy.deepcopy(module, computed_tensors(module) | dict(memo or {}))
     except COPY_ERRORS as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{type(module).__name__} cannot be copied: {reason:.200}") from error
+
+
+def computed_tensors(module: nn.Module) -> dict[int, Any]:
+    """Return copies, by the originals' id, of tensors in a module that a forward pass has computed.
+
+    They are stored activations, or the weight of `torch.nn.utils.weight_norm`, which `deepcopy` refuses.
+    """
+    tensors = (tensor for part in module.modules() for tensor in iter_tensors(vars(part)))
+    return {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Return all hooks that are registered on a module itself."""
+    tables = (value for name, value in vars(module).items() if name.endswith("_hooks") and isinstance(value, dict))
+    return [hook for table in tables for hook in table.values()]

@@ -6,6 +6,7 @@ without growth, and lets the seeds' groups follow the host.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -43,6 +44,17 @@ def check_optimizer(optimizer: Optimizer) -> None:
     kind = type(optimizer).__name__
     if kind in UNFIT_OPTIMIZERS:
         raise ValueError(f"{kind} {UNFIT_OPTIMIZERS[kind]}; use SGD, Adam or AdamW")
+
+
+def optimizers_in(*optimizers: Optimizer) -> list[Optimizer]:
+    """Return optimizers with those that they wrap, such as the inner one of SAM or Lookahead."""
+    found = list(optimizers)
+    for optimizer in found:  # the list becomes longer meanwhile
+        values = [[*value] if isinstance(value, list | tuple) else [value] for value in vars(optimizer).values()]
+        for value in chain(*values):
+            if isinstance(value, Optimizer) and not any(value is other for other in found):
+                found.append(value)
+    return found
 
 
 def seed_group_name(slot: str) -> str:
@@ -83,7 +95,8 @@ def _is_of_seed(name: str) -> bool:
 def add_group(optimizer: Optimizer, name: str, module: nn.Module, **options: float) -> None:
     """Add `module` as group `name` with the first group's present options, overridden by `options` (lr, …).
 
-    Parameters that another group holds are moved, with their optimizer state.
+    Parameters that another group holds are moved, with their optimizer state. Raises ValueError if an optimizer within
+    this one, as in SAM or Lookahead, does not share its groups, so that it would not train the module.
     """
     _remove_from_groups(optimizer, module)
     # An optimizer created with named parameters requires names for all.
@@ -91,11 +104,18 @@ def add_group(optimizer: Optimizer, name: str, module: nn.Module, **options: flo
     named = [(f"{name}.{own_name}", parameter) for own_name, parameter in module.named_parameters()]
     # A learning-rate scheduler may have changed the first group; the new group follows it.
     first = optimizer.param_groups[0]
-    copied = {key: first[key] for key in optimizer.defaults if key in first}
+    copied = {key: value for key, value in first.items() if key not in ("params", "param_names")}
     if "initial_lr" in first:
         copied["initial_lr"] = options.get("lr", first["initial_lr"])
     params = named if has_names else [parameter for _, parameter in named]
     optimizer.add_param_group({**copied, **options, "params": params, "name": name})
+    for inner in optimizers_in(optimizer)[1:]:
+        if name not in group_names(inner):
+            optimizer.param_groups.pop()
+            raise ValueError(
+                f"{type(optimizer).__name__} holds a {type(inner).__name__} that does not share its parameter groups, "
+                f"and would not train seeds; let both have one list of groups: self.param_groups = inner.param_groups"
+            )
     # When it loads a state, torch adds an option to the defaults of optimizers whose groups are made without it.
     for key in optimizer.defaults.keys() - first.keys():
         optimizer.param_groups[-1].pop(key, None)
@@ -106,8 +126,9 @@ def remove_group(optimizer: Optimizer, name: str) -> None:
     group = find_group(optimizer, name)
     # By identity: comparing groups would compare tensors.
     optimizer.param_groups[:] = [other for other in optimizer.param_groups if other is not group]
-    for parameter in group["params"]:
-        optimizer.state.pop(parameter, None)
+    for each in optimizers_in(optimizer):
+        for parameter in group["params"]:
+            each.state.pop(parameter, None)
 
 
 def remove_module(optimizer: Optimizer, name: str, module: nn.Module) -> None:
@@ -116,8 +137,9 @@ def remove_module(optimizer: Optimizer, name: str, module: nn.Module) -> None:
     Both, because another group may hold the parameters, and because group `name` would be left behind empty.
     """
     _remove_from_groups(optimizer, module)
-    for parameter in module.parameters():
-        optimizer.state.pop(parameter, None)
+    for each in optimizers_in(optimizer):
+        for parameter in module.parameters():
+            each.state.pop(parameter, None)
     if name in group_names(optimizer):
         remove_group(optimizer, name)
 

@@ -1,18 +1,35 @@
 """Growth in depth by copies of trained blocks (https://arxiv.org/abs/2405.15319)."""
 
 import copy
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
-from string import digits
+from types import CellType, FunctionType, MethodType
 from typing import Any, Literal, get_args
+from weakref import ref
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
-Blocks = nn.ModuleList | nn.Sequential
+from esper_lightning.growth.attach import attach_at, attached_places
+from esper_lightning.growth.blocks import (
+    BlockList,
+    count_fields,
+    find_blocks,
+    index_fields,
+    numbered,
+    place,
+    renumber,
+    set_counts,
+)
+from esper_lightning.growth.nested import COPY_ERRORS, computed_tensors, copy_module, hooks_of, iter_tensors
+from esper_lightning.growth.param_groups import optimizers_in
+from esper_lightning.growth.slot import SeedSlot, SlotHook, pass_on
 
 Order = Literal["stack", "interleave", "last", "middle"]
 
@@ -23,9 +40,16 @@ State = Literal["copy", "reset"]
 FLAT_OPTIMIZERS = ("LBFGS", "ZeroRedundancyOptimizer")
 """Optimizers that keep their parameters in a further place than their groups."""
 
+STORAGE = {"_parameters", "_buffers", "_modules", "_compiled_call_impl"}
+"""Attributes of a module that are no settings of it: its parts, and its compiled form."""
+
+DEEPEST = 4
+"""Levels of nested containers and objects in which settings of a block are looked for."""
+
 
 def stack(
-    blocks: nn.Module,
+    network: nn.Module,
+    blocks: str = "",
     *,
     to: int,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
@@ -33,21 +57,29 @@ def stack(
     new: Content = "copy",
     state: State = "copy",
     zero: Sequence[str] = (),
-    into: Sequence[nn.Module] | None = None,
-    renumber: Callable[[nn.Module, int], Any] | None = None,
 ) -> list[int]:
     """Grow a list of like blocks to `to` blocks, in place, and return the index of each block's source.
 
     Call it between two steps: copies have no gradients. Blocks that exist stay the same objects with their hooks and
-    their optimizer state. Copies bring the hooks of modules, `requires_grad` and buffers along, and share what their
-    sources share with each other; what a single block shares with the rest of the network is copied. A copy of a
-    block after `block.compile()` is not compiled. Raises ValueError, and changes nothing, if the list cannot grow.
+    their optimizer state. A copy has all that its source has: buffers, extra state, modes, `requires_grad` and hooks,
+    where a hook that holds a part of its block holds the copy's part. What blocks share with each other stays shared;
+    what a single block shares with the rest of the network is copied. Slots in a copy are its own, and empty. A copy
+    of a block after `block.compile()` is not compiled.
+
+    Blocks that know their place, such as by `layer_idx`, are renumbered, and the number of blocks in the configuration
+    of the network (`num_hidden_layers`) is the new one; lists in it with a value for each block follow the sources. If
+    the first backward pass through the list gives a new block no gradient, a warning says that it is not run.
+
+    Raises ValueError, and changes nothing, if the list cannot grow.
 
     Args:
-        blocks: `nn.ModuleList` or `nn.Sequential` of blocks with the same parameters, such as those of a transformer.
+        network: The network that runs the blocks, with its configuration.
+        blocks: Name of the `nn.ModuleList` or `nn.Sequential` in the network, as `model.layers`. `encoder.block[1:]`
+            leaves out the first block, and `to` counts the others.
         to: Number of blocks afterwards; need not be a multiple of the present number.
         optimizer: Optimizer or optimizers with the blocks' parameters. A new parameter joins the group of its source,
-            where the optimizer of a network of this depth would have it. None: you make a new one.
+            where the optimizer of a network of this depth would have it. An optimizer within another one, as in SAM and
+            Lookahead, is found. None: you make a new one.
         how: `stack`: 1 2 3 1 2 3, and 1 2 3 1 2 for 5. `interleave`: 1 1 2 2 3 3, and 1 1 2 2 3 for 5. `last`:
             1 2 3 3 3 3. `middle`: 1 2 2 2 2 3.
         new: Content of new blocks. `copy`: that of the source. `zero`: the same, but the layers named by `zero` are
@@ -56,46 +88,44 @@ def stack(
         state: `copy`: new parameters begin with the optimizer state of their source. `reset`: with none, as
             parameters of fresh blocks always do.
         zero: Names or ends of names of the last layer of each residual branch, as in `("attention.project", "mlp.2")`.
-        into: Modules that become the new blocks and take over the content of their sources. None: copies are made.
-        renumber: Called with every block and its index afterwards, for blocks that know their index.
     """
-    blocks = check_blocks(blocks)
-    old, count = list(blocks), len(blocks)
-    for name, value, kind in (("how", how, Order), ("new", new, Content), ("state", state, State)):
-        if value not in get_args(kind):
-            raise ValueError(f"stack: {name} must be one of {', '.join(get_args(kind))}, got {value!r}")
+    try:
+        found = find_blocks(network, blocks)
+    except ValueError as error:
+        raise ValueError(f"{'' if str(error).startswith('stack: ') else 'stack: '}{error}") from None
+    old, count = list(found.modules), len(found.blocks)
     if to <= count:
         raise ValueError(f"stack: to must be above {count}, the present number of blocks, got {to}")
-    if (new == "zero") != bool(zero):
-        layers = ", ".join(name for name, part in old[0].named_modules() if isinstance(part, nn.Linear)) or "none"
-        raise ValueError(
-            f"stack: new='zero' needs in zero=(…) the last layer of each residual branch, and nothing else does; "
-            f"linear layers of a block: {layers}"
-        )
-    shared = _shared_parts(old)
-    changed = _layers_to_change(old[0], new, zero, shared)
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    check_options(found.blocks, how=how, new=new, state=state, zero=zero)
     order = sources_of(count, to, how)
-    is_new = [source in order[:i] for i, source in enumerate(order)]
-    if optimizers:
-        check_optimizers(optimizers, old)
-    if into is not None and [_signature(block) for block in into] != [_signature(old[0])] * (to - count):
-        raise ValueError(f"stack: into must hold {to - count} blocks with the parameters of those in the list")
+    sources = found.whole_order(order)
+    is_new = [source in sources[:i] for i, source in enumerate(sources)]
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    check_optimizers(optimizers, found.blocks)
+    places = _places_of_copies(found, sources, is_new)
+    indices, counts = index_fields(found.modules), count_fields(found)
 
-    targets = iter([None] * (to - count) if into is None else into)
-    grown = [_copy_of(old[s], next(targets), shared) if n else old[s] for s, n in zip(order, is_new, strict=True)]
-    for layer in (block.get_submodule(name) for block, n in zip(grown, is_new, strict=True) if n for name in changed):
-        if new == "fresh":
-            layer.reset_parameters()  # pyright: ignore[reportCallIssue]
-        for parameter in layer.parameters(recurse=False) if new == "zero" else ():
-            nn.init.zeros_(parameter)
-    origins = [old[source] for source in order]
-    for each in optimizers:
-        _adopt(each, origins, grown, keep_state=state == "copy" and new != "fresh")
-    place(blocks, grown)
-    if renumber is not None:
-        for i, block in enumerate(grown):
-            renumber(block, i)
+    grown = [_copy_of(old[s], s, found) if n else old[s] for s, n in zip(sources, is_new, strict=True)]
+    added = [block for block, n in zip(grown, is_new, strict=True) if n]
+    for block in added:
+        _refill(block, new, zero)
+    origins = [old[source] for source in sources]
+    for each in optimizers_in(*optimizers):
+        _join_groups(each, origins, grown)
+        for origin, block in zip(origins, grown, strict=True):
+            pairs = [(p, block.get_parameter(name)) for name, p in origin.named_parameters()]
+            _move_state(each, pairs, keep=state == "copy" and new != "fresh")
+    place(found.modules, grown)
+    renumber(found.modules, indices)
+    set_counts(counts, sources)
+    for owner, records in places:
+        attach_at(owner, records)
+    for i, block in enumerate(grown):
+        if is_new[i]:
+            for name, part in block.named_modules():
+                if isinstance(part, SeedSlot):
+                    part.name = f"{found.name}.{i}.{name}"
+    warn_without_gradients(found, added)
     return order
 
 
@@ -110,78 +140,25 @@ def sources_of(count: int, to: int, how: Order) -> list[int]:
     }[how]
 
 
-def place(blocks: Blocks, modules: Sequence[nn.Module]) -> None:
-    """Fill a list with modules, in place; names such as `layer_0`, `layer_1` are continued."""
-    names = _numbered(blocks, len(modules))
-    blocks._modules.clear()
-    for name, module in zip(names, modules, strict=True):
-        blocks.add_module(name, module)
-
-
-def check_blocks(blocks: nn.Module) -> Blocks:
-    """Return a list of blocks. Raises ValueError if they are not numbered, or differ in parameters or shapes."""
-    if not isinstance(blocks, Blocks) or len(blocks) == 0:
+def check_options(blocks: Sequence[nn.Module], *, how: str, new: str, state: str, zero: Sequence[str]) -> None:
+    """Raise ValueError if an option of `stack` is unknown, or cannot be carried out in these blocks."""
+    for name, value, kind in (("how", how, Order), ("new", new, Content), ("state", state, State)):
+        if value not in get_args(kind):
+            raise ValueError(f"stack: {name} must be one of {', '.join(get_args(kind))}, got {value!r}")
+    parts = dict(blocks[0].named_modules())
+    if (new == "zero") != bool(zero):
+        layers = ", ".join(name for name, part in parts.items() if isinstance(part, nn.Linear)) or "none"
         raise ValueError(
-            f"stack: blocks must be an nn.ModuleList or nn.Sequential that is not empty, got {type(blocks).__name__}"
+            f"stack: new='zero' needs in zero=(…) the last layer of each residual branch, and nothing else does; "
+            f"linear layers of a block: {layers}"
         )
-    names = list(blocks._modules)
-    if names != _numbered(blocks, len(blocks)):
-        raise ValueError(f"stack: blocks are called {', '.join(names)}; give them names that differ by their number")
-    for name, block in blocks._modules.items():
-        if _signature(block) != _signature(blocks[0]):
-            raise ValueError(
-                f"stack: blocks {names[0]} and {name} differ in their parameters or shapes; grow a list of like blocks"
-            )
-    return blocks
-
-
-def _numbered(blocks: Blocks, count: int) -> list[str]:
-    """Return `count` names that begin with the first name of a list: `layer_0`, `layer_1`, …"""
-    first = next(iter(blocks._modules))
-    stem = first.rstrip(digits)
-    return [f"{stem}{int(first.removeprefix(stem) or 0) + i}" for i in range(count)]
-
-
-def check_optimizers(optimizers: Sequence[Optimizer], blocks: Iterable[nn.Module]) -> None:
-    """Raise ValueError if the optimizers cannot take parameters, or lack a trainable one of the blocks."""
-    for optimizer in optimizers:
-        if type(optimizer).__name__ in FLAT_OPTIMIZERS:
-            raise ValueError(f"stack: {type(optimizer).__name__} cannot take new parameters; use SGD, Adam or AdamW")
-    groups = chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
-    held = {id(parameter) for group in groups for parameter in group["params"]}
-    for i, block in enumerate(blocks):
-        for name, parameter in block.named_parameters():
-            if parameter.requires_grad and id(parameter) not in held:
-                raise ValueError(
-                    f"stack: no optimizer holds parameter {name!r} of block {i}; pass the one that trains it, or "
-                    f"freeze it by requires_grad_(False)"
-                )
-
-
-def _signature(block: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
-    named = chain(block.named_parameters(remove_duplicate=False), block.named_buffers(remove_duplicate=False))
-    return [(name, tuple(x.shape)) for name, x in named]
-
-
-def _shared_parts(blocks: Iterable[nn.Module]) -> dict[int, Any]:
-    """Return modules, parameters and buffers that are in several blocks, by identity: a memo for `deepcopy`."""
-    parts = [{id(x): x for x in (*block.modules(), *block.parameters(), *block.buffers())} for block in blocks]
-    counts = Counter(chain.from_iterable(parts))
-    return {key: x for one in parts for key, x in one.items() if counts[key] > 1}
-
-
-def _layers_to_change(block: nn.Module, new: Content, zero: Sequence[str], shared: dict[int, Any]) -> list[str]:
-    """Return the names of the modules of a block that are set to zero or made fresh; ValueError if one cannot be."""
-    parts = dict(block.named_modules())
-    if new == "fresh":
-        chosen = [name for name, part in parts.items() if list(part.parameters(recurse=False))]
-    else:
-        chosen = [name for name in parts if any(name == end or name.endswith(f".{end}") for end in zero)]
+    chosen = _layers_to_change(blocks[0], new, zero)
     for end in zero:
         if not any(name == end or name.endswith(f".{end}") for name in chosen):
             raise ValueError(
                 f"stack: a block has no layer {end!r} to set to zero; it has {', '.join(filter(None, parts))}"
             )
+    holders = Counter(chain.from_iterable({id(p) for p in block.parameters()} for block in blocks))
     for name in chosen:
         part = parts[name]
         if new == "fresh" and not hasattr(part, "reset_parameters"):
@@ -191,36 +168,250 @@ def _layers_to_change(block: nn.Module, new: Content, zero: Sequence[str], share
             raise ValueError(
                 f"stack: {name!r} of a block has no parameters of its own to set to zero; name its last layer"
             )
-        if any(id(parameter) in shared for parameter in part.parameters(recurse=False)):
+        if any(holders[id(parameter)] > 1 for parameter in part.parameters(recurse=False)):
             raise ValueError(
                 f"stack: {name!r} is shared among blocks, so new={new!r} would change them all; use 'copy'"
             )
-    return chosen
 
 
-def _copy_of(block: nn.Module, target: nn.Module | None, shared: dict[int, Any]) -> nn.Module:
-    """Return a copy of a block, or `target` with its content."""
-    if target is None:
-        memo, own = dict(shared), {id(part) for part in block.modules()}
-        for part in block.modules():  # a hook that is bound to something outside of the block would copy that, too
-            for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
-                memo |= {id(hook): hook for hook in hooks.values() if id(getattr(hook, "__self__", None)) not in own}
-        return copy.deepcopy(block, memo)
-    for name, parameter in block.named_parameters(remove_duplicate=False):
-        other = target.get_parameter(name)
-        if other is not parameter:
-            other.data, other.grad = parameter.detach().clone(), None
-            other.requires_grad_(parameter.requires_grad)
-    for name, buffer in block.named_buffers(remove_duplicate=False):
-        other = target.get_buffer(name)
-        if other is not buffer:
-            other.data = buffer.detach().clone()
-    for name, part in block.named_modules():
-        target.get_submodule(name).training = part.training
-    return target
+def _layers_to_change(block: nn.Module, new: str, zero: Sequence[str]) -> list[str]:
+    """Return the names of the modules of a block that are set to zero or made fresh."""
+    parts = dict(block.named_modules())
+    if new == "fresh":
+        return [name for name, part in parts.items() if list(part.parameters(recurse=False))]
+    return [name for name in parts if any(name == end or name.endswith(f".{end}") for end in zero)]
 
 
-def _adopt(optimizer: Optimizer, origins: list[nn.Module], grown: list[nn.Module], *, keep_state: bool) -> None:
+def _refill(block: nn.Module, new: Content, zero: Sequence[str]) -> None:
+    """Set layers of a new block to zero, or all of it to fresh values."""
+    for layer in map(block.get_submodule, _layers_to_change(block, new, zero)):
+        if new == "fresh":
+            layer.reset_parameters()  # pyright: ignore[reportCallIssue]
+        for parameter in layer.parameters(recurse=False) if new == "zero" else ():
+            nn.init.zeros_(parameter)
+
+
+# Copies of blocks, and what they share.
+
+
+def _ids(block: nn.Module) -> set[int]:
+    """Return the identities of a block's modules, parameters and buffers."""
+    return {id(x) for x in (*block.modules(), *block.parameters(), *block.buffers())}
+
+
+def _shared_with(block: nn.Module, found: BlockList) -> dict[int, Any]:
+    """Return what a copy of a block must not copy, by identity: a memo for `deepcopy`.
+
+    This is what the block has in common with other blocks of the list, and all else of the network that is no part of
+    the block, but that one of its attributes may refer to, such as a configuration.
+    """
+    own, others = _ids(block), [other for other in found.modules if other is not block]
+    between = set().union(*map(_ids, others)) if others else set()
+    parts = set(block.modules())
+    memo: dict[int, Any] = {}
+    for module in found.network.modules():
+        for x in (module, *module._parameters.values(), *module._buffers.values()):
+            if id(x) not in own or id(x) in between:
+                memo[id(x)] = x
+        if module not in parts or id(module) in between:
+            values = (value for name, value in vars(module).items() if name not in STORAGE and "hook" not in name)
+            memo |= {id(value): value for value in values if id(value) not in own}
+    memo.pop(id(None), None)
+    return memo
+
+
+def _copy_of(block: nn.Module, index: int, found: BlockList) -> nn.Module:
+    """Return a copy of a block with all that it has, and empty slots. Raises ValueError if it cannot be copied."""
+    memo = _shared_with(block, found)
+    own = _ids(block) - memo.keys()
+    for hook in (hook for part in block.modules() for hook in hooks_of(part)):
+        if isinstance(hook, SlotHook):
+            memo[id(hook)] = pass_on
+        elif not _holds(hook, own):
+            memo[id(hook)] = hook
+    try:
+        copied = copy_module(block, memo)
+    except ValueError as error:
+        raise ValueError(f"stack: block {index}: {error}") from error
+    for name, part in copied.named_modules():
+        for attribute, value in vars(part).items():
+            if "hook" in attribute and isinstance(value, dict):
+                for key in [key for key, hook in value.items() if hook is pass_on]:
+                    del value[key]
+            if id(value) not in memo and _holds(value, own):
+                raise ValueError(
+                    f"stack: {attribute} of {name or 'a block'} ({type(part).__name__}) holds a function that refers "
+                    f"to block {index}, so that a copy would run the original; make it a method, or take the module "
+                    f"as its argument"
+                )
+        if isinstance(part, SeedSlot):
+            part.empty()
+    for name, parameter in block.named_parameters():
+        _copy_tensor_hooks(parameter, copied.get_parameter(name))
+    return copied
+
+
+def _copy_tensor_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
+    """Give a new parameter the hooks on the gradient of its source, unless it has some of its own."""
+    if target is not source and not target._backward_hooks:
+        for hook in (source._backward_hooks or {}).values():
+            target.register_hook(hook)
+
+
+def _holds(value: Any, parts: set[int], depth: int = 0) -> bool:
+    """Return True if a value is, or refers to, one of the parts of a block; other modules are not looked into."""
+    if id(value) in parts:
+        return True
+    if depth == DEEPEST or isinstance(value, nn.Module | Tensor | type | str | int | float | None):
+        return False
+    inner: Iterable[Any]
+    if isinstance(value, ref):
+        inner = [value()]
+    elif isinstance(value, Mapping):
+        inner = value.values()
+    elif isinstance(value, list | tuple | set):
+        inner = value
+    elif isinstance(value, MethodType):
+        inner = [value.__self__]
+    elif isinstance(value, partial):
+        inner = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, FunctionType):
+        inner = [*map(_content, value.__closure__ or ()), *(value.__defaults__ or ())]
+    else:
+        inner = getattr(value, "__dict__", {}).values()
+    return any(_holds(x, parts, depth + 1) for x in inner)
+
+
+def _content(cell: CellType) -> Any:
+    """Return what a variable of a closure holds; None if it is not set yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _places_of_copies(
+    found: BlockList, sources: Sequence[int], is_new: Sequence[bool]
+) -> list[tuple[nn.Module, list[dict[str, Any]]]]:
+    """Return where slots are to be attached in new blocks, as in their sources, by the module that holds them.
+
+    Raises ValueError if a slot is attached in a block that would get another place.
+    """
+    names, old_names = numbered(found.modules, len(sources)), list(found.modules._modules)
+    added: list[tuple[nn.Module, list[dict[str, Any]]]] = []
+    for owner, path in found.owners():
+        records: list[dict[str, Any]] = []
+        for record in attached_places(owner):
+            if record.get("blocks") == ".".join(path):
+                raise ValueError(f"stack: {found.name!r} has the stack slot {record['slot']!r}; detach it first")
+            for source, old_name in enumerate(old_names):
+                prefix = ".".join([*path, old_name])
+                if not f"{record['module']}.".startswith(f"{prefix}."):
+                    continue
+                for i in (i for i, s in enumerate(sources) if s == source):
+                    moved = f"{'.'.join([*path, names[i]])}{record['module'].removeprefix(prefix)}"
+                    if is_new[i]:
+                        records.append({**record, "module": moved, "slot": moved})
+                    elif i != source:
+                        raise ValueError(
+                            f"stack: slot {record['slot']!r} is in block {source}, which would become block {i}; grow "
+                            f"with how='stack' or 'last', or before slots are attached"
+                        )
+        added.append((owner, records))
+    return added
+
+
+def warn_without_gradients(found: BlockList, added: Sequence[nn.Module]) -> None:
+    """Warn after the first backward pass through a list if it has given a new block no gradient."""
+    new = [(i, block) for i, block in enumerate(found.modules) if any(block is other for other in added)]
+    waiting = [(i, p) for i, p in ((i, [p for p in b.parameters() if p.requires_grad]) for i, b in new) if p]
+    known = {id(p) for _, parameters in waiting for p in parameters}
+    old = [p for p in found.modules.parameters() if p.requires_grad and id(p) not in known]
+    old = old or [p for p in found.network.parameters() if p.requires_grad]
+    handles: list[Any] = []
+
+    def judge() -> None:
+        idle = [str(i) for i, parameters in waiting if all(p.grad is None for p in parameters)]
+        if idle:
+            warnings.warn(
+                f"{found.name!r} has grown, but its new blocks {', '.join(idle)} got no gradient in the first backward "
+                f"pass: the forward pass of {type(found.network).__name__} does not run them",
+                stacklevel=2,
+            )
+
+    def passed(_: Tensor) -> None:
+        if handles:
+            for handle in handles:
+                handle.remove()
+            handles.clear()
+            # When the whole pass is over: gradients of other blocks may follow.
+            torch.autograd.Variable._execution_engine.queue_callback(judge)  # pyright: ignore
+
+    handles += [p.register_post_accumulate_grad_hook(passed) for p in old if waiting]
+
+
+# Optimizers.
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], blocks: Iterable[nn.Module]) -> None:
+    """Raise ValueError if the optimizers cannot take parameters, or lack a trainable one of the blocks."""
+    if not optimizers:
+        return
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(f"stack: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    every = optimizers_in(*optimizers)
+    held: dict[int, Tensor] = {id(p): p for each in every for group in each.param_groups for p in group["params"]}
+    for i, block in enumerate(blocks):
+        for name, parameter in block.named_parameters():
+            if parameter.requires_grad and id(parameter) not in held:
+                raise ValueError(
+                    f"stack: no optimizer holds parameter {name!r} of block {i}; pass the one that trains it, or "
+                    f"freeze it by requires_grad_(False)"
+                )
+    for optimizer in every:
+        kind = type(optimizer).__name__
+        if kind in FLAT_OPTIMIZERS:
+            raise ValueError(f"stack: {kind} cannot take new parameters; use SGD, Adam or AdamW")
+        shapes = [[p.shape for p in group["params"]] for group in optimizer.param_groups]
+        attributes = {k: v for k, v in vars(optimizer).items() if k != "param_groups" and not isinstance(v, Optimizer)}
+        in_groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        for name, value in chain(attributes.items(), *(group.items() for group in in_groups)):
+            if any(value is table for table in _tables(optimizer)):
+                continue
+            own = [x.shape for x in iter_tensors(value)]
+            if own and (own in shapes or own == list(chain(*shapes)) or _holds(value, set(held))):
+                raise ValueError(
+                    f"stack: {kind} keeps something for each parameter in {name!r}, where new ones cannot be added; "
+                    f"grow with the optimizer that it wraps, or make a new one afterwards"
+                )
+
+
+def _tables(optimizer: Optimizer) -> list[dict[Any, Any]]:
+    """Return the states that an optimizer keeps by parameter."""
+    tables = [value for value in vars(optimizer).values() if isinstance(value, dict)]
+    own = [table for table in tables if table is optimizer.state or any(isinstance(key, Tensor) for key in table)]
+    return own if any(table is optimizer.state for table in own) else [*own, optimizer.state]
+
+
+def _move_state(optimizer: Optimizer, pairs: Iterable[tuple[Tensor, Tensor]], *, keep: bool) -> None:
+    """Give the second parameter of each pair the optimizer's state of the first one, or none."""
+    for source, target in pairs:
+        for table in _tables(optimizer) if target is not source else ():
+            table.pop(target, None)
+            if keep and source in table:
+                table[target] = _cloned(table[source])
+
+
+def _cloned(state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        return {key: _cloned(value) for key, value in state.items()}
+    return copy.deepcopy(state)
+
+
+def _join_groups(optimizer: Optimizer, origins: list[nn.Module], grown: list[nn.Module]) -> None:
     """Put the parameters of new blocks into the groups of their sources, and name them if parameters have names."""
     places = {id(p): (i, name) for i in reversed(range(len(grown))) for name, p in grown[i].named_parameters()}
     before = {id(block): i for i, block in enumerate(dict.fromkeys(origins))}
@@ -244,14 +435,198 @@ def _adopt(optimizer: Optimizer, origins: list[nn.Module], grown: list[nn.Module
                     origin_index = next(k for k, p in enumerate(params) if p is source)
                     names.insert(index, _renamed(names[origin_index], name, places[id(source)][0], i))
                 params.insert(index, target)
-                if keep_state and source in optimizer.state:
-                    optimizer.state[target] = {
-                        key: value.clone() if torch.is_tensor(value) else copy.deepcopy(value)
-                        for key, value in optimizer.state[source].items()
-                    }
 
 
 def _renamed(name: str, own: str, before: int, after: int) -> str:
     """Return `blocks.5.weight` for `blocks.2.weight`, where block 2 has become block 5."""
     end = f"{before}.{own}"
     return f"{name.removesuffix(end)}{after}.{own}" if name.endswith(end) else f"{name}.{after}"
+
+
+# Blocks that a class has built for a list that begins with fewer.
+
+
+class BuiltBlocks:
+    """The blocks that a class has built for a list, which holds only the first ones while the network is shallow.
+
+    Each block stays at the place for which it was built, with what the class gave it there: its index, buffers that no
+    state dict holds, settings. Growth gives it the weights and the state of its source, and whatever has changed in
+    the source since the blocks were built, such as hooks, rates of dropout, flags and modes.
+    """
+
+    def __init__(self, found: BlockList) -> None:
+        self.found = found
+        self.whole = list(found.modules)
+        self._indices, self._counts = index_fields(found.modules), count_fields(found)
+        self._settings = {
+            id(part): {name: _frozen(value) for name, value in vars(part).items() if name not in STORAGE}
+            for block in self.whole
+            for part in block.modules()
+        }
+
+    @property
+    def depth(self) -> int:
+        """Number of blocks in the list now, without those that are left out."""
+        return len(self.found.modules) - self.found.before - self.found.behind
+
+    @property
+    def most(self) -> int:
+        """Number of blocks that the class has built, without those that are left out."""
+        return self.before_end - self.found.before
+
+    @property
+    def before_end(self) -> int:
+        """Index behind the last block that is not left out."""
+        return len(self.whole) - self.found.behind
+
+    def spare(self, to: int) -> list[nn.Module]:
+        """Return the blocks that are not in the list yet, and will be when it has grown to `to` blocks."""
+        present = list(self.found.modules)
+        return [b for b in (self.whole[i] for i in self._places(to)) if not any(b is other for other in present)]
+
+    def show(self, depth: int) -> None:
+        """Let the list hold the first `depth` blocks, and the network know that it does."""
+        places = self._places(depth)
+        place(self.found.modules, [self.whole[i] for i in places])
+        renumber(self.found.modules, self._indices)
+        set_counts(self._counts, places)
+
+    def _places(self, depth: int) -> list[int]:
+        return [*range(self.found.before + depth), *range(len(self.whole) - self.found.behind, len(self.whole))]
+
+    def grow(
+        self,
+        to: int,
+        optimizers: Sequence[Optimizer],
+        *,
+        how: Order,
+        new: Content,
+        state: State,
+        zero: Sequence[str] = (),
+    ) -> list[int]:
+        """Grow to `to` blocks, with the options of `stack`, and return the places of copies in the whole list."""
+        found, old = self.found, list(self.found.modules)
+        sources = found.whole_order(sources_of(self.depth, to, how))
+        targets = [self.whole[i] for i in self._places(to)]
+        check_optimizers(optimizers, found.blocks)
+        every = optimizers_in(*optimizers)
+        blocks = {id(part) for block in self.whole for part in block.modules()}
+        rest = [part for part in found.network.modules() if id(part) not in blocks]
+        outside = {id(x) for part in rest for x in (*part._parameters.values(), *part._buffers.values())}
+        present = outside.union(*map(_ids, old))
+        holders = Counter(chain(outside, *map(_ids, self.whole)))
+        filled: set[int] = set()
+        # From the last block on: no block is filled before those that take over its present content.
+        for i in reversed(range(len(targets))):
+            source, target = old[sources[i]], targets[i]
+            if source is target:
+                continue
+            is_new = sources[i] in sources[:i]
+            # What other blocks share with this one stays as it is, and so does what the network has already.
+            moved = i < len(old) and old[i] is target
+            kept = filled | {key for key in _ids(target) if (holders[key] > 1 if moved else key in present)}
+            pairs = self._take_over(target, source, kept)
+            if is_new:
+                _refill(target, new, zero)
+            for each in every:
+                _move_state(each, pairs, keep=not is_new or (state == "copy" and new != "fresh"))
+            filled |= _ids(target)
+        for each in every:
+            _join_groups(each, [old[source] for source in sources], targets)
+        self.show(to)
+        return [i for i in range(len(targets)) if sources[i] in sources[:i]]
+
+    def _take_over(
+        self, target: nn.Module, source: nn.Module, kept: set[int]
+    ) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Give a block the content of its source, but for what `kept` names; return the parameters of both in pairs."""
+        memo, own = _shared_with(source, self.found) | computed_tensors(source), _ids(source)
+        matched = list(_matched(source, target))
+        for part, other in matched:
+            memo[id(part)] = other
+            memo |= {
+                id(p): other._parameters[name] for name, p in part._parameters.items() if name in other._parameters
+            }
+        for hook in (hook for part in source.modules() for hook in hooks_of(part)):
+            if isinstance(hook, SlotHook) or not _holds(hook, own):
+                memo[id(hook)] = pass_on if isinstance(hook, SlotHook) else hook
+        pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for part, other in matched:
+            if isinstance(part, SeedSlot) or id(other) in kept:
+                continue
+            self._take_settings(other, part, memo)
+            for name, child in part._modules.items():
+                if child is not None and type(other._modules.get(name)) is not type(child):
+                    other._modules[name] = copied = memo.get(id(child)) or copy_module(child, memo)
+                    pairs += [(p, copied.get_parameter(key)) for key, p in child.named_parameters()]
+            for name, parameter in part._parameters.items():
+                own_one = other._parameters.get(name)
+                if parameter is None or own_one is parameter or id(own_one) in kept:
+                    continue
+                if own_one is None or own_one.shape != parameter.shape:
+                    other._parameters[name] = own_one = copy.deepcopy(parameter)
+                own_one.data, own_one.grad = parameter.detach().clone(), None
+                own_one.requires_grad_(parameter.requires_grad)
+                _copy_tensor_hooks(parameter, own_one)
+                pairs.append((parameter, own_one))
+            for name, buffer in part._buffers.items():
+                built = other._buffers.get(name)
+                if buffer is None or built is buffer or id(built) in kept:
+                    continue
+                if built is None:
+                    other._buffers[name] = buffer.detach().clone()
+                elif name in part._non_persistent_buffers_set:  # no checkpoint holds it: as the class has it there
+                    built.data = built.to(buffer.device, buffer.dtype)
+                else:
+                    built.data = buffer.detach().clone()
+            for gone, there in ((other._modules, part._modules), (other._parameters, part._parameters)):
+                for name in gone.keys() - there.keys():
+                    del gone[name]
+            if type(part).get_extra_state is not nn.Module.get_extra_state:
+                other.set_extra_state(copy.deepcopy(part.get_extra_state(), memo))
+        return pairs
+
+    def _take_settings(self, target: nn.Module, source: nn.Module, memo: dict[int, Any]) -> None:
+        """Give a part of a block the attributes of its source that have changed since the class has built it."""
+        built, present = self._settings.get(id(source), {}), vars(target)
+        for name, value in vars(source).items():
+            changed = name == "training" or name not in built or built[name] != _frozen(value)
+            if name in STORAGE or not (changed or ("hook" in name and not present.get(name))):
+                continue
+            try:
+                present[name] = copy.deepcopy(value, memo)
+            except COPY_ERRORS as error:
+                raise ValueError(f"stack: {name} of {type(source).__name__} cannot be copied: {error}") from error
+            if isinstance(value, dict) and "hook" in name:
+                present[name] = type(value)((key, hook) for key, hook in present[name].items() if hook is not pass_on)
+        for name in built.keys() - vars(source).keys():
+            present.pop(name, None)
+
+
+def _matched(source: nn.Module, target: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield the parts of two blocks that are alike, each with its counterpart; parts that both share are left out."""
+    if source is not target:
+        yield source, target
+        for name, child in source._modules.items():
+            other = target._modules.get(name)
+            if child is not None and other is not None and type(other) is type(child):
+                yield from _matched(child, other)
+
+
+def _frozen(value: Any, depth: int = 0) -> Any:
+    """Return something that is equal later only if an attribute has not changed by then."""
+    if isinstance(value, Tensor):
+        return id(value), 0 if value.is_inference() else value._version, value
+    if isinstance(value, set | frozenset):
+        return frozenset(value)
+    if isinstance(value, np.ndarray):
+        return value.shape, value.tobytes()
+    if depth < DEEPEST and isinstance(value, Mapping):
+        return [(_frozen(k, depth + 1), _frozen(x, depth + 1)) for k, x in value.items()]
+    if depth < DEEPEST and isinstance(value, list | tuple | deque):
+        return type(value), [_frozen(x, depth + 1) for x in value]
+    if isinstance(value, str | bytes | int | float | complex | None):
+        return value
+    if depth < DEEPEST and not isinstance(value, nn.Module | type | FunctionType | MethodType):
+        return id(value), value, _frozen(getattr(value, "__dict__", {}), depth + 1)
+    return id(value), value

@@ -35,7 +35,7 @@ class Network(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks: Any = blocks or nn.ModuleList(Block(i) for i in range(depth))
+        self.blocks: Any = blocks if blocks is not None else nn.ModuleList(Block(i) for i in range(depth))
         self.last = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, C] -> [B, 1]
@@ -87,7 +87,7 @@ def test_each_block_is_that_of_its_source_and_goes_on_by_itself(how: Any, to: in
     network, optimizer = trained()
     before, objects = deepcopy(network), list(network.blocks)
 
-    assert stack(network.blocks, to=to, optimizer=optimizer, how=how) == sources
+    assert stack(network, "blocks", to=to, optimizer=optimizer, how=how) == sources
 
     assert all(equal(block, before.blocks[s]) for block, s in zip(network.blocks, sources, strict=True))
     assert [network.blocks[sources.index(i)] for i in range(3)] == objects, "blocks that exist stay the same objects"
@@ -103,7 +103,7 @@ def test_the_optimizer_is_that_of_a_network_of_the_new_depth(how: Any, named: bo
     network, optimizer = trained(named=named)
     states = [[optimizer.state[p] for p in block.parameters()] for block in network.blocks]
 
-    sources = stack(network.blocks, to=7, optimizer=optimizer, how=how)
+    sources = stack(network, "blocks", to=7, optimizer=optimizer, how=how)
 
     fresh = two_groups(network, named=named)
     for group, other in zip(optimizer.param_groups, fresh.param_groups, strict=True):
@@ -123,7 +123,7 @@ def test_a_parameter_joins_the_one_of_several_optimizers_that_holds_its_source()
     matrices = [p for p in network.parameters() if p.ndim == 2]
     optimizers = [SGD(matrices, lr=0.1), AdamW([p for p in network.parameters() if p.ndim == 1])]
 
-    stack(network.blocks, to=4, optimizer=optimizers)
+    stack(network, "blocks", to=4, optimizer=optimizers)
 
     held = [len(optimizer.param_groups[0]["params"]) for optimizer in optimizers]
     assert held == [2 + 4 * 2, 2 + 4 * 4]
@@ -134,7 +134,7 @@ def test_zero_blocks_change_nothing_at_first_and_learn() -> None:
     x = torch.randn(5, WIDTH)
     before = network(x)
 
-    stack(network.blocks, to=6, optimizer=optimizer, how="interleave", new="zero", zero=["mlp.2"])
+    stack(network, "blocks", to=6, optimizer=optimizer, how="interleave", new="zero", zero=["mlp.2"])
 
     assert torch.equal(network(x), before)
     assert equal(network.blocks[1].norm, network.blocks[0].norm)
@@ -150,7 +150,7 @@ def test_fresh_blocks_are_drawn_by_torch_and_have_no_state() -> None:
         expected.get_submodule(name).reset_parameters()
     torch.manual_seed(3)
 
-    stack(network.blocks, to=4, optimizer=optimizer, new="fresh")
+    stack(network, "blocks", to=4, optimizer=optimizer, new="fresh")
 
     assert equal(network.blocks[3], expected)
     assert not any(p in optimizer.state for p in network.blocks[3].parameters())
@@ -164,7 +164,7 @@ def test_what_blocks_share_stays_shared_and_buffers_are_copied() -> None:
         block.calls += 5
     optimizer = two_groups(network)
 
-    stack(network.blocks, to=4, optimizer=optimizer)
+    stack(network, "blocks", to=4, optimizer=optimizer)
 
     assert all(block.mlp[0] is layer for block in network.blocks)
     assert all(block.mlp[2].bias is block.norm.bias for block in network.blocks)
@@ -173,7 +173,7 @@ def test_what_blocks_share_stays_shared_and_buffers_are_copied() -> None:
     assert len({id(p) for g in optimizer.param_groups for p in g["params"]}) == len(list(network.parameters()))
 
 
-def test_hooks_frozen_parameters_and_modes_are_copied_and_blocks_are_told_their_index() -> None:
+def test_hooks_frozen_parameters_and_modes_are_copied_and_blocks_know_their_index() -> None:
     network, seen = Network(), []
 
     class Watcher:
@@ -190,25 +190,12 @@ def test_hooks_frozen_parameters_and_modes_are_copied_and_blocks_are_told_their_
         block.norm.eval()
     optimizer = AdamW(p for p in network.parameters() if p.requires_grad)
 
-    stack(network.blocks, to=6, optimizer=optimizer, renumber=lambda block, i: setattr(block, "index", i))
+    stack(network, "blocks", to=6, optimizer=optimizer, how="interleave")
 
     network(torch.randn(2, WIDTH))
     assert seen == list(network.blocks)
     assert not any(block.norm.weight.requires_grad or block.norm.training for block in network.blocks)
     assert [block.index for block in network.blocks] == list(range(6))
-
-
-def test_given_blocks_take_over_the_content_of_their_sources() -> None:
-    network, optimizer = trained()
-    spare = [Block(3), Block(4)]
-    network.blocks[0].norm.requires_grad_(False)
-
-    stack(network.blocks, to=5, optimizer=optimizer, into=spare)
-
-    assert list(network.blocks)[3:] == spare
-    assert equal(spare[0], network.blocks[0]) and equal(spare[1], network.blocks[1])
-    assert torch.equal(spare[0].calls, network.blocks[0].calls) and spare[0].calls > 0
-    assert not spare[0].norm.weight.requires_grad
 
 
 def unlike() -> nn.ModuleList:
@@ -260,21 +247,38 @@ def sharing() -> nn.ModuleList:
             {"new": "fresh"},
             "'mlp.0' of a block, a Scale, has no reset_parameters",
         ),
-        (None, {"into": [Block()]}, "into must hold 2 blocks with the parameters of those in the list"),
-        (None, {"into": [nn.Linear(2, 2)] * 2}, "into must hold 2 blocks"),
     ],
 )
 def test_a_list_that_cannot_grow_is_refused_in_one_line_and_stays(
     make: Callable[[], nn.Module] | None, settings: dict[str, Any], reason: str
 ) -> None:
-    blocks = make() if make else Network().blocks
-    before = dict(blocks.named_modules())
+    network = Network(make() if make else None)
+    before = dict(network.named_modules())
 
     with pytest.raises(ValueError, match=reason) as refusal:
-        stack(blocks, **{"to": 5, **settings})
+        stack(network, "blocks", **{"to": 5, **settings})
 
     assert "\n" not in str(refusal.value) and str(refusal.value).startswith("stack: ")
-    assert dict(blocks.named_modules()) == before
+    assert dict(network.named_modules()) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("", "name the list of blocks within its network"),
+        ("block", "there is no 'block' in Network; lists in it: blocks"),
+        ("first", "'first' cannot grow: it must be an nn.ModuleList or nn.Sequential that is not empty, got Linear"),
+        ("blocks[3:]", r"'blocks\[3:\]' cannot grow: \[3:\] of its 3 blocks is empty; lists that can: blocks"),
+    ],
+)
+def test_a_name_that_is_no_list_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"^stack: {reason}"):
+        stack(Network(), name, to=5)
+
+
+def test_a_list_without_its_network_is_refused_with_the_new_form() -> None:
+    with pytest.raises(ValueError, match=r"stack\(network, 'model.layers', to=6\)"):
+        stack(Network().blocks, to=5)
 
 
 @pytest.mark.parametrize(
@@ -293,6 +297,6 @@ def test_an_optimizer_that_cannot_take_the_parameters_is_refused(
     network = Network()
 
     with pytest.raises(ValueError, match=reason):
-        stack(network.blocks, to=4, optimizer=make(network))
+        stack(network, "blocks", to=4, optimizer=make(network))
 
     assert len(network.blocks) == 3

@@ -1,0 +1,255 @@
+"""Lists of like blocks in a network, and what the network keeps about the place and the number of its blocks."""
+
+import re
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from itertools import chain, pairwise
+from string import digits
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+Blocks = nn.ModuleList | nn.Sequential
+
+CONFIGS = ("config", "cfg", "args")
+"""Attributes in which modules keep the settings that they were built with."""
+
+COUNT_WORDS = {"layer", "layers", "nlayer", "nlayers", "block", "blocks", "nblocks", "depth", "depths"}
+"""One of these words is in the name of a setting that holds a number of blocks, or a value for each block."""
+
+PLAIN_WORDS = COUNT_WORDS | {"num", "n", "number", "of", "hidden", "total"}
+"""Words that do not say of which list of a network a number of blocks is, unlike `decoder` in `num_decoder_layers`."""
+
+INDEX_NAME = re.compile(r"((?<!padding)(^|_)(idx|index|id|number|no)|^layer_num|^i)$")
+"""Name of an attribute that holds a block's place, where one block alone gives no other evidence."""
+
+
+class BlockList(NamedTuple):
+    """A list of blocks in a network, of which some at its ends may be left out."""
+
+    network: nn.Module
+    name: str
+    """Name of the list in the network, as in `named_modules`."""
+    modules: Blocks
+    """The whole list."""
+    before: int = 0
+    """Number of blocks at the beginning that are left out."""
+    behind: int = 0
+    """Number of blocks at the end that are left out."""
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The blocks that are like each other, without those that are left out."""
+        return list(self.modules)[self.before : len(self.modules) - self.behind]
+
+    def whole_order(self, order: Sequence[int]) -> list[int]:
+        """Return the source of each place of the whole list for the sources of the blocks that are not left out."""
+        first, last = range(self.before), range(len(self.modules) - self.behind, len(self.modules))
+        return [*first, *(self.before + source for source in order), *last]
+
+    def owners(self) -> Iterator[tuple[nn.Module, list[str]]]:
+        """Yield each module on the way from the network to the list, and the names from there to the list."""
+        parts, named = self.name.split("."), _named_modules(self.network)
+        for i in range(len(parts)):
+            owner = named[".".join(parts[:i])]
+            yield getattr(owner, "_orig_mod", owner), parts[i:]
+
+
+def find_blocks(network: nn.Module, name: str) -> BlockList:
+    """Return the list of blocks called `name`. `encoder.block[1:]` leaves out the first block of `encoder.block`.
+
+    Raises ValueError if there is no such list, or if its blocks are not numbered or differ in parameters or shapes.
+    """
+    if not isinstance(name, str) or not name:
+        raise ValueError(
+            "stack: name the list of blocks within its network, as in stack(network, 'model.layers', to=6); the list "
+            "alone knows neither the configuration nor the other parts of the network"
+        )
+    found = re.fullmatch(r"(.+?)(\[(-?\d*):(-?\d*)\])?", name)
+    assert found is not None, "any text that is not empty"
+    path, sliced, start, stop = found.groups()
+    modules = _named_modules(network)
+    if path not in modules:
+        lists = ", ".join(name for name, part in modules.items() if name and _can_grow(part)) or "none"
+        raise ValueError(f"there is no {path!r} in {type(network).__name__}; lists in it: {lists}")
+    part = modules[path]
+    blocks: Any = getattr(part, "_orig_mod", part)  # compiled
+    try:
+        if not isinstance(blocks, Blocks) or len(blocks) == 0:
+            kind = type(part).__name__
+            raise ValueError(f"it must be an nn.ModuleList or nn.Sequential that is not empty, got {kind}")
+        chosen = range(len(blocks))[slice(int(start or 0), int(stop) if stop else None)]
+        if not chosen:
+            raise ValueError(f"{sliced} of its {len(blocks)} blocks is empty")
+        found_list = BlockList(network, path, blocks, chosen[0], len(blocks) - 1 - chosen[-1])
+        _check_like(blocks, found_list)
+    except ValueError as error:
+        lists = ", ".join(name for name, part in modules.items() if name and _can_grow(part)) or "none"
+        raise ValueError(f"{name!r} cannot grow: {error}; lists that can: {lists}") from None
+    return found_list
+
+
+def _named_modules(network: nn.Module) -> dict[str, nn.Module]:
+    """Return all modules by name; a compiled module has its names in a module within it."""
+    return {k.replace("_orig_mod.", ""): part for k, part in network.named_modules(remove_duplicate=False)}
+
+
+def _can_grow(part: nn.Module) -> bool:
+    if not isinstance(part, Blocks) or len(part) == 0:
+        return False
+    try:
+        _check_like(part, BlockList(part, "", part))
+    except ValueError:
+        return False
+    return True
+
+
+def _check_like(modules: Blocks, found: BlockList) -> None:
+    """Raise ValueError if the blocks of a list are not numbered, or not like each other."""
+    names = list(modules._modules)
+    if names != numbered(modules, len(modules)):
+        raise ValueError(f"blocks are called {', '.join(names)}; give them names that differ by their number")
+    for i, block in enumerate(found.blocks, found.before):
+        if any(map(is_lazy, chain(block.parameters(), block.buffers()))):
+            raise ValueError(f"block {i} has parameters without a shape yet; run the network once before")
+        if _signature(block) != _signature(found.blocks[0]):
+            raise ValueError(
+                f"blocks {found.before} and {i} differ in their parameters or shapes; grow a list of like blocks, or "
+                f"leave out those that differ, as in 'blocks[1:]'"
+            )
+
+
+def _signature(block: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
+    """Return names and shapes of what a state dict holds; other buffers may change their shape with the data."""
+    tensors = [(name, tuple(x.shape)) for name, x in block.named_parameters(remove_duplicate=False)]
+    for name, part in block.named_modules(remove_duplicate=False):
+        kept = {key: x for key, x in part._buffers.items() if key not in part._non_persistent_buffers_set}
+        tensors += [(f"{name}.{key}", tuple(x.shape)) for key, x in kept.items() if x is not None]
+    return tensors
+
+
+def place(modules: Blocks, blocks: Sequence[nn.Module]) -> None:
+    """Fill a list with blocks, in place; names such as `layer_0`, `layer_1` are continued."""
+    names = numbered(modules, len(blocks))
+    modules._modules.clear()
+    for name, block in zip(names, blocks, strict=True):
+        modules.add_module(name, block)
+
+
+def numbered(modules: Blocks, count: int) -> list[str]:
+    """Return `count` names that begin with the first name of a list: `layer_0`, `layer_1`, …"""
+    first = next(iter(modules._modules))
+    stem = first.rstrip(digits)
+    return [f"{stem}{int(first.removeprefix(stem) or 0) + i}" for i in range(count)]
+
+
+class IndexField(NamedTuple):
+    """Attribute in which each block of a list keeps its place."""
+
+    part: str
+    """Name of the part of a block that has it, empty for the block."""
+    name: str
+    first: int
+    """Its value in the first block of the list: 0, or 1 where blocks are counted from 1."""
+
+
+def index_fields(modules: Blocks) -> list[IndexField]:
+    """Return the attributes that hold, in every block of a list, the block's place: `layer_idx` of an attention.
+
+    Where the list has one block alone, the attribute's name must say so.
+    """
+    found, blocks = [], list(modules)
+    parts = [dict(block.named_modules()) for block in blocks]
+    for part, module in parts[-1].items():
+        owners = [vars(each[part]) for each in parts if part in each]
+        if type(module).__module__.startswith("torch.") or len(owners) < len(blocks):
+            continue
+        for name, last in vars(module).items():
+            first = last - len(blocks) + 1 if type(last) is int else -1
+            values = [own.get(name) for own in owners]
+            counts = first in (0, 1) and values == [*range(first, last + 1)] and bool not in map(type, values)
+            if counts and (len(blocks) > 1 or INDEX_NAME.search(name)):
+                found.append(IndexField(part, name, first))
+    return found
+
+
+def renumber(modules: Blocks, fields: Sequence[IndexField]) -> None:
+    """Tell each block of a list its place, in all attributes that hold it."""
+    for i, block in enumerate(modules):
+        for field in fields:
+            setattr(block.get_submodule(field.part), field.name, field.first + i)
+
+
+class CountField(NamedTuple):
+    """Setting or attribute of a network that depends on its number of blocks."""
+
+    holder: MutableMapping[str, Any]
+    name: str
+    value: Callable[[Sequence[int]], Any]
+    """Function of the source of each block, by the blocks that were there when the field was found."""
+
+
+def count_fields(found: BlockList) -> list[CountField]:
+    """Return what the modules on the way to a list, and their configurations, keep about its number of blocks.
+
+    These are numbers of blocks (`num_hidden_layers`, `n_layer`, `depth`, also `depths[k]` of the k-th stage), lists
+    with a value for each block (`layer_types`), and lists of the places of some blocks (`mlp_only_layers`).
+    """
+    fields: dict[tuple[int, str], CountField] = {}
+    for owner, path in found.owners():
+        configs = (getattr(owner, name, None) for name in CONFIGS)
+        holders = [vars(owner), *(c if isinstance(c, MutableMapping) else getattr(c, "__dict__", {}) for c in configs)]
+        for holder in holders:
+            named = {name: words for name in holder if (words := _count_words(str(name)))}
+            values = {name: _value_by_order(holder[name], words, path, found) for name, words in named.items()}
+            values = {name: value for name, value in values.items() if value is not None}
+            # `num_layers` beside `num_decoder_layers` is that of another list; beside `encoder_layers` it is the same.
+            others = any("decoder" in named[name] for name in values)
+            for name, value in values.items():
+                if not others or named[name] - PLAIN_WORDS:
+                    fields.setdefault((id(holder), name), CountField(holder, name, value))
+    return list(fields.values())
+
+
+def _count_words(name: str) -> set[str]:
+    """Return the words of a name that may speak of blocks; none for another one."""
+    words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+", name)}
+    return words if words & COUNT_WORDS or words == {"attention", "types"} else set()
+
+
+def _value_by_order(
+    value: Any, words: set[str], path: Sequence[str], found: BlockList
+) -> Callable[[Sequence[int]], Any] | None:
+    """Return how a setting depends on the sources of the blocks; None if it is not about this list."""
+    count = len(found.modules)
+    way = ".".join(path)
+    if type(value) is int:
+        ours = value == count and all(word in way for word in words - PLAIN_WORDS)
+        return len if ours else None
+    if type(value) not in (list, tuple) or not value:
+        return None
+    kind = type(value)
+    if not all(word in way for word in words & {"encoder", "decoder"}):
+        return None
+    if all(type(x) is int for x in value):
+        if words & {"depth", "depths"}:  # a number for each stage of a network
+            stage = next((int(part) for part in path if part.isdigit()), len(value))
+            if stage >= len(value) or value[stage] != count:
+                return None
+            return lambda order: kind([*value[:stage], len(order), *value[stage + 1 :]])
+        increases = all(a < b for a, b in pairwise(value)) and 0 <= value[0] <= value[-1] < count
+        if increases and (len(value) != count or count > 2):  # places of some blocks
+            return lambda order: kind(i for i, source in enumerate(order) if source in value)
+    if len(value) == count and all(isinstance(x, str | int | float | None) for x in value):
+        return lambda order: kind(value[source] for source in order)
+    try:  # pairs of a pattern and how often it is repeated, as in GPT-Neo
+        each = [kind_of_block for pattern, times in value for _ in range(times) for kind_of_block in pattern]
+    except (TypeError, ValueError):
+        return None
+    return (lambda order: [[[each[source] for source in order], 1]]) if len(each) == count else None
+
+
+def set_counts(fields: Sequence[CountField], order: Sequence[int]) -> None:
+    """Tell a network the source of each block that it has now."""
+    for field in fields:
+        field.holder[field.name] = field.value(order)
