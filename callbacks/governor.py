@@ -9,7 +9,7 @@ from esper_lightning.console import print_status
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import HostVerdict
 from esper_lightning.governor.judge import GovernorConfig
-from esper_lightning.module import TamiyoModule
+from esper_lightning.module import TamiyoModule, attached_data
 
 MAX_LINES = 5
 """Most lines in one rollout; further rollbacks are only counted. The run's events.jsonl has all of them."""
@@ -67,7 +67,7 @@ class Governor(Callback):
 
 def watched_hosts(trainer: Trainer) -> HostPoolData:
     """Return the data module of a trainer. Raises ValueError if its environments are no hosts."""
-    data = trainer.datamodule
+    data = attached_data(trainer)
     if not isinstance(data, HostPoolData):
         raise ValueError(
             f"the callback Governor watches hosts, and {type(data).__name__} has none; leave the callback out"

@@ -6,6 +6,7 @@ from datetime import timedelta
 from lightning import Callback, Trainer
 
 from esper_lightning.console import print_status
+from esper_lightning.limits import share_of_training
 from esper_lightning.module import TamiyoModule
 
 
@@ -16,8 +17,10 @@ class ProgressLines(Callback):
         self._start, self._first_tick = time.perf_counter(), pl_module.collector.ticks
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
-        rollout, last, collector = trainer.current_epoch + 1, trainer.max_epochs, pl_module.collector
-        if not trainer.is_global_zero:
+        rollout, collector = trainer.current_epoch + 1, pl_module.collector
+        share = share_of_training(trainer, int(trainer.num_training_batches))
+        # With `max_steps` Lightning ends the saved epoch again on resume: no rollout of this process is over.
+        if not trainer.is_global_zero or not pl_module.metrics:
             return
         means = ", ".join(
             f"{name} {pl_module.metrics[tag]:.3f}"
@@ -25,8 +28,9 @@ class ProgressLines(Callback):
             if (tag := f"rollout/{name}") in pl_module.metrics
         )
         speed = (collector.ticks - self._first_tick) / (time.perf_counter() - self._start)  # ticks per second
-        left = ""
-        if last is not None and last > 0:
+        left = total = ""
+        if share > 0.0:
+            last = max(rollout, round(rollout / share))
             left = f", {timedelta(seconds=round((last - rollout) * collector.buffer.ticks / speed))} left"
-        total = f" of {last}" if left else ""
+            total = f" of {last}"
         print_status(f"rollout {rollout}{total}: {means}, {speed * collector.ranks.total:.0f} host epochs/s{left}")

@@ -31,6 +31,8 @@ class RolloutState(Callback):
         self._module = pl_module
 
     def state_dict(self) -> dict[str, Any]:
+        if not hasattr(self._module, "collector"):  # nothing has been trained: the policy alone is saved
+            return {}
         collector = self._module.collector
         ranks, collector_state, own = collector.ranks, collector.state_dict(), random_states()
         if ranks.world == 1:

@@ -9,7 +9,6 @@ from lightning import Callback, LightningModule, Trainer
 
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.machine import provenance
-from esper_lightning.module import attached_data
 from esper_lightning.serialization import replace_and_keep
 from esper_lightning.telemetry.events import EventLog
 
@@ -22,7 +21,7 @@ def write_run_record(folder: Path, trainer: Trainer) -> None:
 
     The file of an earlier process of the same run is kept as `run.1.json` and so on.
     """
-    data: Any = attached_data(trainer)
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning sets it without declaring it
     executor, precision = "", str(trainer.precision)
     if isinstance(data, HostPoolData):
         executor, precision = data.pool.executor_choice, data.precision

@@ -17,7 +17,6 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     LearningRateFinder,
     StochasticWeightAveraging,
-    Timer,
     WeightAveraging,
 )
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -49,6 +48,7 @@ from esper_lightning.growth.stack import (
     check_options,
     warn_without_gradients,
 )
+from esper_lightning.limits import has_end, share_of_training, timers_of
 from esper_lightning.telemetry.events import SCHEMA, STACK_FILE, EventLog, Stacked, Started, Validated
 
 CONFLICTING_CALLBACKS = (BaseFinetuning, BatchSizeFinder, LearningRateFinder)
@@ -200,7 +200,7 @@ class Stack(Callback):
         grows_alone = (Grow,) if isinstance(trainer.strategy, DDPStrategy) else ()
         reason = "does not follow a network whose depth grows here"
         check_trainer("Stack", trainer, module, dict.fromkeys((*CONFLICTING_CALLBACKS, *grows_alone), reason))
-        if trainer.max_steps == -1 and trainer.max_epochs == -1 and not any(timers_of(trainer)):
+        if not has_end(trainer):
             raise ValueError(
                 "Stack: the training has no end to take a share of; give max_steps, max_epochs or max_time"
             )
@@ -305,7 +305,7 @@ class Stack(Callback):
         if self.built.depth < self.built.most:
             lr = max(float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups)
             self.lr_peak = max(self.lr_peak, lr)
-            share = share_of_training(trainer, batch_idx)
+            share = share_of_training(trainer, batch_idx) + ROUNDING
             depth_from_share = self.at if isinstance(self.at, Mapping) else {self.at: self.built.most}
             depth = max((depth for at, depth in depth_from_share.items() if share >= at), default=0)
             if between_steps and depth > self.built.depth:
@@ -471,24 +471,6 @@ def is_trained(block: nn.Module) -> bool:
     norms = [part for part in block.modules() if "norm" in type(part).__name__.lower()]
     weights = [part.weight for part in norms if isinstance(getattr(part, "weight", None), Tensor)]
     return any(bool((weight != weight[0]).any()) for weight in weights if weight.ndim == 1 and len(weight))
-
-
-def share_of_training(trainer: Trainer, batch_idx: int) -> float:
-    """Return the share of the training that is over before a batch, by the limit that ends it first."""
-    shares = [0.0]
-    if trainer.max_steps > 0:
-        shares.append(trainer.global_step / trainer.max_steps)
-    if trainer.max_epochs is not None and trainer.max_epochs > 0:
-        shares.append((trainer.current_epoch + batch_idx / trainer.num_training_batches) / trainer.max_epochs)
-    timed = [timer.time_elapsed() / (timer.time_elapsed() + left) for timer, left in timers_of(trainer).items()]
-    share = max(*shares, *timed) + ROUNDING
-    return trainer.strategy.broadcast(share) if timed else share  # clocks of processes differ
-
-
-def timers_of(trainer: Trainer) -> dict[Timer, float]:
-    """Return the timers that end a training, with the seconds that each leaves."""
-    timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]  # type: ignore[attr-defined]
-    return {timer: left for timer in timers if (left := timer.time_remaining()) is not None}
 
 
 def averages_of(trainer: Trainer) -> Iterator[nn.Module]:

@@ -156,7 +156,8 @@ class Telemetry(Callback):
         found |= metrics_of.return_metrics(report.summary.returns)
         found |= {f"train/{name}": value for name, value in report.metrics.items()}
         found |= self._cost_metrics()
-        is_due = self.figures_every and (update % self.figures_every == 0 or update == trainer.max_epochs)
+        is_last = update == trainer.max_epochs or self.module.progress == 1.0
+        is_due = self.figures_every and (update % self.figures_every == 0 or is_last)
         blended = self._tick.slots["contribution"][self._tick.slots["blended"]]
         values = {name: torch.cat([one[name] for one in of_ranks]) for name in ("ratio", "advantage")}
         values["contribution"] = torch.from_numpy(blended).float()
@@ -184,12 +185,12 @@ class Telemetry(Callback):
     def _check_anomalies(self, found: dict[str, float], trainer: Trainer) -> dict[str, float]:
         """Apply the rules to the rollout and its update, print what has changed, and return what is to be plotted."""
         readings = {tag.removeprefix("rollout/").replace("memory/", "memory."): value for tag, value in found.items()}
-        assert self.module.report is not None and trainer.max_epochs is not None
+        assert self.module.report is not None
         changes = self.detector.observe(
             readings | self.module.report.metrics,
             tick=self.collector.ticks,
             update=trainer.current_epoch + 1,
-            progress=trainer.current_epoch / max(1, trainer.max_epochs - 1),
+            progress=self.module.progress,
         )
         for change in changes:
             print_status(str(change))
@@ -197,6 +198,8 @@ class Telemetry(Callback):
         return {f"anomaly/{name}": float(state.raised) for name, state in self.detector.states.items()}
 
     def state_dict(self) -> dict[str, Any]:
+        if not hasattr(self, "observer"):  # nothing has been trained
+            return {}
         return {"detector": self.detector.state_dict(), "observer": self.observer.state_dict()}
 
     def on_exception(self, trainer: Trainer, pl_module: TamiyoModule, exception: BaseException) -> None:

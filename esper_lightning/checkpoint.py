@@ -116,7 +116,7 @@ def check_policy(checkpoint: Mapping[str, Any]) -> None:
 
 def check_resumable(checkpoint: Mapping[str, Any]) -> None:
     """Raise ValueError with the reason unless a checkpoint with a policy holds the rest of a run, too."""
-    if "RolloutState" not in checkpoint.get("callbacks", {}) or "optimizer_states" not in checkpoint:
+    if "RolloutState" not in checkpoint.get("callbacks", {}) or not checkpoint.get("optimizer_states"):
         raise ValueError(
             "the checkpoint lacks optimizer_states or the state of esper_lightning.callbacks.RolloutState, so it was "
             "not saved by a full run; give another one"

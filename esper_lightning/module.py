@@ -35,6 +35,7 @@ from esper_lightning.datamodules.hosts import HostPoolData, PolicyData
 from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.comparison import EvaluationConfig
 from esper_lightning.evaluation.report import EVALUATION_FOLDER, compare
+from esper_lightning.limits import has_end, share_of_training
 from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
 from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms, update_metrics
 from esper_lightning.ppo.rollout_buffer import Rollout
@@ -58,8 +59,12 @@ NORMALIZE_IDENTITY = ("momentum", "rewards")
 
 
 def attached_data(trainer: Any) -> PolicyData:
-    """Return the data module of a trainer, which Lightning sets without declaring it."""
-    return trainer.datamodule
+    """Return the data module of a trainer. Raises ValueError if it has none, or one without environments."""
+    data = trainer.datamodule
+    if not hasattr(data, "resume_identity"):
+        found = "the Trainer has no data module" if data is None else f"{type(data).__name__} has no environments"
+        raise ValueError(f"{found} for the policy; give datamodule=, a HostPoolData or VectorData, and no loaders")
+    return data
 
 
 class UpdateReport(NamedTuple):
@@ -110,6 +115,7 @@ class TamiyoModule(LightningModule):
         self.metrics: dict[str, float] = {}
         """Metrics of the last rollout of this process and of its update, by tag: means over all environments."""
         self.skips_in_a_row = 0  # minibatches skipped at the end of the last update
+        self._share = 0.0  # of the training that was over when the present rollout began
         # Of one rollout: updated once, from the complete rollout, so that a resumed run has the same values.
         self.critic_metrics = MetricCollection(
             {"explained_variance": ExplainedVariance(), "value_error": MeanSquaredError(squared=False)}
@@ -176,6 +182,12 @@ class TamiyoModule(LightningModule):
                 f"trainer.limit_train_batches leaves {batches} batches, which do not divide the {horizon} ticks "
                 f"of a rollout; leave it out, or change data.env.horizon"
             )
+        self._share = share_of_training(self.trainer, 0)  # for a run that is resumed in the middle of a rollout
+        if not has_end(self.trainer) and self.trainer.is_global_zero:
+            print_status(
+                "the training has no end, so learning rate and entropy bonus keep their first values; give the Trainer "
+                "max_epochs, max_steps or max_time"
+            )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.trainer.scaler is not None:
@@ -187,11 +199,23 @@ class TamiyoModule(LightningModule):
         fused = True if self.device.type == "cuda" else None
         return torch.optim.Adam(self.policy.parameters(), lr=self.ppo.lr.at(0.0), eps=ADAM_EPS, fused=fused)
 
+    @property
+    def progress(self) -> float:
+        """Progress of the training at the update of the present rollout: 0 at the first one, 1 at the last.
+
+        With a limit of steps or of time the number of rollouts is estimated from those that are over.
+        """
+        rollouts = self.trainer.current_epoch  # that are over
+        if rollouts == 0 or self._share == 0.0:
+            return 0.0
+        return min(1.0, rollouts / max(1, round(rollouts / self._share) - 1))
+
     def training_step(self, tick: int, batch_idx: int) -> None:
         # The trainer's autocast must not reach hosts or policy: the probability ratio would no longer start at 1.
         with torch.autocast(self.device.type, enabled=False):
             if batch_idx == 0:
                 self.collector.reset()
+                self._share = share_of_training(self.trainer, 0)
             for _ in range(int(self.collector.buffer.ticks // self.trainer.num_training_batches)):
                 self.collector.step()
             step = self.collector.last_step
@@ -207,10 +231,8 @@ class TamiyoModule(LightningModule):
         the policy's weights are not finite at the end.
         """
         config, parameters, optimizer = self.ppo, list(self.policy.parameters()), self.optimizers()
-        assert self.trainer.max_epochs is not None, "Lightning has put its default there"
         assert isinstance(optimizer, LightningOptimizer), "there is one"
-        progress = self.trainer.current_epoch / max(1, self.trainer.max_epochs - 1)  # 0 in a run of one rollout
-        lr, entropy_coefficient = config.lr.at(progress), config.entropy.at(progress)
+        lr, entropy_coefficient = config.lr.at(self.progress), config.entropy.at(self.progress)
         for group in optimizer.param_groups:
             group["lr"] = lr
         before = nn.utils.parameters_to_vector(parameters).detach().clone()
@@ -295,13 +317,18 @@ class TamiyoModule(LightningModule):
         self.log_dict(self.metrics, sync_dist=ranks.world > 1, **for_monitors)
 
     def controller(self) -> LearnedController:
-        """Return a controller that plays the current policy greedily."""
+        """Return a controller that plays the current policy greedily. Raises ValueError if there is no policy yet."""
+        if self.policy_shape is None:
+            raise ValueError("the module has no policy before its first `fit`; use TamiyoModule.load_from_checkpoint")
         return LearnedController(self.policy, self.observation_norm)
 
     @contextmanager
-    def _hosts(self) -> Iterator[HostPoolData]:
+    def _hosts(self, batch: Any) -> Iterator[HostPoolData]:
         """Yield the hosts of a validation or test of Lightning, in which they train in their own precision."""
         data = attached_data(self.trainer)
+        # After a `fit` Lightning keeps its data module, and yet takes the batches of a loader that is given.
+        if not isinstance(batch, list) or not all(isinstance(rng_seed, int) for rng_seed in batch):
+            raise ValueError("a policy is validated and tested on hosts; give datamodule=, and no loaders")
         if not isinstance(data, HostPoolData):
             raise ValueError(f"{type(data).__name__} has no hosts to validate or test on; only `fit` is for it")
         autocast = torch.autocast(self.device.type, enabled=False)
@@ -311,7 +338,7 @@ class TamiyoModule(LightningModule):
     def validation_step(self, rng_seeds: list[int], batch_idx: int) -> None:
         """Play one episode of the hosts with these RNG seeds, with the most likely actions, and log the mean result."""
         finals = []
-        with self._hosts() as data, isolate_rng():
+        with self._hosts(rng_seeds) as data, isolate_rng():
             for pool in data.validation_pools(len(rng_seeds)):
                 pool.reset(rng_seeds)
                 controller = self.controller()
@@ -335,7 +362,7 @@ class TamiyoModule(LightningModule):
         folder = Path(self.trainer.log_dir or self.trainer.default_root_dir) / EVALUATION_FOLDER
         if not self.trainer.is_global_zero:
             return  # one process compares; the others wait for it
-        with self._hosts() as data:
+        with self._hosts(batch) as data:
             own = TrainedPolicy(data.seed, "the policy of this run", self.policy, self.observation_norm)
             results = compare(self.evaluation, data, own, folder=folder, settings={**self.hparams, **data.hparams})
         for task, result in results.items():

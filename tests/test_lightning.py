@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning import Callback, Trainer, seed_everything
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, RichProgressBar
+from lightning import Callback, LightningDataModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, RichProgressBar, Timer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch.utils.data import DataLoader, TensorDataset
 
 from esper_lightning import (
     EnvConfig,
@@ -25,7 +26,7 @@ from esper_lightning import (
     default_callbacks,
     train,
 )
-from esper_lightning.callbacks import Governor, RolloutState, Telemetry
+from esper_lightning.callbacks import Governor, ProgressLines, RolloutState, Telemetry
 from esper_lightning.checkpoint import AtomicCheckpointIO, DivergedError
 from esper_lightning.evaluation.comparison import EvaluationConfig
 from esper_lightning.tasks import Digits
@@ -112,6 +113,149 @@ def test_max_time_ends_a_run_after_a_whole_number_of_ticks(tmp_path: Path) -> No
     trainer(tmp_path, recorder, max_epochs=100_000, max_time={"seconds": 1}).fit(module(), datamodule=hosts())
 
     assert 1 <= recorder.rollouts < 1000
+
+
+class Rates(Callback):
+    """Callback that keeps the learning rate and the entropy bonus of each update."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float]] = []
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+        if pl_module.metrics:  # a resumed run may end the saved epoch again
+            self.seen.append((pl_module.metrics["train/lr"], pl_module.metrics["train/entropy_coefficient"]))
+
+
+class TickTimer(Timer):
+    """Timer of a training in which every tick takes a second."""
+
+    def on_fit_start(self, trainer: Trainer, *_: object) -> None:
+        self.module = trainer.lightning_module
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        return float(self.module.collector.ticks) if hasattr(self.module, "collector") else 0.0
+
+
+def rates(root: Path, *callbacks: Callback, **limits: Any) -> tuple[list[tuple[float, float]], Trainer]:
+    seen = Rates()
+    made = trainer(root, seen, *callbacks, logger=False, enable_checkpointing=False, **{"max_epochs": -1, **limits})
+    made.fit(module(), datamodule=hosts())
+    return seen.seen, made
+
+
+def test_rates_fall_to_their_end_by_the_limit_that_ends_the_training_first(tmp_path: Path) -> None:
+    by_epochs, made = rates(tmp_path, max_epochs=4)
+    steps = made.global_step
+
+    assert by_epochs == [(pytest.approx(1e-3 - i * 3e-4), pytest.approx(0.03 - i * 9e-3)) for i in range(4)]
+    assert rates(tmp_path, max_steps=steps)[0] == by_epochs
+    assert rates(tmp_path, max_steps=steps, max_epochs=100)[0] == by_epochs
+    assert rates(tmp_path, max_steps=100 * steps, max_epochs=4)[0] == by_epochs
+    assert rates(tmp_path, TickTimer({"seconds": 4 * HORIZON}), max_steps=100 * steps)[0] == by_epochs
+
+
+def test_rates_stay_as_they_are_in_a_training_without_an_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class StopAtThree(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, *_: object) -> None:
+            trainer.should_stop = trainer.current_epoch == 2
+
+    seen, _ = rates(tmp_path, StopAtThree())
+
+    assert seen == [(1e-3, 0.03)] * 3
+    assert "give the Trainer max_epochs, max_steps or max_time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tick", [4, 6])
+def test_a_run_that_is_limited_by_steps_is_resumed_bit_for_bit(tick: int, tmp_path: Path) -> None:
+    def trained(root: Path, **resume: Any) -> tuple[Trainer, list[tuple[float, float]]]:
+        seed_everything(0, verbose=False)
+        seen = Rates()
+        made = trainer(root, *default_callbacks(), SaveEveryTick(), seen, max_epochs=-1, max_steps=12, logger=False)
+        made.fit(module(), datamodule=hosts(), **resume)
+        return made, seen.seen
+
+    whole, rates_of_whole = trained(tmp_path / "whole")
+    (saved,) = (tmp_path / "whole").rglob(f"tick{tick}.ckpt")
+    resumed, rates_of_resumed = trained(tmp_path / "resumed", ckpt_path=saved)
+
+    assert resumed.global_step == whole.global_step == 12
+    assert [lr for lr, _ in rates_of_whole] == pytest.approx([1e-3, 5.5e-4, 1e-4])
+    assert rates_of_resumed == rates_of_whole[1:]
+    assert differences(resumed.lightning_module.state_dict(), whole.lightning_module.state_dict()) == []
+
+
+def test_a_line_tells_the_number_of_rollouts_by_the_limit_of_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates(tmp_path, ProgressLines(), max_steps=8, max_epochs=100)
+
+    assert [line[: line.index(":")] for line in capsys.readouterr().out.splitlines() if line.startswith("rollout")] == [
+        "rollout 1 of 2",
+        "rollout 2 of 2",
+    ]
+
+
+LOADER = DataLoader(TensorDataset(torch.zeros(8, 2)), 2)
+
+
+class Foreign(LightningDataModule):
+    """Data module of an ordinary network."""
+
+    def train_dataloader(self) -> DataLoader:
+        return LOADER
+
+    val_dataloader = test_dataloader = train_dataloader
+
+
+@pytest.mark.parametrize("callbacks", [list, default_callbacks])
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ({}, "the Trainer has no data module for the policy; give datamodule="),
+        ({"loader": LOADER}, "the Trainer has no data module for the policy; give datamodule="),
+        ({"datamodule": Foreign()}, "Foreign has no environments for the policy; give datamodule="),
+    ],
+    ids=["nothing", "loader", "foreign"],
+)
+@pytest.mark.parametrize("stage", ["fit", "validate", "test"])
+def test_a_policy_without_environments_is_refused(
+    stage: str, data: dict[str, Any], reason: str, callbacks: Callable[[], list[Callback]], tmp_path: Path
+) -> None:
+    loader = [data["loader"]] if "loader" in data else []
+    rest = {name: value for name, value in data.items() if name != "loader"}
+
+    with pytest.raises(ValueError, match=reason):
+        getattr(trainer(tmp_path, *callbacks()), stage)(module(), *loader, **rest)
+
+
+def test_a_loader_beside_the_hosts_of_a_training_is_refused(tmp_path: Path) -> None:
+    made, policy = trainer(tmp_path, max_epochs=1), module()
+    made.fit(policy, datamodule=hosts())
+
+    for stage in (made.validate, made.test):
+        with pytest.raises(ValueError, match="is validated and tested on hosts; give datamodule="):
+            stage(policy, LOADER)
+
+
+@pytest.mark.parametrize("callbacks", [list, default_callbacks])
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_a_policy_is_saved_before_its_training_and_is_no_run_to_resume(
+    stage: str, callbacks: Callable[[], list[Callback]], tmp_path: Path
+) -> None:
+    made, policy, path = trainer(tmp_path, *callbacks()), module(), tmp_path / "fresh.ckpt"
+    getattr(made, stage)(policy, datamodule=hosts(), verbose=False)
+    made.save_checkpoint(path)
+
+    assert differences(TamiyoModule.load_from_checkpoint(path).state_dict(), policy.state_dict()) == []
+    with pytest.raises(ValueError, match="so it was not saved by a full run"):
+        trainer(tmp_path, *callbacks()).fit(module(), datamodule=hosts(), ckpt_path=path)
+
+
+def test_a_module_without_a_policy_has_no_controller() -> None:
+    with pytest.raises(ValueError, match=r"use TamiyoModule\.load_from_checkpoint"):
+        module().controller()
 
 
 def test_a_limit_that_does_not_divide_a_rollout_is_refused(tmp_path: Path) -> None:

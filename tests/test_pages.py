@@ -3,6 +3,7 @@
 import csv
 import importlib
 import json
+import os
 import re
 import shlex
 import sys
@@ -433,3 +434,14 @@ def test_every_link_between_pages_leads_to_a_file() -> None:
         if not (page.parent / link).exists()
     ]
     assert lost == []
+
+
+def test_no_link_of_the_site_leads_out_of_it() -> None:
+    site = ROOT / "docs"
+    outside = [
+        f"{page.relative_to(ROOT)}: {link}"
+        for page in site.rglob("*.md")
+        for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text())
+        if not Path(os.path.normpath(page.parent / link)).is_relative_to(site)
+    ]
+    assert outside == []

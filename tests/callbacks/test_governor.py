@@ -9,6 +9,7 @@ import torch
 from lightning import Callback, Trainer
 
 from esper_lightning.callbacks import Governor
+from esper_lightning.datamodules.gymnasium import VectorData
 from esper_lightning.datamodules.hosts import HostPoolData, TaskConfig
 from esper_lightning.envs import HostPool, MixedPool, StepResult
 from esper_lightning.governor.judge import Verdict
@@ -16,6 +17,7 @@ from esper_lightning.hosts import MLP
 from esper_lightning.module import TamiyoModule
 from esper_lightning.tasks import Digits, Synthetic
 from tests.conftest import SMALL
+from tests.cue import CueMemory
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch, set_weight_to_nan
 from tests.runs import differences, fit, tiny_host, with_callback
 
@@ -90,7 +92,7 @@ def data() -> HostPoolData:
     return made
 
 
-def trainer_of(data: HostPoolData | None, governor: Governor) -> Trainer:
+def trainer_of(data: HostPoolData | VectorData, governor: Governor) -> Trainer:
     """Return a trainer whose data module is `data`, after the setup of its only callback."""
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[governor])
     trainer.datamodule = data
@@ -170,6 +172,6 @@ def test_hosts_of_every_task_are_watched() -> None:
 
 def test_environments_that_are_no_hosts_are_refused() -> None:
     with pytest.raises(
-        ValueError, match="the callback Governor watches hosts, and NoneType has none; leave the callback"
+        ValueError, match="the callback Governor watches hosts, and VectorData has none; leave the callback"
     ):
-        trainer_of(None, Governor())
+        trainer_of(VectorData(CueMemory, {"n_envs": 4, "horizon": 8}), Governor())
