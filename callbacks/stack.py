@@ -406,9 +406,8 @@ class Stack(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what has not grown, and name the trainings of fixed depth that cost as much as this one."""
         self._log_blocks(trainer)
-        depth, most = self.built.depth, self.built.most
+        depth, most, share = self.built.depth, self.built.most, share_of_training(trainer, 0)
         if trainer.is_global_zero and depth < most:
-            share = share_of_training(trainer, 0)
             print_status(
                 f"Stack: the training ended after {share:.0%} of its length, and {self.name} has {depth} of {most} "
                 f"blocks, because at={self.at}; build the class with {depth} to load its last checkpoint"

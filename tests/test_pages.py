@@ -237,11 +237,10 @@ def test_stack_prints_the_line_of_its_page_and_its_checkpoint_is_that_of_the_pla
 
     exec(page.files["train.py"].replace("max_steps=100", f"max_steps=100, {', '.join(CPU)}"), names)
 
-    told, costs = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Stack"))
-    assert costs == page.blocks("text")[1].strip()
-    (words, numbers), (told_words, told_numbers) = (
-        line.strip().split("loss ") for line in (page.blocks("text")[0], told)
-    )
+    begins, told, costs = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Stack"))
+    expected_begins, expected_told = page.blocks("text")[0].strip().splitlines()
+    assert (begins, costs) == (expected_begins, page.blocks("text")[1].strip())
+    (words, numbers), (told_words, told_numbers) = (line.split("loss ") for line in (expected_told, told))
     found, expected = ([float(one) for one in text.split(" → ")] for text in (told_numbers, numbers))
     assert told_words == words and found == pytest.approx(expected, abs=0.05)
     pairs = zip(names["model"].parameters(), names["plain"].parameters(), strict=True)
@@ -260,7 +259,7 @@ def test_the_loop_of_stack_prints_its_sources_and_the_named_layers_change_nothin
     (names,) = re.findall(r"the last layers of the branches: `(\(.*?\))`", page.text)
     model, batch = mine.LitGPT(depth=3), next(iter(mine.text()))
     before = model.loss(batch)
-    stack(model.blocks, to=6, new="zero", zero=eval(names))
+    stack(model, "blocks", to=6, new="zero", zero=eval(names))
     torch.testing.assert_close(model.loss(batch), before)
 
 
