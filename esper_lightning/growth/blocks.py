@@ -188,6 +188,11 @@ class CountField(NamedTuple):
     value: Callable[[Sequence[int]], Any]
     """Function of the source of each block, by the blocks that were there when the field was found."""
 
+    @property
+    def per_block(self) -> bool:
+        """True if it is a list with a value for each block; a list of `depths` has one for each stage."""
+        return isinstance(self.holder[self.name], list | tuple) and "depth" not in self.name
+
 
 def count_fields(found: BlockList) -> list[CountField]:
     """Return what the modules on the way to a list, and their configurations, keep about its number of blocks.

@@ -104,6 +104,7 @@ def stack(
     check_optimizers(optimizers, found.blocks)
     places = _places_of_copies(found, sources, is_new)
     indices, counts = index_fields(found.modules), count_fields(found)
+    varying = [] if any(field.per_block for field in counts) else _varying(found, order, {x[:2] for x in indices})
 
     grown = [_copy_of(old[s], s, found) if n else old[s] for s, n in zip(sources, is_new, strict=True)]
     added = [block for block, n in zip(grown, is_new, strict=True) if n]
@@ -126,6 +127,13 @@ def stack(
                 if isinstance(part, SeedSlot):
                     part.name = f"{found.name}.{i}.{name}"
     warn_without_gradients(found, added)
+    if varying:
+        warnings.warn(
+            f"{found.name!r}: blocks differ by their place in {', '.join(varying)}, which no state dict holds, and "
+            f"copies have that of their source; {type(network).__name__} built with {len(grown)} blocks may differ, so "
+            f"compare its outputs before you load the weights there",
+            stacklevel=2,
+        )
     return order
 
 
@@ -138,6 +146,38 @@ def sources_of(count: int, to: int, how: Order) -> list[int]:
         "last": [*range(count), *(count - 1 for _ in added)],
         "middle": sorted([*range(count), *((count - 1) // 2 for _ in added)]),
     }[how]
+
+
+def _varying(found: BlockList, order: Sequence[int], indices: set[tuple[str, str]]) -> list[str]:
+    """Return what differs between the blocks of a list, outside of their state dicts, and does not go on as it did.
+
+    Every second block of a list may have a window, for example. With `order` for the sources of the blocks it is looked
+    whether every second one still has. Places themselves, `indices`, are left out.
+    """
+    blocks, found_names = found.blocks, []
+    for name, part in blocks[0].named_modules():
+        others = [block.get_submodule(name) for block in blocks]
+        for key in {**vars(part), **part._buffers}:
+            if key in STORAGE or "hook" in key or key == "training" or (name, key) in indices:
+                continue
+            if key in part._buffers and key not in part._non_persistent_buffers_set:
+                continue
+            values = [getattr(other, key, None) for other in others]
+            if not all(isinstance(value, Tensor | str | int | float | list | tuple | None) for value in values):
+                continue
+            kinds = [next(k for k, other in enumerate(values) if _same(other, value)) for value in values]
+            period = next(p for p in range(1, len(kinds) + 1) if all(k == kinds[i % p] for i, k in enumerate(kinds)))
+            if any(kinds[source] != kinds[i % period] for i, source in enumerate(order)):
+                found_names.append(f"{name}.{key}".lstrip("."))
+    return found_names
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return True if two settings are equal; lists of tensors and modules are not compared."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    plain = all(isinstance(x, str | int | float | None) for x in (one if isinstance(one, list | tuple) else ()))
+    return one is other or not plain or one == other
 
 
 def check_options(blocks: Sequence[nn.Module], *, how: str, new: str, state: str, zero: Sequence[str]) -> None:

@@ -585,3 +585,25 @@ def test_blocks_that_are_run_and_blocks_that_do_not_learn_are_not_warned_of() ->
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         network(torch.randn(3, WIDTH)).sum().backward()
+
+
+class Alternating(Block):
+    """Every second block has a mask, by a buffer that no state dict holds, and a flag."""
+
+    def __init__(self, i: int) -> None:
+        super().__init__(i)
+        self.flag = i % 2 == 0
+        self.register_buffer("mask", torch.tensor([1.0, float(self.flag)]), persistent=False)
+
+
+@pytest.mark.parametrize(("depth", "how", "warned"), [(4, "stack", False), (4, "interleave", True), (3, "stack", True)])
+def test_copies_that_break_a_pattern_which_no_state_dict_holds_are_warned_of(
+    depth: int, how: Any, warned: bool
+) -> None:
+    network = Network(nn.ModuleList(map(Alternating, range(depth))))
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        stack(network, "blocks", to=8, how=how)
+
+    assert [("flag, mask" in str(warning.message)) for warning in said] == [True] * warned
