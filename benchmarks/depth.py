@@ -40,7 +40,7 @@ from torch.nn import functional as F
 from torchvision.models.vision_transformer import VisionTransformer
 
 from benchmarks.rows import appended_rows, read_rows
-from esper_lightning.envs.flops import TrainingFlops, positions_per_parameter
+from esper_lightning.envs.flops import FlopCounter, positions_per_parameter
 from esper_lightning.growth import stack
 from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.stack import Content, Order, State
@@ -206,7 +206,7 @@ def evaluate(net: nn.Module, split: Split, most: int) -> tuple[float, float]:
 def step_flops(host: Host, depth: int) -> int:
     """Return the FLOPs of one training step, forward and backward."""
     net, split = host.make(depth), host.load().train
-    with TrainingFlops() as counter:
+    with FlopCounter() as counter:
         loss_of(net, split.inputs[: host.batch], split.targets[: host.batch])[0].backward()
     return counter.total
 

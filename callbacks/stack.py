@@ -34,7 +34,7 @@ from esper_lightning.callbacks.checks import after_setup, check_trainer, is_vali
 from esper_lightning.callbacks.grow import Grow
 from esper_lightning.callbacks.run_record import open_events, write_run_record
 from esper_lightning.console import print_status
-from esper_lightning.envs.flops import TrainingFlops, positions_per_parameter
+from esper_lightning.envs.flops import FlopCounter, positions_per_parameter
 from esper_lightning.growth.blocks import Blocks, find_blocks
 from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.nested import copy_module, hooks_of
@@ -504,7 +504,7 @@ def count_step_flops(trainer: Trainer, module: LightningModule, batch: Any, batc
     observer = copy.copy(trainer)
     observer.loggers = [DummyLogger() for _ in trainer.loggers]
     copied.trainer = observer
-    counter = TrainingFlops()
+    counter = FlopCounter()
 
     def backward(loss: Tensor, *_: object, **__: object) -> None:
         counter.final_backward = True

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from torch.utils.hooks import RemovableHandle
 
 from esper_lightning.blueprints import get_blueprint
@@ -19,7 +19,7 @@ from esper_lightning.growth.nested import iter_tensors
 from esper_lightning.growth.slot import SeedSlot, StackSlot
 
 FUSED = "_scaled_dot_product_flash_attention_for_cpu"
-TRAINING_FORMULAS: dict[Any, Callable[..., int]] = flop_registry | {
+FORMULAS: dict[Any, Callable[..., int]] = flop_registry | {
     getattr(torch.ops.aten, name): formula
     for name, formula in {
         FUSED: lambda query, key, value, *_, **__: sdpa_flop_count(query.shape, key.shape, value.shape),
@@ -81,21 +81,27 @@ class HostFlops(NamedTuple):
         return PASSES_PER_STEP * self.with_seeds(slots)
 
 
-class TrainingFlops(TorchDispatchMode):
-    """Context that counts the FLOPs of a training step.
+class FlopCounter(TorchDispatchMode):
+    """Context that counts FLOPs by torch's formulas.
 
     Unlike torch's FlopCounterMode it knows the fused attention of the CPU, and puts no hooks on modules and gradients,
-    which a loss with a second derivative does not survive.
+    which a derivative within a forward pass, or in a loss, does not survive.
     """
 
+    supports_higher_order_operators = True
     total = 0
     """FLOPs so far."""
     final_backward = False
-    """True during the step's own backward pass, in which nothing is counted that checkpointed parts compute again."""
+    """True during a step's own backward pass, in which nothing is counted that checkpointed parts compute again."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        formula = FORMULAS.get(getattr(func, "_overloadpacket", None))
+        if formula is None and hasattr(func, "decompose"):
+            with self:  # inference mode hands on operators that consist of others
+                parts = func.decompose(*args, **(kwargs or {}))
+            if parts is not NotImplemented:
+                return parts
         output = func(*args, **(kwargs or {}))
-        formula = TRAINING_FORMULAS.get(func._overloadpacket)
         # Only what is computed again records its graph within that pass.
         if formula is not None and not (self.final_backward and torch.is_grad_enabled()):
             self.total += formula(*args, **(kwargs or {}), out_val=output)
@@ -111,7 +117,7 @@ def measure_flops(host: nn.Module, inputs: Tensor) -> HostFlops:
 def plain_operators() -> Iterator[None]:
     """Compute attention, transformer layers and recurrent layers as matrix products.
 
-    FlopCounterMode does not count the fused operators that take their place in evaluation mode.
+    FlopCounter does not count the fused operators that take their place in evaluation mode.
     """
     mha, mkldnn = torch.backends.mha, torch.backends.mkldnn
     before = mha.get_fastpath_enabled(), mkldnn.enabled
@@ -137,15 +143,15 @@ def count_flops(host: nn.Module, run: Callable[[], Any]) -> HostFlops:
 
     def record(slot: SeedSlot, x: Tensor) -> Tensor:
         positions_by_slot[slot.name].append(x[0].numel() // slot.width)
-        before.setdefault(slot.name, counter.get_total_flops())
+        before.setdefault(slot.name, counter.total)
         return x
 
     def count_block(slot: StackSlot) -> tuple[RemovableHandle, RemovableHandle]:
         def begin(*_: Any) -> None:
-            blocks[slot.name] = -counter.get_total_flops()
+            blocks[slot.name] = -counter.total
 
         def end(*_: Any) -> None:
-            blocks[slot.name] += counter.get_total_flops()
+            blocks[slot.name] += counter.total
 
         return slot.block.register_forward_pre_hook(begin), slot.block.register_forward_hook(end)
 
@@ -154,14 +160,14 @@ def count_flops(host: nn.Module, run: Callable[[], Any]) -> HostFlops:
     for slot in slots:
         slot.override = record
     try:
-        with plain_operators(), FlopCounterMode(display=False) as counter:
+        with plain_operators(), FlopCounter() as counter:
             outputs = [part for part in iter_tensors(run()) if part.is_floating_point() and part.ndim > 1]
     finally:
         for slot in slots:
             slot.override = None
         for hook in hooks:
             hook.remove()
-    total = counter.get_total_flops()
+    total = counter.total
     behind = {name: total - flops for name, flops in before.items()}
     targets = outputs[0].shape[:-1].numel() if outputs else 1  # classes come last
     return HostFlops(total, positions_by_slot, behind, blocks, targets)
