@@ -20,8 +20,11 @@ COUNT_WORDS = {"layer", "layers", "nlayer", "nlayers", "block", "blocks", "nbloc
 PLAIN_WORDS = COUNT_WORDS | {"num", "n", "number", "of", "hidden", "total"}
 """Words that do not say of which list of a network a number of blocks is, unlike `decoder` in `num_decoder_layers`."""
 
-INDEX_NAME = re.compile(r"((?<!padding)(^|_)(idx|index|id|number|no)|^layer_num|^i)$")
+INDEX_NAME = re.compile(r"((?<!padding)(^|_)(idx|index|id|number|no|place|position)|^(layer|block)(_num)?|^depth|^i)$")
 """Name of an attribute that holds a block's place, where one block alone gives no other evidence."""
+
+SIZE_NAME = re.compile(r"size|shift|stride|pad|dilat|group|dim|axis|kernel|rate|window|head|ratio|width|channel|num_")
+"""Name of a setting that may be 0 in one block and 1 in the next without being their place."""
 
 
 class BlockList(NamedTuple):
@@ -156,19 +159,20 @@ class IndexField(NamedTuple):
 def index_fields(modules: Blocks) -> list[IndexField]:
     """Return the attributes that hold, in every block of a list, the block's place: `layer_idx` of an attention.
 
-    Where the list has one block alone, the attribute's name must say so.
+    Where the list has one block alone, the attribute's name must say so, and with two it must not say otherwise.
     """
     found, blocks = [], list(modules)
     parts = [dict(block.named_modules()) for block in blocks]
     for part, module in parts[-1].items():
         owners = [vars(each[part]) for each in parts if part in each]
-        if type(module).__module__.startswith("torch.") or len(owners) < len(blocks):
+        if len(owners) < len(blocks):
             continue
         for name, last in vars(module).items():
             first = last - len(blocks) + 1 if type(last) is int else -1
             values = [own.get(name) for own in owners]
             counts = first in (0, 1) and values == [*range(first, last + 1)] and bool not in map(type, values)
-            if counts and (len(blocks) > 1 or INDEX_NAME.search(name)):
+            speaks = INDEX_NAME.search(name) or (len(blocks) == 2 and not SIZE_NAME.search(name))
+            if counts and (speaks or len(blocks) > 2):
                 found.append(IndexField(part, name, first))
     return found
 

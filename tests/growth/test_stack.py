@@ -607,3 +607,33 @@ def test_copies_that_break_a_pattern_which_no_state_dict_holds_are_warned_of(
         stack(network, "blocks", to=8, how=how)
 
     assert [("flag, mask" in str(warning.message)) for warning in said] == [True] * warned
+
+
+@pytest.mark.parametrize(
+    ("depth", "name", "first", "follows"),
+    [
+        (1, "layer_idx", 0, True),
+        (1, "layer_number", 1, True),
+        (1, "padding_idx", 0, False),
+        (1, "padding", 0, False),
+        (2, "i", 0, True),
+        (2, "level", 1, True),
+        (2, "shift_size", 0, False),
+        (3, "any", 0, True),
+        (3, "any", 2, False),
+    ],
+)
+def test_an_attribute_that_is_the_place_of_each_block_follows_it(
+    depth: int, name: str, first: int, follows: bool
+) -> None:
+    network = Network(nn.ModuleList(Block() for _ in range(depth)))
+    for i, block in enumerate(network.blocks):
+        setattr(block.mlp, name, first + i)
+        block.index = 7
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stack(network, "blocks", to=4)
+
+    expected = [first + i if follows else first + i % depth for i in range(4)]
+    assert [getattr(block.mlp, name) for block in network.blocks] == expected

@@ -176,6 +176,16 @@ class Pairs(nn.Module):
         return self.blocks[0](x)[0]
 
 
+class Places(nn.Sequential):
+    """Network whose blocks know their place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Sequential(nn.Linear(3, 3)))
+        for i, block in enumerate(self.blocks):
+            block.layer_idx = i  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize(
     ("make", "name", "example", "said"),
     [
@@ -183,6 +193,12 @@ class Pairs(nn.Module):
         (make_vit, "encoder.ln", torch.randn(3, 3, 8, 8), "must be an nn.ModuleList or nn.Sequential"),
         (lambda: nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 4))), "0", torch.randn(3, 3), "differ in"),
         (Pairs, "blocks", torch.randn(3, 4, 4), "must take a feature as their first argument and return"),
+        (
+            Places,
+            "blocks",
+            torch.randn(3, 3),
+            "know their place by 'layer_idx', .* by the callback Stack or growth.stack",
+        ),
     ],
 )
 def test_a_list_whose_blocks_cannot_be_stacked_is_refused(
