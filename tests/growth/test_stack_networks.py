@@ -282,3 +282,19 @@ def test_a_number_of_blocks_is_found_in_any_configuration_and_other_numbers_stay
 
     assert (config if isinstance(config, dict) else vars(config)) == expected
     assert (network.num_blocks, network.heads) == (5, 2)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
+def test_checkpointing_that_begins_in_the_training_goes_on_in_new_blocks(name: str) -> None:
+    class Enables(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+            pl_module.net.gradient_checkpointing_enable({"use_reentrant": False})
+
+    module = fit(CASES[name], Enables())
+
+    flags = [part.gradient_checkpointing for part in module.net.modules() if hasattr(part, "gradient_checkpointing")]
+    assert len(flags) >= END and all(flags)
+    functions = {part._gradient_checkpointing_func for part in module.net.get_submodule(CASES[name].path)}
+    assert len(functions) == 1 and all(
+        p.grad is not None for p in module.net.get_submodule(CASES[name].path)[5].parameters()
+    )
