@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper_lightning.blueprints import suggest_name
-from esper_lightning.callbacks.checks import check_trainer, is_validation_of_fit
+from esper_lightning.callbacks.checks import after_setup, check_trainer, is_validation_of_fit
 from esper_lightning.callbacks.measuring import (
     Decider,
     Measured,
@@ -250,6 +250,10 @@ class Grow(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._unwrap(pl_module)  # an earlier run may have failed
+        after_setup(trainer, pl_module, lambda: self._find(trainer, pl_module, stage))
+
+    def _find(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find the network, check it, and let it take the slots of a checkpoint."""
         self.network_name, network = find_network(pl_module, self.network_name, self._places)
         if network is not self.network:
             self._forget()
