@@ -27,6 +27,7 @@ from esper_lightning.callbacks.measuring import (
     make_decider,
     resume_decider,
 )
+from esper_lightning.callbacks.rerun import mean_over_processes
 from esper_lightning.callbacks.run_record import open_events, write_run_record
 from esper_lightning.console import print_status
 from esper_lightning.controllers.learned import TrainingRules
@@ -250,6 +251,8 @@ class Grow(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._unwrap(pl_module)  # an earlier run may have failed
+        if stage == "fit":  # before callbacks that conflict begin; once more when the networks are built
+            check_trainer("Grow", trainer, pl_module, CONFLICTING_CALLBACKS)
         after_setup(trainer, pl_module, lambda: self._find(trainer, pl_module, stage))
 
     def _find(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -462,7 +465,7 @@ class Grow(Callback):
         if trainer.world_size > 1:  # running statistics and other buffers are those of the first process
             for buffer in (buffer for slot in slots for buffer in slot.seed.buffers()):
                 torch.distributed.broadcast(buffer, src=0)
-        if judged:
+        if judged or self._meter.needs_proof:
             whole, *without = self._meter.measure(variants)
             points = {name: self.scale.points(whole, rest) for name, rest in zip(judged, without, strict=True)}
             self._contributions = points
@@ -486,6 +489,7 @@ class Grow(Callback):
         if self.validations % self.every == 0:
             if self.score is None:
                 metric = self._logged(trainer, self.monitor)
+                self._meter.compare(metric)
             else:
                 (metric,) = self._meter.measure([frozenset(self._blended)])
             loss = None if self.loss is None else self._logged(trainer, self.loss)
@@ -496,8 +500,7 @@ class Grow(Callback):
         if name not in trainer.callback_metrics:
             logged = ", ".join(sorted(trainer.callback_metrics))
             raise ValueError(f"Grow: no {name!r} was logged; log it in validation, or name one of: {logged}")
-        value = trainer.callback_metrics[name].detach().to(trainer.strategy.root_device, torch.float32)
-        return float(trainer.strategy.reduce(value, reduce_op="mean"))
+        return mean_over_processes(trainer, trainer.callback_metrics[name])
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._plateau_due = False

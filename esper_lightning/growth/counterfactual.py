@@ -9,7 +9,8 @@ A seed that is not blended yet has no effect in any combination.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import combinations
 from typing import Any
 
@@ -53,6 +54,19 @@ def fossilized_only(network: nn.Module) -> SeedVariant:
 def all_variants(slots: Sequence[str]) -> list[SeedVariant]:
     """Return all 2^k combinations of k slots, from none to all."""
     return [frozenset(chosen) for k in range(len(slots) + 1) for chosen in combinations(slots, k)]
+
+
+@contextmanager
+def active_seeds(slots: Mapping[str, SeedSlot], variant: SeedVariant) -> Iterator[None]:
+    """Within this context the seeds named by `variant` are active, and all others switched off."""
+    for name, slot in slots.items():
+        if slot.occupied:
+            slot.override = SeedSlot.blend_output if name in variant else (lambda slot, x: x)
+    try:
+        yield
+    finally:
+        for slot in slots.values():
+            slot.override = None
 
 
 class _BatchSplit:
