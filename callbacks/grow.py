@@ -34,7 +34,7 @@ from esper_lightning.controllers.learned import TrainingRules
 from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.controllers.static import FossilizedSeed, StaticController
 from esper_lightning.envs import ActionConfig, EnvConfig, HostEvent
-from esper_lightning.envs.flops import PASSES_PER_STEP, count_flops
+from esper_lightning.envs.flops import PASSES_PER_STEP, measure_flops
 from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.measurements import EpochResult, TrainingStats
 from esper_lightning.envs.single_pool import SinglePool
@@ -377,7 +377,7 @@ class Grow(Callback):
             for slot in slots_of(trial).values():
                 slot.empty()
             config = self._config(horizon)
-            flops = count_flops(trial, lambda: call_network(trial, row))
+            flops = measure_flops(trial, row)
             if state:
                 space = self.actions.make_space(state["slots"], state["blueprints"])
                 growable = torch.tensor(state["growable"])

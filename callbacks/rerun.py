@@ -201,7 +201,7 @@ def isolated_state(module: nn.Module, *, reset: bool = False) -> Iterator[None]:
         copies = [
             {
                 name: value.copy()
-                if not value and name in OWN_ATTRIBUTES and isinstance(value, dict)
+                if name in OWN_ATTRIBUTES and isinstance(value, dict) and not value
                 else copy.deepcopy(value, memo)
                 for name, value in vars(part).items()
             }

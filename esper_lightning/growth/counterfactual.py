@@ -2,24 +2,35 @@
 
 Many combinations of seeds take one forward pass: they share the rows of the batch up to the first slot where they
 differ. There the batch is split in two, and later layers work on a longer batch. If a shortcut bypasses a slot
-(`SeedSlot.on_single_path` is False), the batch is split for it at the network's input. Every layer must treat the rows
-of a batch independently, so the network must be in evaluation mode.
+(`SeedSlot.on_single_path` is False), the batch is split for it at the network's input. If rows of a batch see each
+other in evaluation mode (see `mixes_rows`), each combination takes a pass of its own.
 
 A seed that is not blended yet has no effect in any combination.
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import combinations
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from esper_lightning.growth.lifecycle import slots_of
-from esper_lightning.growth.nested import batch_size, evaluation_mode, map_tensors, repeat_rows
-from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.nested import (
+    BATCH_LENGTH_ERRORS,
+    batch_size,
+    evaluation_mode,
+    is_equal_up_to_rounding,
+    iter_tensors,
+    map_tensors,
+    preserved_buffers,
+    repeat_rows,
+)
+from esper_lightning.growth.slot import SeedSlot, SlotHook
 from esper_lightning.growth.stages import Stage
 
 SeedVariant = frozenset[str]
@@ -30,6 +41,12 @@ Batch = tuple[Tensor | tuple[Tensor, ...], Tensor]
 
 ScoreFunction = Callable[[Any, Tensor], Tensor]
 """Function of outputs [B, …] and targets [B, …] that returns one score per sample, [B]."""
+
+TRIED_ROWS = 8
+"""Most rows of a batch on which `mixes_rows` tries a network."""
+
+_MIXING: WeakKeyDictionary[nn.Module, dict[Any, bool]] = WeakKeyDictionary()
+"""Result of `mixes_rows` by network, and by mode and blended seeds."""
 
 
 def leave_one_out(slots: Iterable[str]) -> list[SeedVariant]:
@@ -103,10 +120,57 @@ class _BatchSplit:
         return torch.cat(with_seed + without)
 
 
+@torch.no_grad()
+def mixes_rows(network: nn.Module, inputs: tuple[Any, ...]) -> bool:
+    """Return True if what a network returns for a row depends on other rows of the batch, or on random numbers.
+
+    Test: copies of the first row go ahead of a few rows, whose outputs must stay the same. The copies change statistics
+    of the batch, and fill the place that rows may compete for. The network's forward hooks, other than those of slots,
+    do not run.
+    """
+    rows = batch_size(inputs)
+    few = min(rows, TRIED_ROWS)
+    short = map_tensors(inputs, lambda x: x[:few] if x.ndim and len(x) == rows else x)
+    longer = map_tensors(short, lambda x: torch.cat([x[:1]] * few + [x]) if x.ndim and len(x) == few else x)
+    hooks = [(part, part._forward_hooks) for part in network.modules() if part._forward_hooks]
+    device = next(iter_tensors(inputs)).device
+    try:
+        for part, all_hooks in hooks:
+            part._forward_hooks = OrderedDict(item for item in all_hooks.items() if isinstance(item[1], SlotHook))
+        with torch.autocast(device.type, enabled=False):
+            plain, behind = (_isolated_pass(network, batch) for batch in (short, longer))
+    except BATCH_LENGTH_ERRORS:
+        return True
+    finally:
+        for part, all_hooks in hooks:
+            part._forward_hooks = all_hooks
+    return not all(
+        one.ndim and other.ndim and len(one) == few and is_equal_up_to_rounding(other[few:], one)
+        for one, other in zip(iter_tensors(plain), iter_tensors(behind), strict=True)
+    )
+
+
+def _isolated_pass(network: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    """Return the network's outputs; its buffers and the random numbers stay as they are."""
+    devices = {x.device for x in iter_tensors(inputs) if x.device.type == "cuda"}
+    with torch.random.fork_rng(list(devices)), preserved_buffers(network):
+        return network(*inputs)
+
+
+def _mixes_rows_as_it_is(network: nn.Module, inputs: tuple[Any, ...]) -> bool:
+    """Return `mixes_rows`, which is tried once for each set of seeds in a network."""
+    known = _MIXING.setdefault(network, {})
+    key = (network.training, frozenset((s.blueprint, s.style) for s in slots_of(network).values() if s.blended))
+    if key not in known:
+        known[key] = mixes_rows(network, inputs)
+    return known[key]
+
+
 def forward_variants(network: nn.Module, variants: Sequence[SeedVariant], *inputs: Tensor) -> tuple[Any, list[int]]:
     """Run `network` on `inputs` once per distinct combination of active seeds.
 
-    The first input is [B, …]. An input whose first axis is not B (a mask, say) is shared by all combinations.
+    The first input is [B, …]. An input whose first axis is not B (a mask, say) is shared by all combinations. Whether
+    rows see each other is tried on the first inputs.
 
     Args:
         network: Network with slots, in evaluation mode.
@@ -116,16 +180,37 @@ def forward_variants(network: nn.Module, variants: Sequence[SeedVariant], *input
     Returns:
         Outputs [G·B, …] of the G distinct combinations, one after the other, and for each variant its index in 0 … G-1.
     """
-    slots = slots_of(network).values()
-    split = _BatchSplit(variants, slots)
+    return _forward(network, variants, inputs, try_rows=_mixes_rows_as_it_is)
+
+
+def _forward(
+    network: nn.Module,
+    variants: Sequence[SeedVariant],
+    inputs: tuple[Any, ...],
+    *,
+    try_rows: Callable[[nn.Module, tuple[Any, ...]], bool],
+) -> tuple[Any, list[int]]:
+    slots = slots_of(network)
+    blended = frozenset(name for name, slot in slots.items() if slot.blended)
+    distinct = list(dict.fromkeys(variant & blended for variant in variants))
+    if len(distinct) > 1 and try_rows(network, inputs):
+        outputs = []
+        for variant in distinct:  # with the same random numbers
+            with active_seeds(slots, variant):
+                is_last = len(outputs) == len(distinct) - 1
+                outputs.append(network(*inputs) if is_last else _isolated_pass(network, inputs))
+        parts = zip(*map(iter_tensors, outputs), strict=True)
+        joined = iter([torch.cat([x if x.ndim else x[None] for x in part]) for part in parts])
+        return map_tensors(outputs[0], lambda _: next(joined)), [distinct.index(v & blended) for v in variants]
+    split = _BatchSplit(variants, slots.values())
     if len(split.parts) > 1:
         inputs = repeat_rows(inputs, batch_size(inputs), len(split.parts))
-    for slot in slots:
+    for slot in slots.values():
         slot.override = split
     try:
         outputs = network(*inputs)
     finally:
-        for slot in slots:
+        for slot in slots.values():
             slot.override = None
     part_of_variant = {v: part for part, variant_ids in enumerate(split.parts) for v in variant_ids}
     return outputs, [part_of_variant[v] for v in range(len(variants))]
@@ -145,11 +230,17 @@ def measure_variants(
             correct prediction.
     """
     totals, samples = None, 0
+    tried: list[bool] = []
+
+    def try_rows(network: nn.Module, inputs: tuple[Any, ...]) -> bool:
+        if not tried:
+            tried.append(mixes_rows(network, inputs))
+        return tried[0]
+
     with evaluation_mode(network):
         for inputs, targets in batches:
-            outputs, group_of_variant = forward_variants(
-                network, variants, *(inputs if isinstance(inputs, tuple) else (inputs,))
-            )
+            arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+            outputs, group_of_variant = _forward(network, variants, arguments, try_rows=try_rows)
             groups = max(group_of_variant) + 1
             sums = []
             for group in range(groups):
