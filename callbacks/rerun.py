@@ -172,6 +172,30 @@ def kept_attributes(*things: Any) -> Iterator[None]:
             vars(thing).update(attributes)
 
 
+def _copies(parts: Sequence[nn.Module], shared: Mapping[int, Any]) -> tuple[list[dict[str, Any]], dict[int, Any]]:
+    """Return a deep copy of each part's attributes, and all copies by the id of what they are of."""
+    memo = dict(shared)
+    # Copies of the empty dictionaries of hooks would take most of the time.
+    copies = [
+        {
+            name: value.copy()
+            if name in OWN_ATTRIBUTES and isinstance(value, dict) and not value
+            else copy.deepcopy(value, memo)
+            for name, value in vars(part).items()
+        }
+        for part in parts
+    ]
+    return copies, memo
+
+
+def _is_copyable(value: Any) -> bool:
+    try:
+        copy.copy(value)
+    except COPY_ERRORS:
+        return False
+    return True
+
+
 @contextmanager
 def isolated_state(module: nn.Module, *, reset: bool = False) -> Iterator[None]:
     """Let a module and its parts work on a deep copy of their attributes within this context.
@@ -185,33 +209,29 @@ def isolated_state(module: nn.Module, *, reset: bool = False) -> Iterator[None]:
     Raises ValueError if an attribute cannot be copied.
     """
     parts = list(module.modules())
-    memo: dict[int, Any] = {id(part): part for part in parts}
+    shared: dict[int, Any] = {id(part): part for part in parts}
     metrics: list[Any] = []
-    for value in reachable(parts):
+    values = list(reachable(parts))
+    for value in values:
         if isinstance(value, Metric | MetricCollection):
             metrics.append(value)
         if isinstance(value, SHARED) or (
             isinstance(value, nn.Parameter) and (value.requires_grad or value.numel() > LARGEST_COPIED)
         ):
-            memo[id(value)] = value
+            shared[id(value)] = value
         elif isinstance(value, Tensor) and not value.is_leaf:
-            memo[id(value)] = value.detach().clone()
+            shared[id(value)] = value.detach().clone()
     try:
-        # Copies of the empty dictionaries of hooks would take most of the time.
-        copies = [
-            {
-                name: value.copy()
-                if name in OWN_ATTRIBUTES and isinstance(value, dict) and not value
-                else copy.deepcopy(value, memo)
-                for name, value in vars(part).items()
-            }
-            for part in parts
-        ]
-    except COPY_ERRORS as error:
-        raise ValueError(
-            f"Grow: {type(module).__name__} is measured on a copy of its attributes, and one cannot be copied: "
-            f"{_line(error)}; keep it out of the module, or give Grow(score=…)"
-        ) from error
+        copies, memo = _copies(parts, shared)
+    except COPY_ERRORS:
+        shared |= {id(value): value for value in values if not _is_copyable(value)}  # such as a lock or an open file
+        try:
+            copies, memo = _copies(parts, shared)
+        except COPY_ERRORS as error:
+            raise ValueError(
+                f"Grow: {type(module).__name__} is measured on a copy of its attributes, and one cannot be copied: "
+                f"{_line(error)}; keep it out of the module, or give Grow(score=…)"
+            ) from error
     with kept_attributes(*parts):
         for part, attributes in zip(parts, copies, strict=True):
             vars(part).clear()

@@ -404,8 +404,20 @@ class IteratorStep(Plain):
 
 
 class Locked(Plain):
+    """What cannot be copied: a lock is shared, an object that refuses is not."""
+
     def prepare(self) -> None:
-        self.lock = Lock()
+        self.lock = {"own": Lock()}
+
+
+class Refuses(Plain):
+    def prepare(self) -> None:
+        self.single = Single()
+
+
+class Single:
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("there is one only")
 
 
 # Loaders.
@@ -463,6 +475,7 @@ STYLES: dict[str, Style] = {
     "metrics in plain containers": Style(MetricsInADict),
     "meters of another class": Style(Meters),
     "buffers": Style(Buffers),
+    "a lock in the module": Style(Locked),
     "features of a hook": Style(Features, monitor="val_loss"),
     "a closure": Style(ByClosure),
     "a batch changed in place": Style(ChangesItsBatch, monitor="val_loss"),
@@ -572,7 +585,7 @@ REFUSED: dict[str, tuple[Style, str]] = {
     "a callback that changes batches": (Style(callbacks=(Scaled,)), "as Lightning logged it"),
     "a step that takes an iterator": (Style(IteratorStep), "takes a dataloader_iter"),
     "an iterator for a loader": (Style(loaders=lambda: (batch for batch in held_out())), "can be read once only"),
-    "a lock in the module": (Style(Locked), "cannot be copied"),
+    "an object that cannot be copied": (Style(Refuses), "cannot be copied: there is one only"),
 }
 
 
