@@ -157,7 +157,7 @@ def _isolated_pass(network: nn.Module, inputs: tuple[Any, ...]) -> Any:
         return network(*inputs)
 
 
-def _mixes_rows_as_it_is(network: nn.Module, inputs: tuple[Any, ...]) -> bool:
+def _knows_to_mix(network: nn.Module, inputs: tuple[Any, ...]) -> bool:
     """Return `mixes_rows`, which is tried once for each set of seeds in a network."""
     known = _MIXING.setdefault(network, {})
     key = (network.training, frozenset((s.blueprint, s.style) for s in slots_of(network).values() if s.blended))
@@ -166,34 +166,26 @@ def _mixes_rows_as_it_is(network: nn.Module, inputs: tuple[Any, ...]) -> bool:
     return known[key]
 
 
-def forward_variants(network: nn.Module, variants: Sequence[SeedVariant], *inputs: Tensor) -> tuple[Any, list[int]]:
+def forward_variants(
+    network: nn.Module, variants: Sequence[SeedVariant], *inputs: Tensor, mixes: bool | None = None
+) -> tuple[Any, list[int]]:
     """Run `network` on `inputs` once per distinct combination of active seeds.
 
-    The first input is [B, …]. An input whose first axis is not B (a mask, say) is shared by all combinations. Whether
-    rows see each other is tried on the first inputs.
+    The first input is [B, …]. An input whose first axis is not B (a mask, say) is shared by all combinations.
 
     Args:
         network: Network with slots, in evaluation mode.
         variants: Names of the slots with an active seed, for each combination.
         inputs: Positional arguments of the network.
+        mixes: Result of `mixes_rows`. None: it is tried on the first inputs with each set of seeds.
 
     Returns:
         Outputs [G·B, …] of the G distinct combinations, one after the other, and for each variant its index in 0 … G-1.
     """
-    return _forward(network, variants, inputs, try_rows=_mixes_rows_as_it_is)
-
-
-def _forward(
-    network: nn.Module,
-    variants: Sequence[SeedVariant],
-    inputs: tuple[Any, ...],
-    *,
-    try_rows: Callable[[nn.Module, tuple[Any, ...]], bool],
-) -> tuple[Any, list[int]]:
     slots = slots_of(network)
     blended = frozenset(name for name, slot in slots.items() if slot.blended)
     distinct = list(dict.fromkeys(variant & blended for variant in variants))
-    if len(distinct) > 1 and try_rows(network, inputs):
+    if len(distinct) > 1 and (_knows_to_mix(network, inputs) if mixes is None else mixes):
         outputs = []
         for variant in distinct:  # with the same random numbers
             with active_seeds(slots, variant):
@@ -230,17 +222,13 @@ def measure_variants(
             correct prediction.
     """
     totals, samples = None, 0
-    tried: list[bool] = []
-
-    def try_rows(network: nn.Module, inputs: tuple[Any, ...]) -> bool:
-        if not tried:
-            tried.append(mixes_rows(network, inputs))
-        return tried[0]
-
+    mixes = None
     with evaluation_mode(network):
         for inputs, targets in batches:
             arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-            outputs, group_of_variant = _forward(network, variants, arguments, try_rows=try_rows)
+            if mixes is None:
+                mixes = len(variants) > 1 and mixes_rows(network, arguments)
+            outputs, group_of_variant = forward_variants(network, variants, *arguments, mixes=mixes)
             groups = max(group_of_variant) + 1
             sums = []
             for group in range(groups):
