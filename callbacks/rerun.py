@@ -307,8 +307,10 @@ def rerun(trainer: Trainer, batches: Sequence[KeptBatch]) -> dict[str, Tensor]:
 
     The state of the module is changed: see `isolated_state`.
     """
-    epoch_loop = trainer.fit_loop.epoch_loop
-    with isolate_rng(), kept_attributes(trainer, epoch_loop):
+    epoch_loop, wrapper = trainer.fit_loop.epoch_loop, trainer.strategy.model
+    # DistributedDataParallel remembers in each pass whether buffers are to be shared in the next one.
+    wrappers = [] if wrapper is trainer.lightning_module else [wrapper]
+    with isolate_rng(), kept_attributes(trainer, epoch_loop, *wrappers):
         trainer.state = replace(trainer.state, stage=RunningStage.VALIDATING)
         trainer.callbacks = [_Unhooked(callback) for callback in trainer.callbacks]
         trainer.loggers = [_Silent(logger) for logger in trainer.loggers]

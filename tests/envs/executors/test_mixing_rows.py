@@ -85,6 +85,9 @@ class MinusTheBatch(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(width))
 
+    def initialise(self, generator: torch.Generator) -> None:
+        nn.init.ones_(self.scale)
+
     def forward(self, x: Tensor) -> Tensor:
         return x + self.scale * F.normalize(x - x.mean(0), dim=1)
 
