@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.blueprints import register
+from esper_lightning.blueprints import registry
 from esper_lightning.envs import ActionConfig, HostPool
 from esper_lightning.growth import slots_of
 from esper_lightning.growth.slot import SeedSlot
@@ -77,7 +77,6 @@ def test_fused_refuses_them(make_pool: MakePool, behind: Callable[[], nn.Module]
         make_pool(2, host_with(behind), executor="fused", **SETTINGS)
 
 
-@register("minus_the_batch", {"vector"}, parameters=lambda c: c, flops=lambda c, n: 0)
 class MinusTheBatch(nn.Module):
     """Seed whose rows see each other."""
 
@@ -92,7 +91,11 @@ class MinusTheBatch(nn.Module):
         return x + self.scale * F.normalize(x - x.mean(0), dim=1)
 
 
-def test_a_seed_of_the_user_is_tried_too_and_ordinary_hosts_share_their_pass(make_pool: MakePool) -> None:
+def test_a_seed_of_the_user_is_tried_too_and_ordinary_hosts_share_their_pass(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_BLUEPRINTS", dict(registry._BLUEPRINTS))
+    registry.register("minus_the_batch", {"vector"}, parameters=lambda c: c, flops=lambda c, n: 0)(MinusTheBatch)
     actions = ActionConfig(blueprints=["minus_the_batch"], tempos={"SLOW": 5})
     lifecycle = replace(SMALL.lifecycle, birth="random")
     pool = make_pool(1, host_with(nn.Identity), executor="loop", horizon=12, actions=actions, lifecycle=lifecycle)
