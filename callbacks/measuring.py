@@ -256,6 +256,8 @@ class VariantMeter:
         seen: list[ExampleInput] = []
 
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self.module._current_fx_name != "validation_step":
+                return
             names = inspect.signature(module.forward).parameters
             seen.append(dict(zip(names, args, strict=False)) | kwargs if kwargs else args)
             raise _Seen

@@ -19,7 +19,7 @@ import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.loops import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -105,7 +105,10 @@ def read_batches(trainer: Trainer, count: int, *, other: int = 0) -> tuple[list[
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
     if not batches:
-        raise ValueError("Grow: the validation loader gives no batch; seeds are measured on its batches")
+        raise ValueError(
+            "Grow: the validation loader gives no batch, or none when it is read again; give one that begins anew "
+            "(Grow(score=…) needs its batches, too)"
+        )
     return batches, fetcher.done
 
 
@@ -245,30 +248,32 @@ def isolated_state(module: nn.Module, *, reset: bool = False) -> Iterator[None]:
 # The run.
 
 
-class _Unhooked:
-    """Stand-in for a callback, without the hooks that Lightning calls in a validation."""
+class _StandIn:
+    """Object in the place of another one, of which it seems to be."""
 
-    def __init__(self, callback: Callback) -> None:
-        self._callback = callback
+    def __init__(self, other: Any) -> None:
+        self._other = other
 
     @property
     def __class__(self) -> Any:
-        return type(self._callback)
+        return type(self._other)
+
+
+class _Unhooked(_StandIn):
+    """Stand-in for a callback, without the hooks that Lightning calls in a validation."""
 
     def __getattr__(self, name: str) -> Any:
-        return None if name.startswith("on_validation") else getattr(self._callback, name)
+        return None if name.startswith("on_validation") else getattr(self._other, name)
 
 
-class _Silent(DummyLogger):
+class _Silent(_StandIn):
     """Stand-in for a logger, which has its attributes and writes nothing."""
 
-    def __init__(self, logger: Logger) -> None:
-        super().__init__()
-        self._logger = logger
+    experiment = DummyExperiment()
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._logger, name)
-        return super().__getattr__(name) if callable(value) else value
+        value = getattr(self._other, name)
+        return self.experiment.nop if callable(value) else value
 
 
 class _Batches(Iterator[KeptBatch]):
