@@ -46,9 +46,6 @@ LARGEST_COPIED = 2**16
 
 ATOMIC = (str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType, np.ndarray)
 
-OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""Attributes that every module has; nothing else refers to them."""
-
 
 # Batches.
 
@@ -175,22 +172,6 @@ def kept_attributes(*things: Any) -> Iterator[None]:
             vars(thing).update(attributes)
 
 
-def _copies(parts: Sequence[nn.Module], shared: Mapping[int, Any]) -> tuple[list[dict[str, Any]], dict[int, Any]]:
-    """Return a deep copy of each part's attributes, and all copies by the id of what they are of."""
-    memo = dict(shared)
-    # Copies of the empty dictionaries of hooks would take most of the time.
-    copies = [
-        {
-            name: value.copy()
-            if name in OWN_ATTRIBUTES and isinstance(value, dict) and not value
-            else copy.deepcopy(value, memo)
-            for name, value in vars(part).items()
-        }
-        for part in parts
-    ]
-    return copies, memo
-
-
 def _is_copyable(value: Any) -> bool:
     try:
         copy.copy(value)
@@ -224,12 +205,13 @@ def isolated_state(module: nn.Module, *, reset: bool = False) -> Iterator[None]:
             shared[id(value)] = value
         elif isinstance(value, Tensor) and not value.is_leaf:
             shared[id(value)] = value.detach().clone()
+    states = [vars(part) for part in parts]
     try:
-        copies, memo = _copies(parts, shared)
+        copies = copy.deepcopy(states, memo := dict(shared))
     except COPY_ERRORS:
         shared |= {id(value): value for value in values if not _is_copyable(value)}  # such as a lock or an open file
         try:
-            copies, memo = _copies(parts, shared)
+            copies = copy.deepcopy(states, memo := dict(shared))
         except COPY_ERRORS as error:
             raise ValueError(
                 f"Grow: {type(module).__name__} is measured on a copy of its attributes, and one cannot be copied: "
