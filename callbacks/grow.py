@@ -113,8 +113,9 @@ class Grow(Callback):
             `tamiyo_depth`); `wait`, by which nothing grows; or any object with `reset(pool)` and `act(pool)`.
         monitor: Name of the logged validation metric by which seeds are judged.
         mode: `max` for a share from 0 to 1, such as accuracy; `min` for a loss.
-        score: Function of outputs and targets that returns a number from 0 to 1 per sample, in place of `monitor`: all
-            seeds are then measured in one pass of the network. Batches must be pairs.
+        score: Function of outputs and targets that returns a number from 0 to 1 per sample, in place of `monitor`: the
+            network is then measured by itself, all seeds in one pass unless rows of a batch see each other. Batches
+            must be pairs, and the network takes the first part.
         loss: Name of the logged validation loss that deciders see. None: the monitored loss, or -ln of the metric.
         batches: Validation batches, kept in memory, on which each seed is compared with its absence: the first ones.
         every: Validations per tick; a decision follows each tick.

@@ -12,9 +12,9 @@ from esper_lightning.blueprints import registry
 from esper_lightning.envs import ActionConfig, HostPool
 from esper_lightning.growth import slots_of
 from esper_lightning.growth.slot import SeedSlot
-from tests.callbacks.grow.test_validation_styles import MIXING
 from tests.conftest import SMALL
 from tests.decisions import WAIT, act, germinate
+from tests.growth.mixing import MIXING
 
 MakePool = Callable[..., HostPool]
 
