@@ -45,6 +45,9 @@ ScoreFunction = Callable[[Any, Tensor], Tensor]
 TRIED_ROWS = 8
 """Most rows of a batch on which `mixes_rows` tries a network."""
 
+COPIES_AHEAD = 4
+"""Copies of the first row that go ahead of them, for each row: they fill places for which rows compete."""
+
 _MIXING: WeakKeyDictionary[nn.Module, dict[Any, bool]] = WeakKeyDictionary()
 """Result of `mixes_rows` by network, and by mode and blended seeds."""
 
@@ -124,30 +127,47 @@ class _BatchSplit:
 def mixes_rows(network: nn.Module, inputs: tuple[Any, ...]) -> bool:
     """Return True if what a network returns for a row depends on other rows of the batch, or on random numbers.
 
-    Test: copies of the first row go ahead of a few rows, whose outputs must stay the same. The copies change statistics
-    of the batch, and fill the place that rows may compete for. The network's forward hooks, other than those of slots,
-    do not run.
+    Tests: half of the batch by itself; and a few rows behind copies of the first or the last one, which change
+    statistics of the batch and fill the places for which rows compete. The network's forward hooks, other than those of
+    slots, do not run.
     """
     rows = batch_size(inputs)
     few = min(rows, TRIED_ROWS)
-    short = map_tensors(inputs, lambda x: x[:few] if x.ndim and len(x) == rows else x)
-    longer = map_tensors(short, lambda x: torch.cat([x[:1]] * few + [x]) if x.ndim and len(x) == few else x)
+    ahead = COPIES_AHEAD * few
+
+    def take(choose: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+        return map_tensors(inputs, lambda x: choose(x) if x.ndim and len(x) == rows else x)
+
     hooks = [(part, part._forward_hooks) for part in network.modules() if part._forward_hooks]
-    device = next(iter_tensors(inputs)).device
     try:
         for part, all_hooks in hooks:
             part._forward_hooks = OrderedDict(item for item in all_hooks.items() if isinstance(item[1], SlotHook))
-        with torch.autocast(device.type, enabled=False):
-            plain, behind = (_isolated_pass(network, batch) for batch in (short, longer))
+        with torch.autocast(next(iter_tensors(inputs)).device.type, enabled=False):
+            whole, half, plain, *behind = (
+                _isolated_pass(network, batch)
+                for batch in (
+                    inputs,
+                    take(lambda x: x[: (rows + 1) // 2]),
+                    take(lambda x: x[:few]),
+                    take(lambda x: torch.cat([x[:1]] * ahead + [x[:few]])),
+                    take(lambda x: torch.cat([x[few - 1 : few]] * ahead + [x[:few]])),
+                )
+            )
     except BATCH_LENGTH_ERRORS:
         return True
     finally:
         for part, all_hooks in hooks:
             part._forward_hooks = all_hooks
-    return not all(
-        one.ndim and other.ndim and len(one) == few and is_equal_up_to_rounding(other[few:], one)
-        for one, other in zip(iter_tensors(plain), iter_tensors(behind), strict=True)
+    return not (
+        _has_rows(whole, half, slice((rows + 1) // 2), rows)
+        and all(_has_rows(longer, plain, slice(ahead, None), ahead + few) for longer in behind)
     )
+
+
+def _has_rows(longer: Any, shorter: Any, rows: slice, length: int) -> bool:
+    """Return True if outputs for a batch of this length have outputs for fewer rows at `rows`."""
+    pairs = zip(iter_tensors(longer), iter_tensors(shorter), strict=True)
+    return all(a.ndim and b.ndim and len(a) == length and is_equal_up_to_rounding(a[rows], b) for a, b in pairs)
 
 
 def _isolated_pass(network: nn.Module, inputs: tuple[Any, ...]) -> Any:

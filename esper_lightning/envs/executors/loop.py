@@ -115,7 +115,7 @@ class LoopExecutor:
         """
         for env in envs:
             with self.kernels(env.device):
-                if may_mix_rows(env, data.to(env.device).batch(slice(TRIED_ROWS)).inputs):
+                if may_mix_rows(env, data.to(env.device).batch(slice(8 * TRIED_ROWS)).inputs):
                     self.mixing.add(env.architecture)
 
     def train_and_validate(
