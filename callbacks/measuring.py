@@ -218,8 +218,8 @@ class VariantMeter:
             return
         raise ValueError(
             f"Grow: {self.monitor} is {whole:.6g} as Grow measures it and {logged:.6g} as Lightning logged it, so that "
-            f"seeds would be judged wrongly; keep all that it depends on in the module (no callback, no global), or "
-            f"give Grow(score=…)"
+            f"seeds would be judged wrongly; reset all metrics in each validation, and keep all that it depends on in "
+            f"the module (no callback, no global), or give Grow(score=…)"
         )
 
     def _agree(self, one: float, other: float) -> bool:
