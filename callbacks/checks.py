@@ -15,6 +15,46 @@ def is_validation_of_fit(trainer: Trainer) -> bool:
     return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
 
 
+def after_setup(trainer: Trainer, module: LightningModule, then: Callable[[], None]) -> None:
+    """Call `then` once the module has built its networks: after its `setup` and `configure_model`, before any restore.
+
+    Lightning calls the `setup` of callbacks before that of the module.
+    """
+    waiting = vars(module).get("setup")
+    if isinstance(waiting, _Setup) and waiting.trainer is trainer:
+        waiting.then.append(then)
+    else:  # one of an earlier trainer has failed before it ran
+        own = waiting.own if isinstance(waiting, _Setup) else waiting
+        vars(module)["setup"] = _Setup(trainer, module, own, then=then)
+
+
+class _Setup:
+    """The `setup` of a module in one run: builds all networks, calls what waits for them, and is gone.
+
+    `own` is the module's own attribute `setup`; None: a method of its class.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, own: Any, *, then: Callable[[], None]) -> None:
+        self.trainer, self.module, self.own, self.then = trainer, module, own, [then]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        _set_own(self.module, "setup", self.own)
+        self.module.setup(*args, **kwargs)
+        _call_configure_model(self.trainer)
+        for then in self.then:
+            then()
+        own = vars(self.module).get("configure_model")
+        # Lightning calls it next; a network that is built a second time would not be the one that was found.
+        _set_own(self.module, "configure_model", lambda: _set_own(self.module, "configure_model", own))
+
+
+def _set_own(module: LightningModule, name: str, value: Any) -> None:
+    """Set an attribute of the module itself in place of a method of its class; None removes it."""
+    vars(module).pop(name, None)
+    if value is not None:
+        vars(module)[name] = value
+
+
 def check_trainer(name: str, trainer: Trainer, module: LightningModule, conflicting: Mapping[type, str]) -> None:
     """Raise ValueError, which begins with `name`, if a part of the training does not follow a network that grows.
 

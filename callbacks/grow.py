@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper_lightning.blueprints import suggest_name
-from esper_lightning.callbacks.checks import check_trainer, is_validation_of_fit
+from esper_lightning.callbacks.checks import after_setup, check_trainer, is_validation_of_fit
 from esper_lightning.callbacks.measuring import (
     Decider,
     Measured,
@@ -27,13 +27,14 @@ from esper_lightning.callbacks.measuring import (
     make_decider,
     resume_decider,
 )
+from esper_lightning.callbacks.rerun import mean_over_processes
 from esper_lightning.callbacks.run_record import open_events, write_run_record
 from esper_lightning.console import print_status
 from esper_lightning.controllers.learned import TrainingRules
 from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.controllers.static import FossilizedSeed, StaticController
 from esper_lightning.envs import ActionConfig, EnvConfig, HostEvent
-from esper_lightning.envs.flops import PASSES_PER_STEP, count_flops
+from esper_lightning.envs.flops import PASSES_PER_STEP, measure_flops
 from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.measurements import EpochResult, TrainingStats
 from esper_lightning.envs.single_pool import SinglePool
@@ -112,8 +113,9 @@ class Grow(Callback):
             `tamiyo_depth`); `wait`, by which nothing grows; or any object with `reset(pool)` and `act(pool)`.
         monitor: Name of the logged validation metric by which seeds are judged.
         mode: `max` for a share from 0 to 1, such as accuracy; `min` for a loss.
-        score: Function of outputs and targets that returns a number from 0 to 1 per sample, in place of `monitor`: all
-            seeds are then measured in one pass of the network. Batches must be pairs.
+        score: Function of outputs and targets that returns a number from 0 to 1 per sample, in place of `monitor`: the
+            network is then measured by itself, all seeds in one pass unless rows of a batch see each other. Batches
+            must be pairs, and the network takes the first part.
         loss: Name of the logged validation loss that deciders see. None: the monitored loss, or -ln of the metric.
         batches: Validation batches, kept in memory, on which each seed is compared with its absence: the first ones.
         every: Validations per tick; a decision follows each tick.
@@ -250,6 +252,12 @@ class Grow(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._unwrap(pl_module)  # an earlier run may have failed
+        if stage == "fit":  # before callbacks that conflict begin; once more when the networks are built
+            check_trainer("Grow", trainer, pl_module, CONFLICTING_CALLBACKS)
+        after_setup(trainer, pl_module, lambda: self._find(trainer, pl_module, stage))
+
+    def _find(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find the network, check it, and let it take the slots of a checkpoint."""
         self.network_name, network = find_network(pl_module, self.network_name, self._places)
         if network is not self.network:
             self._forget()
@@ -370,7 +378,7 @@ class Grow(Callback):
             for slot in slots_of(trial).values():
                 slot.empty()
             config = self._config(horizon)
-            flops = count_flops(trial, lambda: call_network(trial, row))
+            flops = measure_flops(trial, row)
             if state:
                 space = self.actions.make_space(state["slots"], state["blueprints"])
                 growable = torch.tensor(state["growable"])
@@ -458,7 +466,7 @@ class Grow(Callback):
         if trainer.world_size > 1:  # running statistics and other buffers are those of the first process
             for buffer in (buffer for slot in slots for buffer in slot.seed.buffers()):
                 torch.distributed.broadcast(buffer, src=0)
-        if judged:
+        if judged or self._meter.needs_proof:
             whole, *without = self._meter.measure(variants)
             points = {name: self.scale.points(whole, rest) for name, rest in zip(judged, without, strict=True)}
             self._contributions = points
@@ -482,6 +490,7 @@ class Grow(Callback):
         if self.validations % self.every == 0:
             if self.score is None:
                 metric = self._logged(trainer, self.monitor)
+                self._meter.compare(metric)
             else:
                 (metric,) = self._meter.measure([frozenset(self._blended)])
             loss = None if self.loss is None else self._logged(trainer, self.loss)
@@ -492,8 +501,7 @@ class Grow(Callback):
         if name not in trainer.callback_metrics:
             logged = ", ".join(sorted(trainer.callback_metrics))
             raise ValueError(f"Grow: no {name!r} was logged; log it in validation, or name one of: {logged}")
-        value = trainer.callback_metrics[name].detach().to(trainer.strategy.root_device, torch.float32)
-        return float(trainer.strategy.reduce(value, reduce_op="mean"))
+        return mean_over_processes(trainer, trainer.callback_metrics[name])
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._plateau_due = False

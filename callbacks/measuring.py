@@ -1,40 +1,47 @@
 """Deciders of the callback `Grow`, and measurements for them: the user's metric with combinations of seeds.
 
-Combinations are measured by the validation_step of the user's own LightningModule. The step runs on a copy of the
-module with its own state, whose `log` is listened to, and with random numbers that are restored afterwards. The run's
-own metrics, logs and random numbers stay as they are.
+Combinations are measured by Lightning's own validation of the user's module, on batches that are kept in memory and
+without a trace: see `rerun`. A measurement proves itself, or is refused.
 """
 
-import copy
 import inspect
 import math
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import islice
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from lightning import LightningModule, Trainer
-from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor, nn
-from torchmetrics import Metric
+from torch import nn
 
+from esper_lightning.callbacks.rerun import (
+    check_validation,
+    clone_batch,
+    isolated_state,
+    mean_over_processes,
+    read_batches,
+    rerun,
+    same_batches,
+)
 from esper_lightning.controllers import check_methods
 from esper_lightning.envs.measurements import POINTS_PER_UNIT, LossAndScore, Validation
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.actions import Action
 from esper_lightning.evaluation.checkpoints import find_controller
-from esper_lightning.growth.counterfactual import ScoreFunction, SeedVariant, measure_variants
+from esper_lightning.growth.counterfactual import ScoreFunction, SeedVariant, active_seeds, measure_variants
 from esper_lightning.growth.lifecycle import slots_of
-from esper_lightning.growth.nested import ExampleInput, batch_size, evaluation_mode, iter_tensors, map_tensors
-from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.nested import ExampleInput, batch_size, iter_tensors, map_tensors
 
 TINY = 1e-6
 """Least share of which a logarithm is taken, and least loss by which a difference is divided."""
+
+ROUNDING = {True: 1e-4, False: 2e-3}
+"""Largest relative difference of two measurements of the same network, by whether the precision is 32 bits or more."""
+
+REREADINGS = 3
+"""Further readings of the validation loader before a measurement that Lightning contradicts is refused."""
 
 
 class Measured(NamedTuple):
@@ -127,21 +134,12 @@ def resume_decider(decider: Any, name: str, pool: SinglePool, *, saved: dict[str
     decider.load_state_dict(pool, saved["state"])
 
 
-@contextmanager
-def active_seeds(slots: Mapping[str, SeedSlot], variant: SeedVariant) -> Iterator[None]:
-    """Within this context the seeds named by `variant` are active, and all others switched off."""
-    for name, slot in slots.items():
-        if slot.occupied:
-            slot.override = SeedSlot.blend_output if name in variant else (lambda slot, x: x)
-    try:
-        yield
-    finally:
-        for slot in slots.values():
-            slot.override = None
-
-
 class VariantMeter:
-    """Measures a network, whose seeds are switched, on the first `count` validation batches, kept in memory."""
+    """Measures a network, whose seeds are switched, on the first `count` validation batches, kept in memory.
+
+    Attributes:
+        needs_proof: True until Lightning has logged what was measured, if it validates on the same batches.
+    """
 
     def __init__(
         self,
@@ -154,67 +152,131 @@ class VariantMeter:
         count: int,
     ) -> None:
         self.trainer, self.module, self.network = trainer, module, network
-        self.monitor, self.score = monitor, score
+        self.monitor, self.score, self.count = monitor, score, count
+        self._whole: float | None = None  # the metric of all seeds, until it is compared
         if trainer.val_dataloaders is None:  # they are loaded before the first validation, which may be far away
             trainer.validating = True
             trainer.fit_loop.epoch_loop.val_loop.setup_data()
             trainer.training = True
-        loaders: Any = trainer.val_dataloaders
-        if isinstance(loaders, Mapping | list | tuple):
-            loaders = list(loaders.values()) if isinstance(loaders, Mapping) else list(loaders)
-            if len(loaders) > 1:
-                raise ValueError(f"Grow: it measures on one validation loader, there are {len(loaders)}; give one")
-            (loaders,) = loaders
-        limit = min(count, *trainer.num_val_batches)
-        with isolate_rng():
-            self.batches = list(islice(loaders, int(limit)))
+        check_validation(trainer, module, by_steps=score is None)
+        self.batches, are_all = read_batches(trainer, count)
+        self._is_comparable = score is None and trainer.strategy.reduce_boolean_decision(are_all)
+        if self._is_comparable and self._vary(1):
+            self._exempt()
+        self.needs_proof = self._is_comparable
 
-    @torch.no_grad()
+    def _vary(self, readings: int) -> bool:
+        """Return True if the loader gives other batches when it is read again, in any process."""
+        again = (read_batches(self.trainer, self.count, other=i + 1)[0] for i in range(readings))
+        differ = any(not same_batches(self.batches, batches) for batches in again)
+        return self.trainer.strategy.reduce_boolean_decision(differ, all=False)
+
+    def _exempt(self) -> None:
+        self._is_comparable = False
+        rank_zero_warn(
+            f"Grow: the validation loader gives other batches each time; seeds are measured on the first ones, and "
+            f"their {self.monitor} is not compared with Lightning's"
+        )
+
     def measure(self, variants: Sequence[SeedVariant], name: str | None = None) -> list[float]:
-        """Return the metric (or the one called `name`) with each combination of seeds, averaged over processes."""
-        step_context = self.trainer.precision_plugin.val_step_context
+        """Return the metric (or the one called `name`) with each combination of seeds, averaged over processes.
+
+        If there are several, the first is measured once more at the end, in the state that the last one has left.
+        Raises ValueError if it then has another value.
+        """
         if self.score is not None and name is None:
-            with isolate_rng(), step_context():
-                pairs = (tuple(self._to_device(batch)) for batch in self.batches)
-                means = measure_variants(self.network, variants, pairs, score=self.score)
+            with isolate_rng(), torch.no_grad(), isolated_state(self.network):
+                means = measure_variants(self.network, variants, map(self._pair, self.batches), score=self.score)
             return self.trainer.strategy.reduce(means, reduce_op="mean").tolist()
-        listeners, slots = [_Listener(self.module) for _ in variants], slots_of(self.network)
-        with evaluation_mode(self.module):
-            for listener in listeners:
-                with isolate_rng():
-                    listener.module.on_validation_epoch_start()
-            for number, batch in enumerate(map(self._to_device, self.batches)):
-                for variant, listener in zip(variants, listeners, strict=True):
-                    with isolate_rng(), active_seeds(slots, variant), step_context():
-                        listener.run(batch, number)
-            return [listener.result(name or self.monitor, self.trainer) for listener in listeners]
+        name = name or self.monitor
+        values: list[float] = []
+        for variant in variants:
+            with isolated_state(self.module, reset=True):
+                values.append(self._value(variant, name))
+                if len(values) == len(variants) > 1:
+                    values.append(self._value(variants[0], name))
+        if len(variants) > 1 and not self._agree(values[0], last := values.pop()):
+            raise ValueError(
+                f"Grow: {name} of one network is {values[0]:.6g} at first and {last:.6g} after other seeds were "
+                f"measured, so validation changes something that is not reset or not in the module; mend that, or give "
+                f"Grow(score=…)"
+            )
+        if name == self.monitor:
+            self._whole = values[0]
+        return values
 
-    def _to_device(self, batch: Any) -> Any:
-        """Prepare a batch as the trainer does before a validation step."""
-        batch = self.trainer.precision_plugin.convert_input(batch)
+    def compare(self, logged: float) -> None:
+        """Compare a metric that Lightning has logged with that of the last measurement, if it was of the same batches.
+
+        Raises ValueError if they differ.
+        """
+        whole, self._whole, self.needs_proof = self._whole, None, False
+        if whole is None or not self._is_comparable or self._agree(whole, logged):
+            return
+        if self._vary(REREADINGS):
+            self._exempt()
+            return
+        raise ValueError(
+            f"Grow: {self.monitor} is {whole:.6g} as Grow measures it and {logged:.6g} as Lightning logged it, so that "
+            f"seeds would be judged wrongly; reset all metrics in each validation, and keep all that it depends on in "
+            f"the module (no callback, no global), or give Grow(score=…)"
+        )
+
+    def _agree(self, one: float, other: float) -> bool:
+        """Return True if two measurements are equal up to rounding, in the first process."""
+        if math.isfinite(one) and math.isfinite(other):
+            tolerance = ROUNDING["16" not in str(self.trainer.precision)]
+            agree = math.isclose(one, other, rel_tol=tolerance, abs_tol=TINY * TINY)
+        else:
+            agree = str(one) == str(other)
+        return self.trainer.strategy.broadcast(agree)
+
+    def _value(self, variant: SeedVariant, name: str) -> float:
+        """Return a metric of a validation with these seeds, averaged over processes."""
+        with active_seeds(slots_of(self.network), variant):
+            logged = rerun(self.trainer, self.batches)
+        if name not in logged:
+            raise ValueError(
+                f"Grow: the module's validation logs no {name!r} (what a callback logs cannot be measured); log it in "
+                f"the module, monitor one of: {', '.join(sorted(logged)) or 'nothing'}, or give Grow(score=…)"
+            )
+        return mean_over_processes(self.trainer, logged[name])
+
+    def _pair(self, item: tuple[Any, int, int]) -> tuple[Any, Any]:
+        """Return inputs and targets of a batch, prepared as the trainer does before a validation step."""
+        batch = self.trainer.precision_plugin.convert_input(clone_batch(item[0]))
         batch = self.module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return self.trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        pair = tuple(self.trainer.strategy.batch_to_device(batch, dataloader_idx=0))
+        if len(pair) != 2:
+            raise ValueError(f"Grow: with a score, batches must be pairs of inputs and targets; got {len(pair)} parts")
+        return pair[0], pair[1]
 
-    @torch.no_grad()
     def example_input(self, name: str) -> ExampleInput:
-        """Return what the module calls the network `name` with in a validation step, in the dtype of its parameters."""
+        """Return what the module calls the network `name` with in validation, in the dtype of its parameters."""
         seen: list[ExampleInput] = []
 
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self.module._current_fx_name != "validation_step":
+                return
             names = inspect.signature(module.forward).parameters
             seen.append(dict(zip(names, args, strict=False)) | kwargs if kwargs else args)
+            raise _Seen
 
-        handle = self.network.register_forward_pre_hook(see, with_kwargs=True)
-        try:
-            with (
-                evaluation_mode(self.module),
-                isolate_rng(),
-                self.trainer.precision_plugin.val_step_context(),
-                torch.compiler.set_stance("force_eager"),  # compiled code does not call a hook that comes later
-            ):
-                _Listener(self.module).run(self._to_device(self.batches[0]), 0)
-        finally:
-            handle.remove()
+        if self.score is not None:
+            inputs = self._pair(self.batches[0])[0]
+            seen.append(inputs if isinstance(inputs, tuple) else (inputs,))
+        else:
+            handle = self.network.register_forward_pre_hook(see, with_kwargs=True)
+            try:
+                with (
+                    isolate_rng(),
+                    torch.compiler.set_stance("force_eager"),  # compiled code does not call a hook that comes later
+                    isolated_state(self.module),
+                    suppress(_Seen),
+                ):
+                    rerun(self.trainer, self.batches[:1])
+            finally:
+                handle.remove()
         if not seen:
             raise ValueError(
                 f"Grow: validation_step does not call {name!r}; name the network that it calls, as self.{name}(x)"
@@ -225,91 +287,11 @@ class VariantMeter:
         return map_tensors(seen[0], lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
+class _Seen(Exception):
+    """Ends a validation once the network is called."""
+
+
 def first_rows(example: ExampleInput, rows: int) -> ExampleInput:
     """Return an example with the first `rows` rows of every tensor that has as many rows as the first one."""
     length = len(next(iter_tensors(example)))
     return map_tensors(example, lambda x: x[:rows] if x.ndim and len(x) == length else x)
-
-
-class _Listener:
-    """A copy of a LightningModule that shares its networks, with a `log` that keeps what it is told."""
-
-    def __init__(self, module: LightningModule) -> None:
-        self.module = isolated_copy(module)
-        vars(self.module)["log"] = self._log
-        self.means: dict[str, list[tuple[float, float]]] = {}  # logged numbers, and their weights
-        self.metrics: dict[str, Metric] = {}
-        self._batch: Any = None
-
-    def run(self, batch: Any, number: int) -> None:
-        """Run the module's validation step on a batch."""
-        self._batch = batch
-        step = self.module.validation_step
-        # As Lightning does: a step may take the batch alone.
-        arguments = (number,) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else ()
-        step(batch, *arguments)
-
-    def _log(self, name: str, value: Any, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
-        if isinstance(value, Metric):
-            self.metrics[name] = value
-            return
-        weight = 1 if self._batch is None else batch_size or extract_batch_size(self._batch)
-        self.means.setdefault(name, []).append((float(torch.as_tensor(value).float().mean()), float(weight)))
-
-    def result(self, monitor: str, trainer: Trainer) -> float:
-        """Return a metric over all batches and processes. Raises ValueError if it was not logged."""
-        if monitor not in self.means and monitor not in self.metrics:
-            self._batch = None
-            with isolate_rng():
-                self.module.on_validation_epoch_end()
-        if monitor in self.metrics:
-            return float(self.metrics[monitor].compute())
-        if monitor not in self.means:
-            logged = ", ".join(sorted([*self.means, *self.metrics])) or "nothing"
-            raise ValueError(f"Grow: validation logs no {monitor!r}; log it, or monitor one of: {logged}")
-        pairs = torch.tensor(self.means[monitor], device=trainer.strategy.root_device)
-        sums = torch.stack([(pairs[:, 0] * pairs[:, 1]).sum(), pairs[:, 1].sum()])
-        total, weight = trainer.strategy.reduce(sums, reduce_op="sum").tolist()
-        return total / weight
-
-
-def isolated_copy(module: LightningModule) -> LightningModule:
-    """Return a copy of a module that has its own state and shares its networks.
-
-    Its own are containers at any depth, with the tensors and arrays in them, its buffers, and torchmetrics, which begin
-    without what they have counted. Networks, parameters and objects of other classes are shared.
-    """
-    copied = object.__new__(type(module))
-    copies: dict[int, Any] = {id(module): copied}
-    vars(copied).update({name: _own(value, copies) for name, value in vars(module).items()})
-    return copied
-
-
-def _own(value: Any, copies: dict[int, Any]) -> Any:
-    """Return a copy of a value if it is state, else the value; `copies` holds what is copied already, by id."""
-    if id(value) in copies:
-        return copies[id(value)]
-    own = value
-    if isinstance(value, nn.Module):
-        metrics = [part for part in value.modules() if isinstance(part, Metric)]
-        if metrics and not any(True for _ in value.parameters()):
-            own = copy.deepcopy(value, copies)
-            for part in own.modules():
-                if isinstance(part, Metric):
-                    part.reset()
-    elif isinstance(value, Tensor):
-        own = value if isinstance(value, nn.Parameter) else value.clone()
-    elif isinstance(value, np.ndarray | set):
-        own = value.copy()
-    elif isinstance(value, dict):
-        own = copies[id(value)] = copy.copy(value)
-        for key, element in value.items():
-            own[key] = _own(element, copies)
-    elif isinstance(value, list | deque):
-        own = copies[id(value)] = copy.copy(value)
-        own.clear()
-        own.extend(_own(element, copies) for element in value)
-    elif type(value) is tuple:
-        own = tuple(_own(element, copies) for element in value)
-    copies[id(value)] = own
-    return own

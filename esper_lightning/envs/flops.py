@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from esper_lightning.blueprints import get_blueprint
 from esper_lightning.growth.blend import GatedSeed
 from esper_lightning.growth.lifecycle import slots_of
-from esper_lightning.growth.nested import iter_tensors
+from esper_lightning.growth.nested import ExampleInput, call_network, iter_tensors, repeat_rows
 from esper_lightning.growth.slot import SeedSlot, StackSlot
 
 FUSED = "_scaled_dot_product_flash_attention_for_cpu"
@@ -108,9 +108,14 @@ class FlopCounter(TorchDispatchMode):
         return output
 
 
-def measure_flops(host: nn.Module, inputs: Tensor) -> HostFlops:
-    """Count the FLOPs of a host with empty slots on one sample `inputs` [1, …]; sets the host to evaluation mode."""
-    return count_flops(host, lambda: host(inputs))
+def measure_flops(host: nn.Module, sample: ExampleInput) -> HostFlops:
+    """Count the FLOPs of a host with empty slots on one sample [1, …]; sets the host to evaluation mode."""
+    try:
+        return count_flops(host, lambda: call_network(host, sample))
+    except ValueError:  # BatchNorm without running statistics takes two samples at least
+        two = count_flops(host, lambda: call_network(host, repeat_rows(sample, 1, 2)))
+        behind, blocks = ({name: flops // 2 for name, flops in part.items()} for part in (two.behind, two.blocks))
+        return HostFlops(two.host // 2, two.positions, behind, blocks, max(1, two.targets // 2))
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from esper_lightning.blueprints import STACK, suggest_name
 from esper_lightning.growth.blocks import find_blocks, index_fields
 from esper_lightning.growth.lifecycle import check_slot_names, slots_of
 from esper_lightning.growth.nested import (
+    BATCH_LENGTH_ERRORS,
     ExampleInput,
     KeyPath,
     batch_size,
@@ -31,9 +32,6 @@ CONTAINER_NAME = "grown_slots"
 
 LAYOUTS: dict[int, tuple[Layout, int]] = {4: ("image", 1), 3: ("sequence", 2), 2: ("vector", 1)}
 """Layout and channel axis of a feature by its number of axes: [B, C, H, W], [B, T, C], [B, C]."""
-
-BATCH_LENGTH_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, AttributeError)
-"""Exceptions that a network may raise if the batch has an unexpected length."""
 
 Place = Mapping[str, Any]
 """Where a slot is attached, in plain JSON types: `slot`, its name; `module`, whose output passes through it; `path` to

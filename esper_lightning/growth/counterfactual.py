@@ -2,23 +2,35 @@
 
 Many combinations of seeds take one forward pass: they share the rows of the batch up to the first slot where they
 differ. There the batch is split in two, and later layers work on a longer batch. If a shortcut bypasses a slot
-(`SeedSlot.on_single_path` is False), the batch is split for it at the network's input. Every layer must treat the rows
-of a batch independently, so the network must be in evaluation mode.
+(`SeedSlot.on_single_path` is False), the batch is split for it at the network's input. If rows of a batch see each
+other in evaluation mode (see `mixes_rows`), each combination takes a pass of its own.
 
 A seed that is not blended yet has no effect in any combination.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import combinations
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from esper_lightning.growth.lifecycle import slots_of
-from esper_lightning.growth.nested import batch_size, evaluation_mode, map_tensors, repeat_rows
-from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.nested import (
+    BATCH_LENGTH_ERRORS,
+    batch_size,
+    evaluation_mode,
+    is_equal_up_to_rounding,
+    iter_tensors,
+    map_tensors,
+    preserved_buffers,
+    repeat_rows,
+)
+from esper_lightning.growth.slot import SeedSlot, SlotHook
 from esper_lightning.growth.stages import Stage
 
 SeedVariant = frozenset[str]
@@ -29,6 +41,15 @@ Batch = tuple[Tensor | tuple[Tensor, ...], Tensor]
 
 ScoreFunction = Callable[[Any, Tensor], Tensor]
 """Function of outputs [B, …] and targets [B, …] that returns one score per sample, [B]."""
+
+TRIED_ROWS = 8
+"""Most rows of a batch on which `mixes_rows` tries a network."""
+
+COPIES_AHEAD = 4
+"""Copies of the first row that go ahead of them, for each row: they fill places for which rows compete."""
+
+_MIXING: WeakKeyDictionary[nn.Module, dict[Any, bool]] = WeakKeyDictionary()
+"""Result of `mixes_rows` by network, and by mode and blended seeds."""
 
 
 def leave_one_out(slots: Iterable[str]) -> list[SeedVariant]:
@@ -53,6 +74,19 @@ def fossilized_only(network: nn.Module) -> SeedVariant:
 def all_variants(slots: Sequence[str]) -> list[SeedVariant]:
     """Return all 2^k combinations of k slots, from none to all."""
     return [frozenset(chosen) for k in range(len(slots) + 1) for chosen in combinations(slots, k)]
+
+
+@contextmanager
+def active_seeds(slots: Mapping[str, SeedSlot], variant: SeedVariant) -> Iterator[None]:
+    """Within this context the seeds named by `variant` are active, and all others switched off."""
+    for name, slot in slots.items():
+        if slot.occupied:
+            slot.override = SeedSlot.blend_output if name in variant else (lambda slot, x: x)
+    try:
+        yield
+    finally:
+        for slot in slots.values():
+            slot.override = None
 
 
 class _BatchSplit:
@@ -89,7 +123,72 @@ class _BatchSplit:
         return torch.cat(with_seed + without)
 
 
-def forward_variants(network: nn.Module, variants: Sequence[SeedVariant], *inputs: Tensor) -> tuple[Any, list[int]]:
+@torch.no_grad()
+def mixes_rows(network: nn.Module, inputs: tuple[Any, ...]) -> bool:
+    """Return True if what a network returns for a row depends on other rows of the batch, or on random numbers.
+
+    Tests: half of the batch by itself; and a few rows behind copies of the first or the last one, which change
+    statistics of the batch and fill the places for which rows compete. The network's forward hooks, other than those of
+    slots, do not run.
+    """
+    rows = batch_size(inputs)
+    few = min(rows, TRIED_ROWS)
+    ahead = COPIES_AHEAD * few
+
+    def take(choose: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+        return map_tensors(inputs, lambda x: choose(x) if x.ndim and len(x) == rows else x)
+
+    hooks = [(part, part._forward_hooks) for part in network.modules() if part._forward_hooks]
+    try:
+        for part, all_hooks in hooks:
+            part._forward_hooks = OrderedDict(item for item in all_hooks.items() if isinstance(item[1], SlotHook))
+        with torch.autocast(next(iter_tensors(inputs)).device.type, enabled=False):
+            whole, half, plain, *behind = (
+                _isolated_pass(network, batch)
+                for batch in (
+                    inputs,
+                    take(lambda x: x[: (rows + 1) // 2]),
+                    take(lambda x: x[:few]),
+                    take(lambda x: torch.cat([x[:1]] * ahead + [x[:few]])),
+                    take(lambda x: torch.cat([x[few - 1 : few]] * ahead + [x[:few]])),
+                )
+            )
+    except BATCH_LENGTH_ERRORS:
+        return True
+    finally:
+        for part, all_hooks in hooks:
+            part._forward_hooks = all_hooks
+    return not (
+        _has_rows(whole, half, slice((rows + 1) // 2), rows)
+        and all(_has_rows(longer, plain, slice(ahead, None), ahead + few) for longer in behind)
+    )
+
+
+def _has_rows(longer: Any, shorter: Any, rows: slice, length: int) -> bool:
+    """Return True if outputs for a batch of this length have outputs for fewer rows at `rows`."""
+    pairs = zip(iter_tensors(longer), iter_tensors(shorter), strict=True)
+    return all(a.ndim and b.ndim and len(a) == length and is_equal_up_to_rounding(a[rows], b) for a, b in pairs)
+
+
+def _isolated_pass(network: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    """Return the network's outputs; its buffers and the random numbers stay as they are."""
+    devices = {x.device for x in iter_tensors(inputs) if x.device.type == "cuda"}
+    with torch.random.fork_rng(list(devices)), preserved_buffers(network):
+        return network(*inputs)
+
+
+def _knows_to_mix(network: nn.Module, inputs: tuple[Any, ...]) -> bool:
+    """Return `mixes_rows`, which is tried once for each set of seeds in a network."""
+    known = _MIXING.setdefault(network, {})
+    key = (network.training, frozenset((s.blueprint, s.style) for s in slots_of(network).values() if s.blended))
+    if key not in known:
+        known[key] = mixes_rows(network, inputs)
+    return known[key]
+
+
+def forward_variants(
+    network: nn.Module, variants: Sequence[SeedVariant], *inputs: Tensor, mixes: bool | None = None
+) -> tuple[Any, list[int]]:
     """Run `network` on `inputs` once per distinct combination of active seeds.
 
     The first input is [B, …]. An input whose first axis is not B (a mask, say) is shared by all combinations.
@@ -98,20 +197,32 @@ def forward_variants(network: nn.Module, variants: Sequence[SeedVariant], *input
         network: Network with slots, in evaluation mode.
         variants: Names of the slots with an active seed, for each combination.
         inputs: Positional arguments of the network.
+        mixes: Result of `mixes_rows`. None: it is tried on the first inputs with each set of seeds.
 
     Returns:
         Outputs [G·B, …] of the G distinct combinations, one after the other, and for each variant its index in 0 … G-1.
     """
-    slots = slots_of(network).values()
-    split = _BatchSplit(variants, slots)
+    slots = slots_of(network)
+    blended = frozenset(name for name, slot in slots.items() if slot.blended)
+    distinct = list(dict.fromkeys(variant & blended for variant in variants))
+    if len(distinct) > 1 and (_knows_to_mix(network, inputs) if mixes is None else mixes):
+        outputs = []
+        for variant in distinct:  # with the same random numbers
+            with active_seeds(slots, variant):
+                is_last = len(outputs) == len(distinct) - 1
+                outputs.append(network(*inputs) if is_last else _isolated_pass(network, inputs))
+        parts = zip(*map(iter_tensors, outputs), strict=True)
+        joined = iter([torch.cat([x if x.ndim else x[None] for x in part]) for part in parts])
+        return map_tensors(outputs[0], lambda _: next(joined)), [distinct.index(v & blended) for v in variants]
+    split = _BatchSplit(variants, slots.values())
     if len(split.parts) > 1:
         inputs = repeat_rows(inputs, batch_size(inputs), len(split.parts))
-    for slot in slots:
+    for slot in slots.values():
         slot.override = split
     try:
         outputs = network(*inputs)
     finally:
-        for slot in slots:
+        for slot in slots.values():
             slot.override = None
     part_of_variant = {v: part for part, variant_ids in enumerate(split.parts) for v in variant_ids}
     return outputs, [part_of_variant[v] for v in range(len(variants))]
@@ -131,11 +242,13 @@ def measure_variants(
             correct prediction.
     """
     totals, samples = None, 0
+    mixes = None
     with evaluation_mode(network):
         for inputs, targets in batches:
-            outputs, group_of_variant = forward_variants(
-                network, variants, *(inputs if isinstance(inputs, tuple) else (inputs,))
-            )
+            arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+            if mixes is None:
+                mixes = len(variants) > 1 and mixes_rows(network, arguments)
+            outputs, group_of_variant = forward_variants(network, variants, *arguments, mixes=mixes)
             groups = max(group_of_variant) + 1
             sums = []
             for group in range(groups):

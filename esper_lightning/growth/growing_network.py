@@ -33,6 +33,7 @@ from esper_lightning.growth.param_groups import (
     reset_optimizer_state,
     seed_group_name,
 )
+from esper_lightning.growth.probe import reasons_of_cache
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.serialization import check_generator_state
@@ -144,6 +145,8 @@ class GrowingNetwork:
         if stage not in ("GERMINATED", "BLENDING"):
             raise ValueError(f"a seed cannot begin in {stage!r}; choose GERMINATED or BLENDING")
         seed_slot, birth = self._slot(slot), self.lifecycle.birth
+        if reasons := reasons_of_cache(self.module, seed_slot, blueprint):
+            raise ValueError(f"blueprint {blueprint!r} cannot grow in slot {slot!r}: {'; '.join(reasons)}")
         event = lifecycle_ops.germinate(
             seed_slot, blueprint, Ramp(ticks, curve), generator=self.generator, style=style, birth=birth
         )

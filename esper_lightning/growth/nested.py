@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 KeyPath = tuple[int | str, ...]
@@ -15,6 +16,9 @@ ExampleInput = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 COPY_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError)
 """Exceptions of `deepcopy` for an object that cannot be copied, such as a lock or an open file."""
+
+BATCH_LENGTH_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, AttributeError)
+"""Exceptions that a network may raise if the batch has an unexpected length."""
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -90,6 +94,15 @@ def batch_size(example: Any) -> int:
 def repeat_rows(example: Any, rows: int, times: int) -> Any:
     """Return `example` with every tensor of `rows` rows repeated `times` times; others (a mask, say) are unchanged."""
     return map_tensors(example, lambda x: x.repeat(times, *[1] * (x.ndim - 1)) if x.ndim and len(x) == rows else x)
+
+
+def is_equal_up_to_rounding(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors are equal up to rounding that depends on the batch size."""
+    if one.shape != other.shape or not one.is_floating_point() or not one.numel():
+        return torch.equal(one, other)
+    precision = max(1e-3, 4 * torch.finfo(one.dtype).eps)
+    scale = other.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+    return torch.allclose(one, other, rtol=precision, atol=max(1e-5, precision * scale), equal_nan=True)
 
 
 @contextmanager

@@ -1,13 +1,16 @@
 """Gate G0: a trial of each blueprint in each slot of a throw-away network, to find those that can grow there."""
 
+import inspect
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import Birth, blueprint_names, check_blueprint_name
+from esper_lightning.blueprints import Birth, blueprint_names, build_seed, check_blueprint_name
 from esper_lightning.growth.blend import straight_through
 from esper_lightning.growth.lifecycle import count_parameters, germinate, slots_of
+from esper_lightning.growth.nested import BATCH_LENGTH_ERRORS, is_equal_up_to_rounding
 from esper_lightning.growth.slot import SeedSlot
 
 PROBE_RNG_SEED = 0
@@ -74,7 +77,44 @@ def probe_seeds(
         loss_of(network).backward()
         for name, slot in slots.items():
             reasons[name, blueprint] = [errors[name]] if name in errors else _reasons_against(slot, name in reached)
+            if slot.occupied:
+                reasons[name, blueprint] += reasons_of_cache(network, slot, blueprint)
     return reasons
+
+
+def reasons_of_cache(network: nn.Module, slot: SeedSlot, blueprint: str) -> list[str]:
+    """Return why a blueprint cannot grow in a slot of a network that generates with a cache; empty if it can.
+
+    With a cache of keys and values the seed gets the features of the newest token alone.
+    """
+    if slot.layout == "sequence" and generates_with_cache(network) and looks_at_other_positions(blueprint, slot.width):
+        return [
+            "it looks at other positions, and the network generates with a cache, which gives it the newest one alone; "
+            "name another blueprint, or set use_cache to False in config and generation_config"
+        ]
+    return []
+
+
+def generates_with_cache(network: nn.Module) -> bool:
+    """Return True if a part of the network can generate text with a cache of keys and values, as in transformers."""
+    parts = list(network.modules())
+    takes = any({"use_cache", "past_key_values"} & inspect.signature(part.forward).parameters.keys() for part in parts)
+    configs: list[Any] = [getattr(part, name, None) for part in parts for name in ("config", "generation_config")]
+    uses = [config.use_cache is not False for config in configs if hasattr(config, "use_cache")]
+    generates = any(getattr(part, "generation_config", None) is not None for part in parts)
+    return (takes or generates) and (any(uses) or not uses)
+
+
+@torch.no_grad()
+def looks_at_other_positions(blueprint: str, width: int) -> bool:
+    """Return True if the output of a seed for one position of a sequence depends on other positions."""
+    generator = torch.Generator().manual_seed(PROBE_RNG_SEED)
+    seed = build_seed(blueprint, "sequence", width, device=torch.device("cpu"), generator=generator, birth="random")
+    x = torch.randn(1, 4, width, generator=generator)  # [B, T, C]
+    try:
+        return not is_equal_up_to_rounding(seed.eval()(x)[:, -1:], seed(x[:, -1:]))
+    except BATCH_LENGTH_ERRORS:
+        return True
 
 
 def _reasons_against(slot: SeedSlot, is_reached: bool) -> list[str]:

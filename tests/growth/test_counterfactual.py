@@ -1,6 +1,6 @@
 """Many combinations of active seeds in one pass, compared with a separate pass for each; what the seeds are worth."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from itertools import combinations
 
@@ -33,6 +33,7 @@ from tests.growth.grown import (
     small_batch,
     small_cnn,
 )
+from tests.growth.mixing import MIXING
 
 PLACES = ["block1", "block2.pool", "block3.pool"]
 
@@ -165,6 +166,29 @@ def test_variants_share_the_rows_before_they_differ(seeds: int, variants: list[S
         layer.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0]) // 6))
     forward_variants(network, variants, images())
     assert seen == rows
+
+
+@pytest.mark.parametrize("behind", MIXING.values(), ids=MIXING)
+def test_rows_that_see_each_other_take_a_pass_for_each_combination(behind: Callable[[], nn.Module]) -> None:
+    """With the same random numbers: both from one batch, and as scores over several."""
+    torch.manual_seed(0)
+    x, labels = torch.randn(24, 5), torch.randint(3, (24,))
+    network = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), behind(), nn.Linear(16, 3))
+    attached(network, ["0", "1"], x).float()
+    variants, batches = all_variants(["0", "1"]), [(x[:16], labels[:16]), (x[16:], labels[16:])]
+
+    def passes(variant: SeedVariant, *parts: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        return torch.cat([plain_pass(network, variant, part) for part in parts])
+
+    torch.manual_seed(1)
+    outputs, group_of = forward_variants(network, variants, x)
+    torch.manual_seed(1)
+    means = measure_variants(network, variants, batches, score=log_likelihood)
+
+    for variant, group, mean in zip(variants, group_of, means, strict=True):
+        torch.testing.assert_close(outputs.chunk(len(variants))[group], passes(variant, x))
+        torch.testing.assert_close(mean, log_likelihood(passes(variant, x[:16], x[16:]), labels).mean())
 
 
 def test_a_network_is_as_it_was_after_a_pass_and_after_one_that_failed() -> None:

@@ -1,17 +1,28 @@
 """Reference executor: one host after another. N environments, K slots, V variants (see `HostEnv.variants`)."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
+from esper_lightning.blueprints import blueprint_names, default_blueprints
 from esper_lightning.envs.device_transfer import pack_training
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.growth.counterfactual import SeedVariant, forward_variants, fossilized_only
+from esper_lightning.growth.blend import Ramp
+from esper_lightning.growth.counterfactual import (
+    TRIED_ROWS,
+    SeedVariant,
+    forward_variants,
+    fossilized_only,
+    mixes_rows,
+)
 from esper_lightning.growth.gradient_stats import NO_GRADIENT
+from esper_lightning.growth.lifecycle import germinate, slots_of
+from esper_lightning.growth.nested import BATCH_LENGTH_ERRORS, copy_module
+from esper_lightning.growth.stages import Stage
 from esper_lightning.machine import first_line, is_out_of_memory
 from esper_lightning.profiling import PhaseClock
 from esper_lightning.tasks import Batches, Split, Task, fetch
@@ -29,6 +40,28 @@ CPU 16 times as many, so that most splits take one pass."""
 def stack_rows(rows: Sequence[Tensor]) -> Tensor:
     """Stack one row per environment into one tensor on the device of the first row."""
     return torch.stack([row.to(rows[0].device, non_blocking=True) for row in rows])
+
+
+def may_mix_rows(env: HostEnv, inputs: Tensor) -> bool:
+    """Return True if rows of a batch see each other in the host, or in a seed of a user's blueprint that runs there."""
+    network = copy_module(env.network).eval()
+    slots = slots_of(network).values()
+    for slot in slots:
+        slot.empty()
+    if mixes_rows(network, (inputs,)):
+        return True
+    generator = torch.Generator(env.device).manual_seed(0)
+    for slot in slots:
+        for name in set(env.space.blueprint) & set(blueprint_names(slot.layout)) - set(default_blueprints(slot.layout)):
+            germinate(slot, name, Ramp(2), generator=generator, birth="random")
+            slot.move_to(Stage.TRAINING)
+            slot.move_to(Stage.BLENDING)
+            with torch.no_grad(), suppress(*BATCH_LENGTH_ERRORS):  # it may not fit here
+                network(inputs)
+                if mixes_rows(network, (inputs,)):
+                    return True
+            slot.empty()
+    return False
 
 
 @contextmanager
@@ -54,6 +87,7 @@ class LoopExecutor:
     def __init__(self, task: Task, training: HostTraining) -> None:
         self.task = task
         self.training = training
+        self.mixing: set[str] = set()  # architectures whose rows see each other in evaluation
 
     @contextmanager
     def kernels(self, device: torch.device) -> Iterator[None]:
@@ -79,6 +113,10 @@ class LoopExecutor:
             envs: One environment for each kind of host.
             data: Data for a trial pass.
         """
+        for env in envs:
+            with self.kernels(env.device):
+                if may_mix_rows(env, data.to(env.device).batch(slice(8 * TRIED_ROWS)).inputs):
+                    self.mixing.add(env.architecture)
 
     def train_and_validate(
         self, envs: Sequence[HostEnv], train: Split, validation: Split, *, clock: PhaseClock
@@ -124,7 +162,8 @@ class LoopExecutor:
     def _forward(self, env: HostEnv, batch: Split, variants: Sequence[SeedVariant]) -> Tensor:  # [2, V]
         inputs, targets = batch
         with self.training.autocast(env.device):
-            outputs, output_index = forward_variants(env.network, variants, inputs)
+            mixes = env.architecture in self.mixing
+            outputs, output_index = forward_variants(env.network, variants, inputs, mixes=mixes)
         n_outputs = max(output_index) + 1
         measures = self.task.measure(outputs, targets.repeat(n_outputs, *[1] * (targets.ndim - 1)))
         means = torch.stack([measures.loss.view(n_outputs, -1).mean(1), measures.score.view(n_outputs, -1).mean(1)])

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from esper_lightning.blueprints import STACK, Birth, default_blueprints
 from esper_lightning.blueprints.registry import check_parameters
+from esper_lightning.console import print_status
 from esper_lightning.envs.spaces.actions import ActionConfig, ActionSpace
 from esper_lightning.growth.lifecycle import count_parameters, slots_of
-from esper_lightning.growth.probe import probe_seeds
+from esper_lightning.growth.probe import probe_seeds, reasons_of_cache
 from esper_lightning.growth.slot import ABSENT, SeedSlot
 from esper_lightning.tasks import Split, Task, check_measures, check_outputs
 
@@ -113,6 +114,16 @@ def probe_action_space(
     available = dict.fromkeys(name for layout in layouts for name in default_blueprints(layout))
     blueprints = shared_space.blueprints if shared_space is not None else actions.blueprints or list(available)
     reasons = probe_seeds(host, blueprints, loss_of, birth=birth)
+    if shared_space is None and actions.blueprints is None:
+        left_out = [
+            name
+            for name in blueprints
+            if all(reasons[slot, name] for slot in slots)
+            and any(reasons_of_cache(host, slot, name) for slot in slots.values())
+        ]
+        blueprints = [name for name in blueprints if name not in left_out]
+        if left_out:
+            print_status(f"left out: {', '.join(left_out)}, because {reasons[next(iter(slots)), left_out[0]][0]}")
     growable = torch.tensor([[not reasons[slot, blueprint] for blueprint in blueprints] for slot in slots])
     if shared_space is not None:
         allowed = [name in (actions.blueprints or blueprints) for name in blueprints]

@@ -11,7 +11,7 @@ from esper_lightning.envs.executors.fused.host import HostStack
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.spaces.actions import STYLES
 from esper_lightning.growth.blend import BlendStyle, Ramp
-from esper_lightning.growth.counterfactual import forward_variants, leave_one_out
+from esper_lightning.growth.counterfactual import forward_variants, leave_one_out, mixes_rows
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.probe import probe_seeds
 from esper_lightning.growth.stages import Stage
@@ -182,6 +182,8 @@ class Trial:
             yield "outputs in evaluation", [outputs[entries]], [separate.unflatten(0, (-1, N_SAMPLES))[indices]]
             # Validation data may be processed in pieces, so samples must not affect each other.
             yield "outputs for a sample by itself", [host(inputs[:1])], [host(inputs)[:1]]
+            if mixes_rows(host, (inputs,)):
+                raise ValueError("rows of a batch see each other in evaluation")
 
 
 def difference(stacked: Sequence[Tensor], separate: Sequence[Tensor]) -> float:

@@ -1,0 +1,320 @@
+"""A validation of the user's module that Lightning runs once more: on batches in memory, and without a trace.
+
+Lightning's own loop runs it, so that hooks, batches and logged metrics are those of any validation. Hooks of callbacks
+do not run, and loggers write nothing. Afterwards trainer, module and random numbers are as they were before.
+"""
+
+import copy
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from lightning import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyExperiment
+from lightning.pytorch.loops import _EvaluationLoop
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import Metric, MetricCollection
+
+from esper_lightning.growth.nested import COPY_ERRORS
+
+KeptBatch = tuple[Any, int, int]
+"""A batch as the loader gave it, its index, and the index of its loader."""
+
+SHARED = (Trainer, Strategy, LightningDataModule, Callback, Logger, Dataset, DataLoader, CombinedLoader, Optimizer)
+"""Classes of what a module may hold, and a validation does not change."""
+
+LARGEST_COPIED = 2**16
+"""Most elements of a parameter without gradient that is taken for state, such as a count, and copied."""
+
+ATOMIC = (str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType, np.ndarray)
+
+
+# Batches.
+
+
+def check_validation(trainer: Trainer, module: LightningModule, *, by_steps: bool) -> None:
+    """Raise ValueError if validation batches cannot be read, or (`by_steps`) validation_step takes none.
+
+    The trainer's loaders are set up.
+    """
+    combined = _loaders(trainer)
+    loaders = combined.flattened
+    if combined._mode == "sequential" and len(loaders) > 1:
+        raise ValueError(f"Grow: it measures on one validation loader, there are {len(loaders)}; give one")
+    if any(isinstance(loader, Iterator) for loader in loaders):
+        raise ValueError(
+            "Grow: the validation loader is an iterator, which can be read once only; give a DataLoader, or another "
+            "iterable that begins anew (Grow(score=…) needs its batches, too)"
+        )
+    if by_steps and is_param_in_hook_signature(module.validation_step, "dataloader_iter", explicit=True):
+        raise ValueError(
+            "Grow: validation_step takes a dataloader_iter, and is measured on batches; let it take a batch, or give "
+            "Grow(score=…)"
+        )
+
+
+def _loaders(trainer: Trainer) -> CombinedLoader:
+    loaders = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    assert loaders is not None, "they are set up"
+    return loaders
+
+
+def read_batches(trainer: Trainer, count: int, *, other: int = 0) -> tuple[list[KeptBatch], bool]:
+    """Return the first `count` validation batches as Lightning reads them, and whether there are no more.
+
+    If the loader draws random numbers, each value of `other` stands for other ones.
+    """
+    source, limits = _loaders(trainer), trainer.fit_loop.epoch_loop.val_loop._max_batches
+    loader = CombinedLoader(source.iterables, source._mode)  # a validation that is under way reads the other one
+    loader.limits = limits
+    generators = [part for part in reachable(source.flattened) if isinstance(part, torch.Generator)]
+    states = [generator.get_state() for generator in generators]
+    with isolate_rng():
+        if other:
+            torch.manual_seed(other)
+            np.random.seed(other)
+            random.seed(other)
+            for generator in generators:
+                generator.manual_seed(other)
+        for part in loader.flattened:
+            _set_sampler_epoch(part, trainer.current_epoch + other)
+        fetcher = _PrefetchDataFetcher()
+        fetcher.setup(loader)
+        batches = list(islice(iter(fetcher), count))
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+    if not batches:
+        raise ValueError(
+            "Grow: the validation loader gives no batch, or none when it is read again; give one that begins anew "
+            "(Grow(score=…) needs its batches, too)"
+        )
+    return batches, fetcher.done
+
+
+def same_batches(one: Any, other: Any) -> bool:
+    """Return True if two nested values have the same tensors and other values."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.shape == other.shape and bool(((one == other) | (one != one)).all())
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same_batches(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same_batches, one, other))
+    return same_batches(vars(one), vars(other)) if hasattr(one, "__dict__") else bool(one == other)
+
+
+def clone_batch(batch: Any) -> Any:
+    """Return a copy that a validation step may change. Raises ValueError if there is none."""
+    try:
+        return copy.deepcopy(batch)
+    except COPY_ERRORS as error:
+        raise ValueError(f"Grow: a validation batch cannot be copied: {_line(error)}; give Grow(score=…)") from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+# State.
+
+
+def reachable(roots: Sequence[Any]) -> Iterator[Any]:
+    """Yield all objects that a deep copy of these would reach; not what tensors and SHARED objects hold."""
+    seen: dict[int, Any] = {}
+    waiting = list(roots)
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, ATOMIC) or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        yield value
+        if isinstance(value, Tensor) or (isinstance(value, SHARED) and value not in roots):
+            continue
+        if isinstance(value, dict):  # quicker to ask than a Mapping
+            waiting += value.values()
+        elif isinstance(value, list | tuple | set | frozenset | deque):
+            waiting += value
+        elif isinstance(value, MethodType):
+            waiting.append(value.__self__)
+        waiting += getattr(value, "__dict__", {}).values()
+
+
+@contextmanager
+def kept_attributes(*things: Any) -> Iterator[None]:
+    """Restore the attributes of these objects afterwards, and remove new ones."""
+    kept = [dict(vars(thing)) for thing in things]
+    try:
+        yield
+    finally:
+        for thing, attributes in zip(things, kept, strict=True):
+            vars(thing).clear()
+            vars(thing).update(attributes)
+
+
+def _is_copyable(value: Any) -> bool:
+    try:
+        copy.copy(value)
+    except COPY_ERRORS:
+        return False
+    return True
+
+
+@contextmanager
+def isolated_state(module: nn.Module, *, reset: bool = False) -> Iterator[None]:
+    """Let a module and its parts work on a deep copy of their attributes within this context.
+
+    Parts stay the same objects, as others may refer to them. Parameters that learn, and SHARED objects, are not copied.
+
+    Args:
+        module: The module.
+        reset: Torchmetrics begin without what they have counted.
+
+    Raises ValueError if an attribute cannot be copied.
+    """
+    parts = list(module.modules())
+    shared: dict[int, Any] = {id(part): part for part in parts}
+    metrics: list[Any] = []
+    values = list(reachable(parts))
+    for value in values:
+        if isinstance(value, Metric | MetricCollection):
+            metrics.append(value)
+        if isinstance(value, SHARED) or (
+            isinstance(value, nn.Parameter) and (value.requires_grad or value.numel() > LARGEST_COPIED)
+        ):
+            shared[id(value)] = value
+        elif isinstance(value, Tensor) and not value.is_leaf:
+            shared[id(value)] = value.detach().clone()
+    states = [vars(part) for part in parts]
+    try:
+        copies = copy.deepcopy(states, memo := dict(shared))
+    except COPY_ERRORS:
+        shared |= {id(value): value for value in values if not _is_copyable(value)}  # such as a lock or an open file
+        try:
+            copies = copy.deepcopy(states, memo := dict(shared))
+        except COPY_ERRORS as error:
+            raise ValueError(
+                f"Grow: {type(module).__name__} is measured on a copy of its attributes, and one cannot be copied: "
+                f"{_line(error)}; keep it out of the module, or give Grow(score=…)"
+            ) from error
+    with kept_attributes(*parts):
+        for part, attributes in zip(parts, copies, strict=True):
+            vars(part).clear()
+            vars(part).update(attributes)
+        if reset:
+            for metric in sorted(metrics, key=lambda metric: isinstance(metric, MetricCollection)):
+                memo.get(id(metric), metric).reset()  # collections come last: theirs share states
+        yield
+
+
+# The run.
+
+
+class _StandIn:
+    """Object in the place of another one, of which it seems to be."""
+
+    def __init__(self, other: Any) -> None:
+        self._other = other
+
+    @property
+    def __class__(self) -> Any:
+        return type(self._other)
+
+
+class _Unhooked(_StandIn):
+    """Stand-in for a callback, without the hooks that Lightning calls in a validation."""
+
+    def __getattr__(self, name: str) -> Any:
+        return None if name.startswith("on_validation") else getattr(self._other, name)
+
+
+class _Silent(_StandIn):
+    """Stand-in for a logger, which has its attributes and writes nothing."""
+
+    experiment = DummyExperiment()
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._other, name)
+        return self.experiment.nop if callable(value) else value
+
+
+class _Batches(Iterator[KeptBatch]):
+    """Copies of batches in memory; `done` once the last is given."""
+
+    def __init__(self, batches: Sequence[KeptBatch]) -> None:
+        self.left = deque(batches)
+        self.done = False
+
+    def __next__(self) -> KeptBatch:
+        if not self.left:
+            raise StopIteration
+        batch, *place = self.left.popleft()
+        self.done = not self.left
+        return clone_batch(batch), *place
+
+
+class _Rerun(_EvaluationLoop):
+    """Lightning's loop of validation, on batches in memory."""
+
+    def __init__(self, trainer: Trainer, like: _EvaluationLoop, batches: Sequence[KeptBatch]) -> None:
+        # No inference mode: what lives longer than the run, such as a cached table, may be used in training.
+        super().__init__(trainer, TrainerFn.FITTING, RunningStage.VALIDATING, verbose=False, inference_mode=False)
+        self._combined_loader, self._max_batches = like._combined_loader, like._max_batches
+        self.batches = batches
+
+    def setup_data(self) -> None:
+        pass
+
+    def reset(self) -> None:
+        self._data_fetcher: Any = _Batches(self.batches)
+
+
+def rerun(trainer: Trainer, batches: Sequence[KeptBatch]) -> dict[str, Tensor]:
+    """Validate the trainer's module on batches, and return what callbacks could monitor afterwards.
+
+    The state of the module is changed: see `isolated_state`.
+    """
+    epoch_loop, wrapper = trainer.fit_loop.epoch_loop, trainer.strategy.model
+    # DistributedDataParallel remembers in each pass whether buffers are to be shared in the next one.
+    wrappers = [] if wrapper is trainer.lightning_module else [wrapper]
+    with isolate_rng(), kept_attributes(trainer, epoch_loop, *wrappers):
+        trainer.state = replace(trainer.state, stage=RunningStage.VALIDATING)
+        trainer.callbacks = [_Unhooked(callback) for callback in trainer.callbacks]
+        trainer.loggers = [_Silent(logger) for logger in trainer.loggers]
+        trainer.profiler = PassThroughProfiler()
+        epoch_loop.val_loop = _Rerun(trainer, epoch_loop.val_loop, batches)
+        connector = trainer._logger_connector = copy.copy(trainer._logger_connector)
+        connector._first_loop_iter = connector._current_fx = None
+        earlier = dict(connector._callback_metrics)
+        connector._callback_metrics = dict(earlier)
+        connector._logged_metrics = dict(connector._logged_metrics)
+        connector._progress_bar_metrics = dict(connector._progress_bar_metrics)
+        epoch_loop.val_loop.run()
+        return {name: value for name, value in connector._callback_metrics.items() if value is not earlier.get(name)}
+
+
+def mean_over_processes(trainer: Trainer, value: Tensor) -> float:
+    """Return a logged metric, averaged over processes."""
+    return float(
+        trainer.strategy.reduce(value.detach().to(trainer.strategy.root_device, torch.float32), reduce_op="mean")
+    )

@@ -1,0 +1,80 @@
+"""Grow finds a network that the module's own `setup` or `configure_model` builds, and restores it from a checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from esper_lightning.callbacks import Grow
+from tests.callbacks.grow.modules import Classifier, DigitsData
+from tests.callbacks.grow.trainings import classifier, grow, train, trainer
+from tests.decisions import germinate
+
+
+class Late(Classifier):
+    """Classifier whose network is built by Lightning's hooks, with the same weights every time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = (classifier().net,)
+        self.built: list[str] = []
+        del self.net
+
+    def build(self, hook: str) -> None:
+        self.built.append(hook)
+        (self.net,) = self.hidden
+
+
+class InSetup(Late):
+    def setup(self, stage: str) -> None:
+        self.build("setup")
+
+
+class InConfigureModel(Late):
+    def configure_model(self) -> None:
+        self.build("configure_model")
+
+
+def losses(module: Classifier, *callbacks: Grow) -> float:
+    return float(train(module, *callbacks, epochs=3).callback_metrics["val_loss"])
+
+
+@pytest.mark.parametrize("kind", [InSetup, InConfigureModel])
+def test_a_network_that_is_built_late_grows_and_is_built_once(kind: type[Late], tmp_path: Path) -> None:
+    module, early = kind(), classifier()
+    plan: dict[int, Any] = {0: germinate(0)}
+
+    callback = grow(plan)
+    made = train(module, callback, epochs=3)
+
+    assert module.built == [{InSetup: "setup", InConfigureModel: "configure_model"}[kind]]
+    assert not {"setup", "configure_model"} & set(vars(module))
+    assert callback.growing.module is module.net
+    assert float(made.callback_metrics["val_loss"]) == losses(early, grow(plan))
+
+    made.save_checkpoint(tmp_path / "grown.ckpt")
+    resumed, again = kind(), grow(plan)
+    train(resumed, again, epochs=5, resume_from=tmp_path / "grown.ckpt")
+
+    assert again.growing.slots["3"].blended
+
+
+def test_a_training_that_failed_early_leaves_nothing_behind() -> None:
+    module = classifier()
+
+    with pytest.raises(ValueError, match="unknown network"):
+        train(module, grow(network="nett"))
+    module.setup = lambda stage: setattr(module, "stage", stage)  # type: ignore[method-assign]
+    train(module, grow(), epochs=1)
+
+    assert module.stage == "fit" and "configure_model" not in vars(module)
+
+
+def test_a_network_that_is_validated_is_saved_with_grow_among_the_callbacks(tmp_path: Path) -> None:
+    made = trainer(grow())
+    made.validate(classifier(), DigitsData(), verbose=False)
+
+    made.save_checkpoint(tmp_path / "plain.ckpt")
+
+    assert isinstance(torch.load(tmp_path / "plain.ckpt", weights_only=True)["state_dict"], dict)

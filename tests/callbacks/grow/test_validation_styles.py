@@ -1,0 +1,606 @@
+"""What a seed is worth, however a user validates: as a plain validation with the seed switched off says, or refused."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any, NamedTuple
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torchmetrics import MaxMetric, MetricCollection
+from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, MulticlassF1Score, MulticlassRecall
+
+from esper_lightning.callbacks import Grow
+from esper_lightning.callbacks.measuring import VariantMeter
+from tests.callbacks.grow.trainings import grow, trainer
+from tests.decisions import germinate
+from tests.growth.mixing import MIXING
+
+torch.set_num_threads(1)
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(150, 6, generator=GENERATOR)
+Y = (X[:, :3].square().sum(1) > X[:, 3:].square().sum(1)).long()
+TRAIN, HELD_OUT = TensorDataset(X[:100], Y[:100]), TensorDataset(X[100:], Y[100:])
+
+
+def held_out(size: int = 20, **settings: Any) -> DataLoader:
+    """Return a loader of 50 samples: two batches of 20, and one of 10."""
+    return DataLoader(HELD_OUT, size, **settings)
+
+
+# Networks.
+
+
+class Net(nn.Sequential):
+    def __init__(self, behind: nn.Module | None = None) -> None:
+        super().__init__(nn.Linear(6, 16), nn.ReLU(), behind or nn.Identity(), nn.Linear(16, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(4):
+            x = self[i](x)
+        return x
+
+
+# Modules.
+
+
+class Plain(L.LightningModule):
+    def __init__(self, behind: nn.Module | None = None) -> None:
+        super().__init__()
+        self.net = Net(behind)
+        self.prepare()
+
+    def prepare(self) -> None:
+        pass
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def right(self, batch: Any) -> Tensor:
+        return (self.net(batch[0]).argmax(1) == batch[1]).float()
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val_acc", self.right(batch).mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.02)
+
+
+class MetricInTheNetwork(Plain):
+    def prepare(self) -> None:
+        self.net.accuracy = MulticlassAccuracy(2, average="micro")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.net.accuracy.update(self.net(batch[0]), batch[1])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_acc", self.net.accuracy.compute())
+        self.net.accuracy.reset()
+
+
+class Groups(Plain):
+    """A collection whose metrics share a state, and one of them twice."""
+
+    def prepare(self) -> None:
+        parts = {"acc": MulticlassAccuracy(2), "recall": MulticlassRecall(2), "f1": MulticlassF1Score(2)}
+        self.metrics = MetricCollection(parts, prefix="val_")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.metrics.update(self.net(batch[0]), batch[1])
+        self.log_dict(self.metrics)
+
+
+class GroupsByHand(Groups):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.metrics(self.net(batch[0]), batch[1])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.metrics.compute())
+        self.metrics.reset()
+
+
+class MetricsInADict(Plain):
+    def prepare(self) -> None:
+        self.metrics = {"val": [BinaryAccuracy()]}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.metrics["val"][0].update(self.net(batch[0]).argmax(1), batch[1])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_acc", self.metrics["val"][0].compute())
+        self.metrics["val"][0].reset()
+
+
+@dataclass
+class Meter:
+    total: Any = 0.0
+    count: int = 0
+    history: list[float] = field(default_factory=list)
+
+    def update(self, values: Tensor) -> None:
+        self.total, self.count = self.total + values.sum(), self.count + len(values)
+        self.history.append(float(values.mean()))
+
+    def mean(self) -> float:
+        return float(self.total) / self.count
+
+
+class Meters(Plain):
+    """Meters of another class deep in plain objects. In training they hold a graph."""
+
+    def prepare(self) -> None:
+        self.records = [{"val": (Meter(),)}]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.kept = Meter(total=loss * 1.0)
+        return loss
+
+    def meter(self) -> Meter:
+        return self.records[0]["val"][0]
+
+    def on_validation_epoch_start(self) -> None:
+        self.records[0]["val"] = (Meter(),)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.meter().update(self.right(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_acc", self.meter().mean())
+
+
+class NeverReset(Meters):
+    def on_validation_epoch_start(self) -> None:
+        pass
+
+
+class Buffers(Plain):
+    """A count that the network keeps in a buffer and in a parameter that does not learn."""
+
+    def prepare(self) -> None:
+        self.net.register_buffer("hits", torch.zeros(()))
+        self.net.seen = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.net.hits += self.right(batch).sum()
+        self.net.seen += len(batch[0])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_acc", self.net.hits / self.net.seen)
+        self.net.hits.zero_()
+        self.net.seen.zero_()
+
+
+class Features(Plain):
+    """A forward hook keeps features, which validation reads."""
+
+    def prepare(self) -> None:
+        self.features: dict[str, Tensor] = {}
+        self.net[2].register_forward_hook(lambda module, inputs, output: self.features.update(last=output))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(batch[0])
+        self.log("val_loss", F.cross_entropy(self.net[3](self.features["last"]), batch[1]))
+
+
+class ByClosure(Plain):
+    def prepare(self) -> None:
+        self.count: list[Tensor] = []
+        self.judge = lambda batch: self.count.append(self.right(batch))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.judge(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_acc", torch.cat(self.count).mean())
+        self.count.clear()
+
+
+class ChangesItsBatch(Plain):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        batch[0].mul_(0.5)
+        self.log("val_loss", self.loss(batch))
+
+
+class PopsFromItsBatch(Plain):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, (y,) = batch.pop("x"), batch.pop("targets")
+        self.log("val_acc", self.right((x, y)).mean(), batch_size=len(y))
+
+
+class BatchHooks(Plain):
+    """Every hook around a step has a part in the number."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + 0.1, batch[1]]
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return super().transfer_batch_to_device([batch[0] * 0.9, batch[1]], device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] - 0.1, batch[1]]
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        batch[0].add_(0.05 * batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", outputs)
+
+
+class EpochHooks(Plain):
+    def on_validation_start(self) -> None:
+        self.outputs: list[Tensor] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(self.right(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_acc", torch.cat(self.outputs).mean())
+
+    def on_validation_end(self) -> None:
+        del self.outputs
+
+
+class Swaps(Plain):
+    """Validation on other weights, which its hooks exchange."""
+
+    def on_validation_start(self) -> None:
+        self.raw = self.net[3].weight.detach().clone()
+        self.net[3].weight.data.mul_(torch.tensor([[1.5], [0.5]]))
+
+    def on_validation_end(self) -> None:
+        self.net[3].weight.data.copy_(self.raw)
+
+
+class Unweighted(Plain):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_acc", self.right(batch).mean(), batch_size=1 + 3 * batch_idx)
+
+
+class Reduced(Plain):
+    reduce: Any = "max"
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), reduce_fx=self.reduce)
+
+
+class ReducedByMin(Reduced):
+    reduce = min
+
+
+class ReducedBySum(Reduced):
+    reduce = "sum"
+
+
+class Forked(Plain):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_acc", self.right(batch).mean(), on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+        self.log("val_loss", self.loss(batch))
+
+
+class Best(Plain):
+    def prepare(self) -> None:
+        self.best = MaxMetric()
+        self.outputs: list[Tensor] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(-self.loss(batch).exp())
+
+    def on_validation_epoch_end(self) -> None:
+        self.best(torch.stack(self.outputs).mean())
+        self.log("val_best", 1.0 / -self.best.compute())
+        self.outputs.clear()
+
+
+class Nested(Plain):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_acc", self.right(batch["a"]).mean(), batch_size=len(batch["a"][0]))
+
+
+class TwoParts(Plain):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        parts = [self.loss(part) for part in batch.values() if part is not None]
+        self.log("val_loss", sum(parts), batch_size=len(parts))
+
+
+def probability(outputs: Tensor, y: Tensor) -> Tensor:  # [B, 2], [B] -> [B]
+    return outputs.softmax(1).gather(1, y[:, None])[:, 0]
+
+
+class Probability(Plain):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_acc", probability(self.net(batch[0]), batch[1]).mean())
+
+
+class Loss(Plain):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+
+OUTSIDE = Meter()
+
+
+class GlobalMeter(Meters):
+    def meter(self) -> Meter:
+        return OUTSIDE
+
+    def on_validation_epoch_start(self) -> None:
+        pass
+
+
+class Counting(L.Callback):
+    def __init__(self) -> None:
+        self.meter = Meter()
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *_: object) -> None:
+        pl_module.log("seen", 0.5)
+
+
+class CallbacksMeter(GlobalMeter):
+    def meter(self) -> Meter:
+        return next(callback for callback in self.trainer.callbacks if isinstance(callback, Counting)).meter
+
+
+class Scaled(L.Callback):
+    """Changes what the module computes, in validations alone."""
+
+    def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: object) -> None:
+        batch[0].mul_(-1.0)
+
+
+class IteratorStep(Plain):
+    def validation_step(self, dataloader_iter: Any) -> None:
+        batch, _, _ = next(dataloader_iter)
+        self.log("val_acc", self.right(batch).mean(), batch_size=len(batch[0]))
+
+
+class Locked(Plain):
+    """What cannot be copied: a lock is shared, an object that refuses is not."""
+
+    def prepare(self) -> None:
+        self.lock = {"own": Lock()}
+
+
+class Refuses(Plain):
+    def prepare(self) -> None:
+        self.single = Single()
+
+
+class Single:
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("there is one only")
+
+
+# Loaders.
+
+
+class Augmented(Dataset):
+    def __len__(self) -> int:
+        return len(HELD_OUT)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        x, y = HELD_OUT[i]
+        return x + 0.3 * torch.randn(6), y
+
+
+class Streamed(IterableDataset):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(HELD_OUT[i] for i in range(len(HELD_OUT)))
+
+
+class Iterable:
+    """Gives batches, and has no length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(held_out())
+
+
+def dictionaries() -> DataLoader:
+    return DataLoader([{"x": x, "targets": [y]} for x, y in zip(*HELD_OUT.tensors, strict=True)], 20)
+
+
+def combined(mode: str) -> Callable[[], CombinedLoader]:
+    return lambda: CombinedLoader({"a": held_out(), "b": held_out(10)}, mode)
+
+
+# The table.
+
+SCALER = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+
+
+class Style(NamedTuple):
+    kind: type[Plain] = Plain
+    loaders: Callable[[], Any] = held_out
+    monitor: str = "val_acc"
+    settings: dict[str, Any] = {}  # noqa: RUF012
+    behind: Callable[[], nn.Module] | None = None
+    callbacks: tuple[type[L.Callback], ...] = ()
+    grow: dict[str, Any] = {}  # noqa: RUF012
+
+
+STYLES: dict[str, Style] = {
+    "a mean": Style(),
+    "a metric in the network": Style(MetricInTheNetwork),
+    "compute groups": Style(Groups, monitor="val_f1"),
+    "compute groups by hand": Style(GroupsByHand, monitor="val_recall"),
+    "metrics in plain containers": Style(MetricsInADict),
+    "meters of another class": Style(Meters),
+    "buffers": Style(Buffers),
+    "a lock in the module": Style(Locked),
+    "features of a hook": Style(Features, monitor="val_loss"),
+    "a closure": Style(ByClosure),
+    "a batch changed in place": Style(ChangesItsBatch, monitor="val_loss"),
+    "a batch emptied": Style(PopsFromItsBatch, dictionaries),
+    "batch hooks": Style(BatchHooks, monitor="val_loss"),
+    "epoch hooks": Style(EpochHooks),
+    "weights exchanged by hooks": Style(Swaps),
+    "weights of batches": Style(Unweighted),
+    "reduce_fx max": Style(Reduced, monitor="val_loss"),
+    "reduce_fx min": Style(ReducedByMin, monitor="val_loss"),
+    "reduce_fx sum": Style(ReducedBySum, monitor="val_loss"),
+    "name_epoch": Style(Forked, monitor="val_acc_epoch"),
+    "two metrics": Style(Forked, monitor="val_loss", grow={"loss": "val_loss"}),
+    "one loader in a dictionary": Style(loaders=lambda: {"a": held_out()}),
+    "one loader in a list": Style(loaders=lambda: [held_out()]),
+    "CombinedLoader of one": Style(Nested, lambda: CombinedLoader({"a": held_out()}, "min_size")),
+    "CombinedLoader min_size": Style(TwoParts, combined("min_size"), "val_loss"),
+    "CombinedLoader max_size": Style(TwoParts, combined("max_size"), "val_loss"),
+    "CombinedLoader max_size_cycle": Style(TwoParts, combined("max_size_cycle"), "val_loss"),
+    "limit_val_batches": Style(Loss, monitor="val_loss", settings={"limit_val_batches": 2}),
+    "an iterable": Style(Loss, Iterable, "val_loss"),
+    "a stream": Style(loaders=lambda: DataLoader(Streamed(), 20)),
+    "a shuffled loader": Style(loaders=lambda: held_out(10, shuffle=True)),
+    "an augmented loader, other batches": Style(loaders=lambda: DataLoader(Augmented(), 20), grow={"batches": 2}),
+    "validation twice per epoch": Style(Meters, settings={"val_check_interval": 0.5}),
+    "validation every second epoch": Style(Meters, settings={"check_val_every_n_epoch": 2}),
+    "bf16-mixed": Style(Loss, monitor="val_loss", settings={"precision": "bf16-mixed"}),
+    "bf16-true": Style(Loss, monitor="val_loss", settings={"precision": "bf16-true"}),
+    "16-mixed": Style(Loss, monitor="val_loss", settings={"plugins": MixedPrecision("16-mixed", "cpu", SCALER)}),
+    **{name: Style(Loss, monitor="val_loss", behind=behind) for name, behind in MIXING.items()},
+    **{
+        f"{name}, score": Style(Probability, behind=behind, grow={"score": probability})
+        for name, behind in MIXING.items()
+    },
+}
+
+
+class Start(L.Callback):
+    """Keeps the random numbers with which the last validation began, or lets one begin with them."""
+
+    def __init__(self, state: Tensor | None = None) -> None:
+        self.state, self.given = state, state is not None
+
+    def on_validation_start(self, *_: object) -> None:
+        if self.given:
+            torch.set_rng_state(self.state)
+        self.state = torch.get_rng_state()
+
+    def on_train_end(self, trainer: Any, *_: object) -> None:
+        (callback,) = (callback for callback in trainer.callbacks if isinstance(callback, Grow))
+        self.batches = [kept[0] for kept in callback._meter.batches]
+
+
+def trained(style: Style) -> tuple[Plain, Any, L.Trainer, Start]:
+    L.seed_everything(0, verbose=False)
+    global OUTSIDE
+    OUTSIDE = Meter()
+    module, state = style.kind(style.behind and style.behind()), Start()
+    options: dict[str, Any] = {"slots": ["1"], "network": "net", "blueprints": ["mlp_small"], "batches": 8}
+    options |= {"monitor": style.monitor, "mode": "min" if style.monitor in ("val_loss", "val_best") else "max"}
+    callback = grow({0: germinate(0)}, **options | style.grow)
+    epochs = 8 if "check_val_every_n_epoch" in style.settings else 4
+    callbacks = [state, callback, *(kind() for kind in style.callbacks)]
+    made = trainer(*callbacks, epochs=epochs, num_sanity_val_steps=0, **style.settings)
+    made.fit(module, DataLoader(TRAIN, 25), style.loaders())
+    return module, callback, made, state
+
+
+def told_and_right(style: Style) -> tuple[float, float]:
+    """Return the contribution that Grow tells, and that of plain validations with and without the seed."""
+    module, callback, made, state = trained(style)
+    told = float(made.callback_metrics["growth/contribution.1"])
+    (slot,) = callback.growing.slots.values()
+    batches = DataLoader(state.batches, None) if "batches" in style.grow else style.loaders()
+    settings = {
+        name: value for name, value in style.settings.items() if name in ("precision", "plugins", "limit_val_batches")
+    }
+
+    def value() -> float:
+        plain = trainer(Start(state.state), **settings)
+        if isinstance(module, Best):
+            module.best.reset()
+        plain.validate(module, batches, verbose=False)
+        return float(plain.callback_metrics[style.monitor])
+
+    assert slot.blended
+    whole = value()
+    slot.override = lambda slot, x: x
+    without = value()
+    right = 100 * (without - whole) / without if style.monitor in ("val_loss", "val_best") else 100 * (whole - without)
+    return told, right
+
+
+@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
+def test_a_contribution_is_that_of_plain_validations(style: Style) -> None:
+    told, right = told_and_right(style)
+
+    assert abs(right) > 0.5
+    assert told == pytest.approx(right, abs=1e-3)
+
+
+REFUSED: dict[str, tuple[Style, str]] = {
+    "a meter that is never reset": (Style(NeverReset), "is not reset or not in the module"),
+    "a global meter": (Style(GlobalMeter), "as Lightning logged it"),
+    "a meter of a callback": (Style(CallbacksMeter, callbacks=(Counting,)), "as Lightning logged it"),
+    "a metric that a callback logs": (Style(monitor="seen", callbacks=(Counting,)), "what a callback logs cannot be"),
+    "a callback that changes batches": (Style(callbacks=(Scaled,)), "as Lightning logged it"),
+    "a step that takes an iterator": (Style(IteratorStep), "takes a dataloader_iter"),
+    "an iterator for a loader": (Style(loaders=lambda: (batch for batch in held_out())), "can be read once only"),
+    "an object that cannot be copied": (Style(Refuses), "cannot be copied: there is one only"),
+}
+
+
+@pytest.mark.parametrize(("style", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_measured_is_refused_in_one_line_that_names_the_way_out(style: Style, reason: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        trained(style)
+
+    said = str(raised.value)
+    assert re.search(reason, said) and "Grow(score=…)" in said and "\n" not in said
+
+
+def test_the_best_value_so_far_is_measured_as_that_of_this_validation_or_refused() -> None:
+    """Else a seed would be worth nothing in each validation that is not the best."""
+    try:
+        told, right = told_and_right(Style(Best, monitor="val_best"))
+    except ValueError as error:
+        assert "Grow(score=…)" in str(error)
+    else:
+        assert told == pytest.approx(right, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("loaders", "warned"),
+    [
+        (lambda: held_out(shuffle=True), 1),
+        (lambda: DataLoader(Augmented(), 20), 1),
+        (held_out, 0),
+        (lambda: held_out(10, shuffle=True, generator=torch.Generator()), 1),
+    ],
+)
+def test_a_loader_of_other_batches_each_time_is_told_of_once(
+    loaders: Callable[[], Any], warned: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    trained(Style(Loss, loaders, "val_loss"))
+
+    said = [str(warning.message) for warning in recwarn if "gives other batches each time" in str(warning.message)]
+    assert len(said) == warned and all("\n" not in line for line in said)
+
+
+@pytest.mark.parametrize("kind", [MetricInTheNetwork, Meters, Buffers, Features, BatchHooks, Swaps, Groups])
+def test_a_measurement_leaves_no_trace(kind: type[Plain]) -> None:
+    """A training with a seed that is measured at each tick equals one in which it is not."""
+    monitor = {Features: "val_loss", BatchHooks: "val_loss", Groups: "val_f1"}.get(kind, "val_acc")
+    weights = []
+    for judged in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not judged:
+                patch.setattr(VariantMeter, "measure", lambda self, variants, name=None: [0.5] * len(variants))
+            module, *_ = trained(Style(kind, monitor=monitor))
+        weights.append(module.state_dict())
+
+    assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
