@@ -37,6 +37,9 @@ class _Setup:
     def __init__(self, trainer: Trainer, module: LightningModule, own: Any, *, then: Callable[[], None]) -> None:
         self.trainer, self.module, self.own, self.then = trainer, module, own, [then]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Setup":
+        return self  # a copy of the module, such as an average, must not copy the trainer
+
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         _set_own(self.module, "setup", self.own)
         self.module.setup(*args, **kwargs)
@@ -74,20 +77,3 @@ def check_trainer(name: str, trainer: Trainer, module: LightningModule, conflict
             f"{name}: the module holds an AveragedModel, which does not grow along; average the grown network in a "
             f"second run, or use EMAWeightAveraging where the callback allows it"
         )
-
-
-def after_setup(trainer: Trainer, module: LightningModule, then: Callable[[], None]) -> None:
-    """Call `then` once, right after the module's own `setup` and `configure_model`, in which it may build its network.
-
-    Lightning calls `setup` of callbacks before that of the module. It calls `configure_model` after both, and so a
-    second time, which its documentation asks a module to be prepared for.
-    """
-    setup = module.setup
-
-    def setup_first(*args: Any, **settings: Any) -> None:
-        vars(module).pop("setup", None)
-        setup(*args, **settings)
-        _call_configure_model(trainer)
-        then()
-
-    vars(module)["setup"] = setup_first

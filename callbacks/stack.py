@@ -254,8 +254,8 @@ class Stack(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._find(pl_module) is not self.built:
             raise ValueError(
-                f"Stack: {self.name!r} was built a second time after setup; build it in __init__, in setup, or in a "
-                f"configure_model that does nothing when it is called again"
+                f"Stack: {self.name!r} was built a second time after setup; build it in __init__, setup or "
+                f"configure_model"
             )
         check_optimizers(trainer.optimizers, self.built.found.blocks)
         self._begins &= not trainer._checkpoint_connector._loaded_checkpoint

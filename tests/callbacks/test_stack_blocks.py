@@ -1,6 +1,7 @@
 """Stack: blocks, loaders and modules as people write them keep what they have, or are refused in one line."""
 
 import pickle
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -405,12 +406,18 @@ class BuiltInConfigureModel(Lit):
             self.blocks = nn.ModuleList(map(Block, range(DEPTH)))
 
 
-class BuiltTwice(Lit):
+class BuiltAnew(Lit):
     def configure_model(self) -> None:
         self.blocks = nn.ModuleList(map(Block, range(DEPTH)))
 
 
-@pytest.mark.parametrize("kind", [BuiltInSetup, BuiltInConfigureModel])
+class BuiltLate(Lit):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.blocks = nn.ModuleList(map(Block, range(DEPTH)))
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("kind", [BuiltInSetup, BuiltInConfigureModel, BuiltAnew])
 def test_the_list_may_be_built_in_setup(kind: type[Lit]) -> None:
     module = kind()
 
@@ -419,9 +426,20 @@ def test_the_list_may_be_built_in_setup(kind: type[Lit]) -> None:
     assert module.depths == [2] * 16 + [6] * 16
 
 
-def test_a_list_that_is_built_again_is_refused() -> None:
+def test_a_list_that_is_built_with_the_optimizer_is_refused() -> None:
     with pytest.raises(ValueError, match="'blocks' was built a second time after setup; build it in __init__"):
-        train(BuiltTwice(), begins_with())
+        train(BuiltLate(), begins_with())
+
+
+def test_a_copy_of_the_module_before_its_setup_does_not_copy_the_trainer() -> None:
+    class Copies(Callback):
+        def __init__(self) -> None:
+            self.lock = threading.Lock()  # a copy of the trainer would copy its callbacks
+
+        def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+            assert deepcopy(pl_module) is not pl_module
+
+    train(make(), begins_with(), Copies())
 
 
 class Counts(Lit):
