@@ -20,7 +20,6 @@ from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyExperiment
-from lightning.pytorch.loops import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
@@ -273,22 +272,6 @@ class _Batches(Iterator[KeptBatch]):
         return clone_batch(batch), *place
 
 
-class _Rerun(_EvaluationLoop):
-    """Lightning's loop of validation, on batches in memory."""
-
-    def __init__(self, trainer: Trainer, like: _EvaluationLoop, batches: Sequence[KeptBatch]) -> None:
-        # No inference mode: what lives longer than the run, such as a cached table, may be used in training.
-        super().__init__(trainer, TrainerFn.FITTING, RunningStage.VALIDATING, verbose=False, inference_mode=False)
-        self._combined_loader, self._max_batches = like._combined_loader, like._max_batches
-        self.batches = batches
-
-    def setup_data(self) -> None:
-        pass
-
-    def reset(self) -> None:
-        self._data_fetcher: Any = _Batches(self.batches)
-
-
 def rerun(trainer: Trainer, batches: Sequence[KeptBatch]) -> dict[str, Tensor]:
     """Validate the trainer's module on batches, and return what callbacks could monitor afterwards.
 
@@ -302,7 +285,7 @@ def rerun(trainer: Trainer, batches: Sequence[KeptBatch]) -> dict[str, Tensor]:
         trainer.callbacks = [_Unhooked(callback) for callback in trainer.callbacks]
         trainer.loggers = [_Silent(logger) for logger in trainer.loggers]
         trainer.profiler = PassThroughProfiler()
-        epoch_loop.val_loop = _Rerun(trainer, epoch_loop.val_loop, batches)
+        epoch_loop.val_loop = _loop_over(trainer, batches)
         connector = trainer._logger_connector = copy.copy(trainer._logger_connector)
         connector._first_loop_iter = connector._current_fx = None
         earlier = dict(connector._callback_metrics)
@@ -311,6 +294,17 @@ def rerun(trainer: Trainer, batches: Sequence[KeptBatch]) -> dict[str, Tensor]:
         connector._progress_bar_metrics = dict(connector._progress_bar_metrics)
         epoch_loop.val_loop.run()
         return {name: value for name, value in connector._callback_metrics.items() if value is not earlier.get(name)}
+
+
+def _loop_over(trainer: Trainer, batches: Sequence[KeptBatch]) -> Any:
+    """Return a loop of validation like that of the trainer, which goes over batches in memory."""
+    like = trainer.fit_loop.epoch_loop.val_loop
+    # No inference mode: what lives longer than the run, such as a cached table, may be used in training.
+    loop = type(like)(trainer, TrainerFn.FITTING, RunningStage.VALIDATING, verbose=False, inference_mode=False)
+    loop._combined_loader, loop._max_batches = like._combined_loader, like._max_batches
+    vars(loop)["setup_data"] = lambda: None
+    vars(loop)["reset"] = lambda: setattr(loop, "_data_fetcher", _Batches(batches))
+    return loop
 
 
 def mean_over_processes(trainer: Trainer, value: Tensor) -> float:

@@ -158,6 +158,12 @@ def attach_slots(
                     f"[B, C]{' or, with channels_last, [B, H, W, C]' if is_channels_last else ''}"
                 )
             if not _is_doubled(doubled[name][1], feature):
+                if len(doubled[name][1]) == 2 * len(feature):
+                    raise ValueError(
+                        f"slot {name!r}: rows of the feature {tuple(feature.shape)} change with other rows of the "
+                        f"batch or with random numbers, or its first axis has more than the batch; name a module ahead "
+                        f"of the layer that does this"
+                    )
                 raise ValueError(
                     f"slot {name!r}: the first axis of the feature {tuple(feature.shape)} is not the batch's; "
                     f"seeds need [B, …] (of nn.LSTM: the output, not the states, with batch_first=True)"

@@ -70,3 +70,29 @@ def test_the_targets_of_a_network_that_returns_its_loss_first_are_those_of_its_l
     counted = flops.count_flops(network, lambda: (torch.zeros(()), network(tokens)))
 
     assert counted.targets == 16
+
+
+class Forces(nn.Module):
+    """Energy, and its derivative by the input, as for molecules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = self.energy(x)
+            (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy, force
+
+
+def test_a_network_that_returns_a_derivative_is_counted() -> None:
+    assert measure_flops(Forces(), torch.randn(1, 6)).host == 2 * 2 * (6 * 8 + 8)  # forward, and back to the input
+
+
+def test_inference_mode_does_not_change_the_count() -> None:
+    build, x = HOSTS["sequence"]
+    expected = measure_flops(build(), x)
+    with torch.inference_mode():
+        assert measure_flops(build(), x) == expected

@@ -13,6 +13,7 @@ from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from tests.growth.attached import WIDTH, Residual, assert_untouched, images, small_network
 from tests.growth.grown import TinyHost, grow
+from tests.growth.mixing import MIXING
 
 
 class Calls(nn.Module):
@@ -70,6 +71,15 @@ def test_a_feature_whose_first_axis_is_not_the_batch_is_refused() -> None:
     with pytest.raises(ValueError, match=re.escape(f"slot '0': the first axis of the feature (4, 3, {WIDTH}) is not")):
         attach_slots(network, ["0"], torch.randn(3, 4, 5))
     assert_untouched(network)
+
+
+@pytest.mark.parametrize("kind", ["experts with a capacity", "softmax over the batch", "dropout in evaluation"])
+def test_a_slot_behind_rows_that_see_each_other_is_refused_for_this_reason(kind: str) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(16, 16), MIXING[kind](), nn.Linear(16, 2))
+
+    with pytest.raises(ValueError, match=r"slot '1': rows of the feature \(5, 16\) change with other rows"):
+        attach_slots(network, ["1"], torch.randn(5, 16))
 
 
 class LooksLast(nn.Module):
