@@ -6,9 +6,10 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning import Callback, LightningModule, Trainer
@@ -32,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from esper_lightning.callbacks.checks import after_setup, check_trainer, is_validation_of_fit
 from esper_lightning.callbacks.grow import Grow
+from esper_lightning.callbacks.rerun import kept_attributes
 from esper_lightning.callbacks.run_record import open_events, write_run_record
 from esper_lightning.console import print_status
 from esper_lightning.envs.flops import FlopCounter, positions_per_parameter
@@ -59,6 +61,9 @@ COUNT_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError
 
 ROUNDING = 1e-9
 """Share of the training by which a change may come early, so that rounding does not delay it by a batch."""
+
+SHALLOW: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""Number of blocks that the class has built, for each list that a `Stack` has taken down."""
 
 MAX_STEPS = 2**53
 """Steps of a training whose end is a time."""
@@ -152,7 +157,7 @@ class Stack(Callback):
         """Find the list, which the module may have built in its own `setup`, and take it down to its first blocks."""
         self._end_loading()
         self._begins = stage == "fit" and trainer.global_step == 0
-        self._lists = [self._find(each) for each in (module, *averages_of(trainer))]
+        self._lists = [self._find(each, trainer) for each in (module, *averages_of(trainer))]
         self.built, *averages = self._lists
         for each in averages:  # made of a network that was shallow already
             missing = self.built.whole[each.before_end : self.built.before_end]
@@ -164,21 +169,34 @@ class Stack(Callback):
             self.flops, self.batches = {}, {}
         for each in self._lists:
             self._handles += LoadHook(self).register(each.found.modules)
+            SHALLOW[each.found.modules] = len(each.whole)
             if self._begins:
                 each.show(self.start)
         self._loading = trainer
 
-    def _find(self, module: nn.Module) -> BuiltBlocks:
+    def _find(self, module: nn.Module, trainer: Trainer) -> BuiltBlocks:
         """Return the list of blocks in the LightningModule, or in its averaged copy (`WeightAveraging`, SWA).
 
-        Raises ValueError if there is none, or if its blocks are not alike.
+        Raises ValueError if there is none, if its blocks are not alike, or if somebody else has it.
         """
-        try:
+        with in_own_name():
             found = find_blocks(module, self.name)
-        except ValueError as error:
-            raise ValueError(f"Stack: {error}") from None
+        for each in stacks_of(trainer):
+            if each is not self and any(found.modules is other.found.modules for other in each._lists):
+                raise ValueError(
+                    f"Stack: {self.name!r} and {each.name!r} are one list, and one Stack grows it; give at={{share: "
+                    f"blocks, …}} for several changes"
+                )
         known = [each for each in self._lists if each.found.modules is found.modules]
-        return known[0] if known else BuiltBlocks(found)  # after an earlier run the list may hold a part of its blocks
+        if known:  # after an earlier run the list may hold a part of its blocks
+            return known[0]
+        most = SHALLOW.get(found.modules, 0)
+        if most > len(found.modules):
+            raise ValueError(
+                f"Stack: {self.name!r} has {len(found.modules)} of the {most} blocks that its class has built, since "
+                f"an earlier training ended before it had grown; build the module anew"
+            )
+        return BuiltBlocks(found)
 
     def _check(self, trainer: Trainer, module: LightningModule) -> None:
         """Raise ValueError if a part of the trainer or of the module does not follow a network that grows."""
@@ -196,7 +214,13 @@ class Stack(Callback):
                 f"Stack: the module builds {count} blocks in {self.name!r}, and at ends with {last}; build the final "
                 f"network"
             )
-        check_options(self.built.found.blocks, **self.options)
+        with in_own_name():
+            check_options(self.built.found.blocks, **self.options)
+        if elsewhere := self.built.run_elsewhere():
+            raise ValueError(
+                f"Stack: blocks of {self.name!r} are also in {elsewhere}, by which the network would run them before "
+                f"it has grown; let it run those of the list alone"
+            )
         grows_alone = (Grow,) if isinstance(trainer.strategy, DDPStrategy) else ()
         reason = "does not follow a network whose depth grows here"
         check_trainer("Stack", trainer, module, dict.fromkeys((*CONFLICTING_CALLBACKS, *grows_alone), reason))
@@ -252,12 +276,13 @@ class Stack(Callback):
             self.built.show(self.depths[0])
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._find(pl_module) is not self.built:
+        if self._find(pl_module, trainer) is not self.built:
             raise ValueError(
                 f"Stack: {self.name!r} was built a second time after setup; build it in __init__, setup or "
                 f"configure_model"
             )
-        check_optimizers(trainer.optimizers, self.built.found.blocks)
+        with in_own_name():
+            check_optimizers(trainer.optimizers, self.built.found.blocks)
         self._begins &= not trainer._checkpoint_connector._loaded_checkpoint
         self.depths = self.depths or [self.built.depth]
         if self._loaded is not None:  # optimizers are made, and their states not yet loaded
@@ -271,7 +296,7 @@ class Stack(Callback):
         """Grow the list into blocks that the class has built, and return the places of copies."""
         if isinstance(trainer.strategy, DDPStrategy) and trainer.strategy._layer_sync is not None:
             trainer.strategy._layer_sync.apply(nn.ModuleList(self.built.spare(to)))
-        with isolate_rng():
+        with isolate_rng(), in_own_name():
             torch.manual_seed(to)
             return self.built.grow(to, trainer.optimizers, **self.options)
 
@@ -317,6 +342,8 @@ class Stack(Callback):
 
     def _first_batch(self, trainer: Trainer) -> None:
         self._end_loading()
+        with in_own_name():
+            self.built.check_present()
         trained = self._was_loaded or any(map(is_trained, self.built.whole))
         if self._begins and self._given_start is None and trained:
             for each in self._lists:
@@ -406,23 +433,25 @@ class Stack(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what has not grown, and name the trainings of fixed depth that cost as much as this one."""
         self._log_blocks(trainer)
-        depth, most, share = self.built.depth, self.built.most, share_of_training(trainer, 0)
+        depth, most = self.built.depth, self.built.most
         if trainer.is_global_zero and depth < most:
             print_status(
-                f"Stack: the training ended after {share:.0%} of its length, and {self.name} has {depth} of {most} "
-                f"blocks, because at={self.at}; build the class with {depth} to load its last checkpoint"
+                f"Stack: {self.name} has {depth} of {most} blocks at the end, as no batch was due after at={self.at}; "
+                f"build the class with {depth} to load the last checkpoint"
             )
         if trainer.is_global_zero and len(self.batches) > 1 and all(self.flops.values()):
             first, *_, last = self.batches
-            parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-            unit = "training batches" if parts == 1 else f"steps of {parts} batches"  # what max_steps counts
+            batches, steps = sum(self.batches.values()), trainer.global_step
+            # What max_steps counts: batches, or steps of several ones.
+            number = steps if pl_module.automatic_optimization and 0 < steps < batches else batches
+            unit = "training batches" if number == batches else f"steps of {batches / number:.3g} batches"
             fixed = (
-                f"{self.flops_spent // (parts * self.flops[depths]):,} at {' + '.join(map(str, depths))}"
+                f"{int(self.flops_spent / self.flops[depths] * number / batches):,} at {' + '.join(map(str, depths))}"
                 for depths in (last, first)
             )
             positions = positions_per_parameter(self.flops_spent, count_parameters(pl_module))
             print_status(
-                f"Stack: {sum(self.batches.values()) // parts:,} {unit} cost the FLOPs of {' or '.join(fixed)} blocks "
+                f"Stack: {number:,} {unit} cost the FLOPs of {' or '.join(fixed)} blocks "
                 f"throughout, {positions:.2g} tokens per parameter; compare with such trainings, without Stack"
             )
 
@@ -455,6 +484,15 @@ class LoadHook:
             self.callback.fit_depth_again(modules)
 
 
+@contextmanager
+def in_own_name() -> Iterator[None]:
+    """Let an error of `growth.stack` begin with the name of the callback."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"Stack: {str(error).removeprefix('stack: ')}") from None
+
+
 def depths_of(trainer: Trainer) -> tuple[int, ...]:
     """Return the present numbers of blocks of all lists that a `Stack` grows."""
     return tuple(each.built.depth for each in stacks_of(trainer))
@@ -466,10 +504,10 @@ def stacks_of(trainer: Trainer) -> list[Stack]:
 
 
 def is_trained(block: nn.Module) -> bool:
-    """Return True if a normalisation in a block has learned: classes build them with equal weights."""
-    norms = [part for part in block.modules() if "norm" in type(part).__name__.lower()]
-    weights = [part.weight for part in norms if isinstance(getattr(part, "weight", None), Tensor)]
-    return any(bool((weight != weight[0]).any()) for weight in weights if weight.ndim == 1 and len(weight))
+    """Return True if a scale, as that of a normalisation, has learned: classes build them of equal numbers."""
+    weights = [getattr(part, "weight", None) for part in block.modules()]
+    scales = [weight for weight in weights if isinstance(weight, Tensor) and weight.ndim == 1 and len(weight)]
+    return any(bool((scale != scale[0]).any()) for scale in scales)
 
 
 def averages_of(trainer: Trainer) -> Iterator[nn.Module]:
@@ -496,11 +534,20 @@ def count_step_flops(trainer: Trainer, module: LightningModule, batch: Any, batc
     """
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ValueError("training_step takes batches from the loader itself")
-    shared = (trainer, trainer.datamodule, *trainer.callbacks, *trainer.loggers)  # type: ignore[attr-defined]
-    hooks = (hook for part in module.modules() for hook in hooks_of(part))
+    try:
+        return _count_on_copy(trainer, module, batch, batch_idx, hooked=False)
+    except COUNT_ERRORS:  # a step may need what hooks on its modules collect
+        return _count_on_copy(trainer, module, batch, batch_idx, hooked=True)
+
+
+def _count_on_copy(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, *, hooked: bool) -> int:
+    """Return the FLOPs of a step on a copy. Without `hooked`, hooks that are not torch's or ours do not run."""
+    outside = [x for x in (trainer.datamodule, *trainer.callbacks, *trainer.loggers) if x is not None]  # type: ignore[attr-defined]
     ours = ("torch.", "esper_lightning.")  # they belong to the network: a slot, a normalised weight
-    foreign = {id(hook): pass_on for hook in hooks if not str(getattr(hook, "__module__", "")).startswith(ours)}
-    copied: Any = copy_module(module, {id(x): x for x in shared if x is not None} | foreign)
+    foreign = [hook for part in module.modules() for hook in hooks_of(part)] if not hooked else []
+    foreign = [hook for hook in foreign if not str(getattr(hook, "__module__", "")).startswith(ours)]
+    memo = {id(x): x for x in (trainer, *outside)} | {id(hook): pass_on for hook in foreign}
+    copied: Any = copy_module(module, memo)
     observer = copy.copy(trainer)
     observer.loggers = [DummyLogger() for _ in trainer.loggers]
     copied.trainer = observer
@@ -523,11 +570,20 @@ def count_step_flops(trainer: Trainer, module: LightningModule, batch: Any, batc
     if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):
         arguments.append(batch_idx)
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    with isolate_rng(), eager, counter, torch.enable_grad(), trainer.precision_plugin.train_step_context():
-        outputs = copied.training_step(*arguments)
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if module.automatic_optimization and isinstance(loss, Tensor):
-            backward(loss)
+    # What a step counts or schedules outside of the module is put back.
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    with isolate_rng(), kept_attributes(*outside, *schedulers):
+        try:
+            with eager, counter, torch.enable_grad(), trainer.precision_plugin.train_step_context():
+                outputs = copied.training_step(*arguments)
+                loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+                if module.automatic_optimization and isinstance(loss, Tensor):
+                    backward(loss)
+        finally:
+            for group, values in zip(groups, options, strict=True):
+                group.update(values)
     return counter.total
 
 

@@ -11,20 +11,23 @@ from torch.nn.parameter import is_lazy
 
 Blocks = nn.ModuleList | nn.Sequential
 
-CONFIGS = ("config", "cfg", "args")
+CONFIGS = ("config", "_config", "configuration", "cfg", "conf", "args", "model_args", "params", "hps", "opt")
 """Attributes in which modules keep the settings that they were built with."""
 
 COUNT_WORDS = {"layer", "layers", "nlayer", "nlayers", "block", "blocks", "nblocks", "depth", "depths"}
 """One of these words is in the name of a setting that holds a number of blocks, or a value for each block."""
 
+CONFIG_WORDS = {"config", "configuration", "cfg", "conf", "args", "params", "model", "net", "network"}
+"""Words that do not say of which part of a network a configuration within another one is, unlike `vision`."""
+
 PLAIN_WORDS = COUNT_WORDS | {"num", "n", "number", "of", "hidden", "total"}
 """Words that do not say of which list of a network a number of blocks is, unlike `decoder` in `num_decoder_layers`."""
 
-INDEX_NAME = re.compile(r"((?<!padding)(^|_)(idx|index|id|number|no|place|position)|^(layer|block)(_num)?|^depth|^i)$")
-"""Name of an attribute that holds a block's place, where one block alone gives no other evidence."""
-
-SIZE_NAME = re.compile(r"size|shift|stride|pad|dilat|group|dim|axis|kernel|rate|window|head|ratio|width|channel|num_")
-"""Name of a setting that may be 0 in one block and 1 in the next without being their place."""
+INDEX_NAME = re.compile(
+    r"^(idx|index|i|layer|block|depth|level|place|position|number)$|(?<!padding)_(idx|index)$"
+    r"|^(layer|block)\w*(id|number|num|no)$"
+)
+"""Name of an attribute that holds a block's place, where one block or two give too little other evidence."""
 
 
 class BlockList(NamedTuple):
@@ -49,6 +52,25 @@ class BlockList(NamedTuple):
         """Return the source of each place of the whole list for the sources of the blocks that are not left out."""
         first, last = range(self.before), range(len(self.modules) - self.behind, len(self.modules))
         return [*first, *(self.before + source for source in order), *last]
+
+    def holders(self) -> Iterator[tuple[Any, list[str]]]:
+        """Yield what may hold the number of blocks: attributes and configurations of the modules on the way to the
+        list, of the list, and configurations of its blocks; each with the names from there to the list."""
+        for owner, path in self.owners():
+            yield vars(owner), path
+            yield from ((fields, path) for fields in self._configs(owner))
+        yield vars(self.modules), []
+        for part in self.modules.modules():
+            yield from ((fields, []) for fields in self._configs(part))
+
+    def _configs(self, module: nn.Module) -> Iterator[Any]:
+        for config in (getattr(module, name, None) for name in CONFIGS):
+            fields = config if isinstance(config, MutableMapping) else getattr(config, "__dict__", {})
+            yield fields
+            for name, inner in fields.items():
+                own = {word.lower() for word in re.findall("[A-Z]?[a-z]+", str(name))} - CONFIG_WORDS
+                if all(word in self.name for word in own) and not isinstance(inner, nn.Module):
+                    yield inner if isinstance(inner, MutableMapping) else getattr(inner, "__dict__", {})
 
     def owners(self) -> Iterator[tuple[nn.Module, list[str]]]:
         """Yield each module on the way from the network to the list, and the names from there to the list."""
@@ -159,7 +181,7 @@ class IndexField(NamedTuple):
 def index_fields(modules: Blocks) -> list[IndexField]:
     """Return the attributes that hold, in every block of a list, the block's place: `layer_idx` of an attention.
 
-    Where the list has one block alone, the attribute's name must say so, and with two it must not say otherwise.
+    Where the list has one block or two, the attribute's name must say so, too.
     """
     found, blocks = [], list(modules)
     parts = [dict(block.named_modules()) for block in blocks]
@@ -171,8 +193,7 @@ def index_fields(modules: Blocks) -> list[IndexField]:
             first = last - len(blocks) + 1 if type(last) is int else -1
             values = [own.get(name) for own in owners]
             counts = first in (0, 1) and values == [*range(first, last + 1)] and bool not in map(type, values)
-            speaks = INDEX_NAME.search(name) or (len(blocks) == 2 and not SIZE_NAME.search(name))
-            if counts and (speaks or len(blocks) > 2):
+            if counts and (len(blocks) > 2 or INDEX_NAME.search(name)):
                 found.append(IndexField(part, name, first))
     return found
 
@@ -205,18 +226,15 @@ def count_fields(found: BlockList) -> list[CountField]:
     with a value for each block (`layer_types`), and lists of the places of some blocks (`mlp_only_layers`).
     """
     fields: dict[tuple[int, str], CountField] = {}
-    for owner, path in found.owners():
-        configs = (getattr(owner, name, None) for name in CONFIGS)
-        holders = [vars(owner), *(c if isinstance(c, MutableMapping) else getattr(c, "__dict__", {}) for c in configs)]
-        for holder in holders:
-            named = {name: words for name in holder if (words := _count_words(str(name)))}
-            values = {name: _value_by_order(holder[name], words, path, found) for name, words in named.items()}
-            values = {name: value for name, value in values.items() if value is not None}
-            # `num_layers` beside `num_decoder_layers` is that of another list; beside `encoder_layers` it is the same.
-            others = "decoder" in ".".join(path) and any("decoder" in named[name] for name in values)
-            for name, value in values.items():
-                if not others or named[name] - PLAIN_WORDS:
-                    fields.setdefault((id(holder), name), CountField(holder, name, value))
+    for holder, path in found.holders():
+        named = {name: words for name in holder if (words := _count_words(str(name)))}
+        values = {name: _value_by_order(holder[name], words, path, found) for name, words in named.items()}
+        values = {name: value for name, value in values.items() if value is not None}
+        # `num_layers` beside `num_decoder_layers` is that of another list; beside `encoder_layers` it is the same.
+        others = "decoder" in ".".join(path) and any("decoder" in named[name] for name in values)
+        for name, value in values.items():
+            if not others or named[name] - PLAIN_WORDS:
+                fields.setdefault((id(holder), name), CountField(holder, name, value))
     return list(fields.values())
 
 

@@ -6,7 +6,6 @@ without growth, and lets the seeds' groups follow the host.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -30,6 +29,9 @@ UNFIT_OPTIMIZERS = {
 }
 """Optimizers of torch that cannot train seeds, and the reasons."""
 
+WRAPPED_DEEPEST = 3
+"""Levels of containers and objects within an optimizer in which another one is looked for."""
+
 PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 """Attributes in which PyTorch's schedulers keep a list with a value for each parameter group."""
 
@@ -47,13 +49,25 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def optimizers_in(*optimizers: Optimizer) -> list[Optimizer]:
-    """Return optimizers with those that they wrap, such as the inner one of SAM or Lookahead."""
-    found = list(optimizers)
-    for optimizer in found:  # the list becomes longer meanwhile
-        values = [[*value] if isinstance(value, list | tuple) else [value] for value in vars(optimizer).values()]
-        for value in chain(*values):
-            if isinstance(value, Optimizer) and not any(value is other for other in found):
-                found.append(value)
+    """Return optimizers with those that they wrap at any depth, such as the inner one of SAM or Lookahead."""
+    found: list[Optimizer] = []
+    waiting: list[tuple[Any, int]] = [(optimizer, 0) for optimizer in optimizers]
+    while waiting:
+        value, depth = waiting.pop(0)
+        if isinstance(value, Optimizer):
+            if any(value is other for other in found):
+                continue
+            found.append(value)
+            depth = 0
+        if isinstance(value, Mapping):
+            inner = value.values()
+        elif isinstance(value, list | tuple | set):
+            inner = value
+        else:
+            inner = (
+                {} if isinstance(value, nn.Module | torch.Tensor | type) else getattr(value, "__dict__", {}).values()
+            )
+        waiting += [(x, depth + 1) for x in inner] if depth < WRAPPED_DEEPEST else []
     return found
 
 

@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
 from functools import partial
 from itertools import chain
 from types import CellType, FunctionType, MethodType
@@ -42,6 +42,9 @@ FLAT_OPTIMIZERS = ("LBFGS", "ZeroRedundancyOptimizer")
 
 STORAGE = {"_parameters", "_buffers", "_modules", "_compiled_call_impl"}
 """Attributes of a module that are no settings of it: its parts, and its compiled form."""
+
+FEWEST_FLAGS = 9
+"""Fewest entries of a list in an optimizer, one for each parameter, by which it is not taken for other settings."""
 
 DEEPEST = 4
 """Levels of nested containers and objects in which settings of a block are looked for."""
@@ -94,13 +97,15 @@ def stack(
     except ValueError as error:
         raise ValueError(f"{'' if str(error).startswith('stack: ') else 'stack: '}{error}") from None
     old, count = list(found.modules), len(found.blocks)
-    if to <= count:
-        raise ValueError(f"stack: to must be above {count}, the present number of blocks, got {to}")
+    if not isinstance(to, int) or to <= count:
+        raise ValueError(f"stack: to must be a number of blocks above {count}, the present one, got {to!r}")
+    zero = [zero] if isinstance(zero, str) else list(zero or ())
     check_options(found.blocks, how=how, new=new, state=state, zero=zero)
     order = sources_of(count, to, how)
     sources = found.whole_order(order)
     is_new = [source in sources[:i] for i, source in enumerate(sources)]
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    given: Any = [] if optimizer is None else optimizer
+    optimizers: list[Optimizer] = list(given) if isinstance(given, list | tuple) else [given]
     check_optimizers(optimizers, found.blocks)
     places = _places_of_copies(found, sources, is_new)
     indices, counts = index_fields(found.modules), count_fields(found)
@@ -149,35 +154,38 @@ def sources_of(count: int, to: int, how: Order) -> list[int]:
 
 
 def _varying(found: BlockList, order: Sequence[int], indices: set[tuple[str, str]]) -> list[str]:
-    """Return what differs between the blocks of a list, outside of their state dicts, and does not go on as it did.
+    """Return what differs between the blocks of a list, outside of their state dicts, unless it goes on as it began.
 
-    Every second block of a list may have a window, for example. With `order` for the sources of the blocks it is looked
-    whether every second one still has. Places themselves, `indices`, are left out.
+    With windows in every second of four blocks, and `order` for the sources of eight, every second one of eight has
+    one. Places themselves, `indices`, are left out.
     """
-    blocks, found_names = found.blocks, []
-    for name, part in blocks[0].named_modules():
-        others = [block.get_submodule(name) for block in blocks]
-        for key in {**vars(part), **part._buffers}:
+    blocks, names = found.blocks, []
+    for name in dict.fromkeys(name for block in blocks for name, _ in block.named_modules()):
+        parts = [dict(block.named_modules()).get(name) for block in blocks]
+        compared: dict[str, list[Any]] = {"": [type(part) for part in parts]}
+        for key in dict.fromkeys(key for part in parts if part is not None for key in (*vars(part), *part._buffers)):
             if key in STORAGE or "hook" in key or key == "training" or (name, key) in indices:
                 continue
-            if key in part._buffers and key not in part._non_persistent_buffers_set:
-                continue
-            values = [getattr(other, key, None) for other in others]
-            if not all(isinstance(value, Tensor | str | int | float | list | tuple | None) for value in values):
-                continue
+            if not any(
+                part is not None and key in part._buffers.keys() - part._non_persistent_buffers_set for part in parts
+            ):
+                compared[key] = [getattr(part, key, None) for part in parts]
+        for key, values in compared.items():
             kinds = [next(k for k, other in enumerate(values) if _same(other, value)) for value in values]
             period = next(p for p in range(1, len(kinds) + 1) if all(k == kinds[i % p] for i, k in enumerate(kinds)))
-            if any(kinds[source] != kinds[i % period] for i, source in enumerate(order)):
-                found_names.append(f"{name}.{key}".lstrip("."))
-    return found_names
+            repeats = period == 1 or 2 * period <= len(kinds)
+            if not repeats or any(kinds[source] != kinds[i % period] for i, source in enumerate(order)):
+                names.append(".".join(filter(None, (name, key))) or "their class")
+    return names
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return True if two settings are equal; lists of tensors and modules are not compared."""
+    """Return True if two settings are equal, or of a kind that is not compared, such as functions and modules."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    plain = all(isinstance(x, str | int | float | None) for x in (one if isinstance(one, list | tuple) else ()))
-    return one is other or not plain or one == other
+    plain = (str, int, float, type, type(None))
+    lists = [x if isinstance(x, list | tuple) else [x] for x in (one, other)]
+    return one is other or not all(isinstance(x, plain) for each in lists for x in each) or one == other
 
 
 def check_options(blocks: Sequence[nn.Module], *, how: str, new: str, state: str, zero: Sequence[str]) -> None:
@@ -287,16 +295,31 @@ def _copy_of(block: nn.Module, index: int, found: BlockList) -> nn.Module:
         if isinstance(part, SeedSlot):
             part.empty()
     for name, parameter in block.named_parameters():
-        _copy_tensor_hooks(parameter, copied.get_parameter(name))
+        _copy_extras(parameter, copied.get_parameter(name), own)
     return copied
 
 
-def _copy_tensor_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
-    """Give a new parameter the hooks on the gradient of its source, unless it has some of its own."""
-    if target is not source and not target._backward_hooks:
-        for hook in (source._backward_hooks or {}).values():
+def _copy_extras(source: nn.Parameter, target: nn.Parameter, own: set[int]) -> None:
+    """Give a new parameter the attributes of its source, and its hooks unless it has some of its own.
+
+    Raises ValueError if a hook refers to the block of the source, whose parts are `own`.
+    """
+    if target is source:
+        return
+    for name, value in vars(source).items():
+        vars(target).setdefault(name, value)
+    for table, add in (
+        ("_backward_hooks", target.register_hook),
+        ("_post_accumulate_grad_hooks", target.register_post_accumulate_grad_hook),
+    ):
+        for hook in (getattr(source, table, None) or {}).values() if not getattr(target, table, None) else ():
+            if _holds(hook, own):
+                raise ValueError(
+                    "stack: a hook on a gradient refers to its own block or parameter, so that a copy would have that "
+                    "of the original; let it take the gradient or the parameter as its argument"
+                )
             if not str(getattr(hook, "__module__", "")).startswith("torch."):  # such as that of an earlier growth
-                target.register_hook(hook)
+                add(hook)
 
 
 def _holds(value: Any, parts: set[int], depth: int = 0) -> bool:
@@ -370,9 +393,15 @@ def warn_without_gradients(found: BlockList, added: Sequence[nn.Module]) -> None
     old = [p for p in found.modules.parameters() if p.requires_grad and id(p) not in owner]
     old = old or [p for p in found.network.parameters() if p.requires_grad and id(p) not in owner]
 
+    places = {id(p): i for i, block in enumerate(found.modules) for p in block.parameters()}
+    expected = {places.get(id(p), -1) for p in old}
+    reached: set[int] = set()
+
     def judge(gradients: Sequence[Tensor | None]) -> None:
+        reached.update(places.get(id(p), -1) for p, x in zip(watched, gradients, strict=True) if x is not None)
+        if not expected <= reached:  # a part of a pass, such as the backward pass of one checkpointed block
+            return
         handle.remove()
-        reached = {owner[id(p)] for p, x in zip(waiting, gradients, strict=False) if x is not None}
         idle = sorted({owner[id(p)] for p in waiting} - reached)
         if idle:
             warnings.warn(
@@ -381,8 +410,9 @@ def warn_without_gradients(found: BlockList, added: Sequence[nn.Module]) -> None
                 stacklevel=2,
             )
 
+    watched = (*waiting, *old)
     if waiting:
-        handle = torch.autograd.graph.register_multi_grad_hook((*waiting, *old), judge)
+        handle = torch.autograd.graph.register_multi_grad_hook(watched, judge)
 
 
 # Optimizers.
@@ -415,7 +445,10 @@ def check_optimizers(optimizers: Sequence[Optimizer], blocks: Iterable[nn.Module
             if any(value is table for table in _tables(optimizer)):
                 continue
             own = [x.shape for x in iter_tensors(value)]
-            if own and (own in shapes or own == list(chain(*shapes)) or _holds(value, set(held))):
+            alike = own and (own in shapes or own == list(chain(*shapes)))
+            flags = isinstance(value, list) and len(value) == len(held) >= FEWEST_FLAGS
+            ids = isinstance(value, set | frozenset | list | tuple) and any(x in held for x in value if type(x) is int)
+            if alike or flags or ids or _holds(value, set(held)):
                 raise ValueError(
                     f"stack: {kind} keeps something for each parameter in {name!r}, where new ones cannot be added; "
                     f"grow with the optimizer that it wraps, or make a new one afterwards"
@@ -493,10 +526,22 @@ class BuiltBlocks:
         self.found = found
         self.whole = list(found.modules)
         self._indices, self._counts = index_fields(found.modules), count_fields(found)
+        parts = [part for block in self.whole for part in block.modules()]
         self._settings = {
             id(part): {name: _frozen(value) for name, value in vars(part).items() if name not in STORAGE}
-            for block in self.whole
-            for part in block.modules()
+            for part in parts
+        }
+        self._names = {id(part): {*part._modules, *part._parameters} for part in parts}
+        self._classes = {id(part): type(part) for part in parts}
+        # What no checkpoint holds is compared by its values: a network that is moved or cast has other tensors.
+        self._buffers = {
+            (id(part), name): buffer.clone()
+            for part in parts
+            for name, buffer in part._buffers.items()
+            if buffer is not None and name in part._non_persistent_buffers_set
+        }
+        self._shared = {
+            key for key, number in Counter(chain.from_iterable(map(_ids, self.whole))).items() if number > 1
         }
 
     @property
@@ -518,6 +563,29 @@ class BuiltBlocks:
         """Return the blocks that are not in the list yet, and will be when it has grown to `to` blocks."""
         present = list(self.found.modules)
         return [b for b in (self.whole[i] for i in self._places(to)) if not any(b is other for other in present)]
+
+    def run_elsewhere(self) -> str:
+        """Return where the network holds a block beside the list, which it then runs at any depth; empty if nowhere."""
+        blocks = {id(block) for block in self.whole}
+        inside = {id(part) for block in self.whole for part in block.modules()}
+        for name, part in self.found.network.named_modules():
+            if part is self.found.modules or id(part) in inside:
+                continue
+            for key, value in {**vars(part), **part._modules}.items():
+                held = value.values() if isinstance(value, Mapping) else value
+                held = held if isinstance(held, list | tuple | ValuesView) else [value]
+                if key not in STORAGE and any(id(x) in blocks for x in held):
+                    return repr(".".join(filter(None, (name, key))))
+        return ""
+
+    def check_present(self) -> None:
+        """Raise ValueError if the list has other blocks than those that its class has built."""
+        places = self._places(self.depth) if self.depth <= self.most else []
+        if [id(block) for block in self.found.modules] != [id(self.whole[i]) for i in places]:
+            raise ValueError(
+                f"stack: blocks of {self.found.name!r} were replaced or added after setup, so that new ones would lack "
+                f"what they have; change them in __init__, setup or configure_model"
+            )
 
     def show(self, depth: int) -> None:
         """Let the list hold the first `depth` blocks, and the network know that it does."""
@@ -541,6 +609,7 @@ class BuiltBlocks:
     ) -> list[int]:
         """Grow to `to` blocks, with the options of `stack`, and return the places of copies in the whole list."""
         found, old = self.found, list(self.found.modules)
+        self.check_present()
         sources = found.whole_order(sources_of(self.depth, to, how))
         targets = [self.whole[i] for i in self._places(to)]
         check_optimizers(optimizers, found.blocks)
@@ -575,8 +644,11 @@ class BuiltBlocks:
         self, target: nn.Module, source: nn.Module, kept: set[int]
     ) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """Give a block the content of its source, but for what `kept` names; return the parameters of both in pairs."""
-        memo, own = _shared_with(source, self.found) | computed_tensors(source), _ids(source)
-        matched = list(_matched(source, target))
+        memo = _shared_with(source, self.found)
+        own, late = _ids(source) - memo.keys(), (_ids(source) & memo.keys()) - self._shared
+        memo |= {key: x for key, x in computed_tensors(source).items() if key not in memo}
+        matched = list(self._matched(source, target, late))
+        counterparts = {id(part) for part, _ in matched}
         for part, other in matched:
             memo[id(part)] = other
             memo |= {
@@ -586,23 +658,36 @@ class BuiltBlocks:
             if isinstance(hook, SlotHook) or not _holds(hook, own):
                 memo[id(hook)] = pass_on if isinstance(hook, SlotHook) else hook
         pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        taken: dict[int, nn.Parameter] = {}
         for part, other in matched:
             if isinstance(part, SeedSlot) or id(other) in kept:
                 continue
-            self._take_settings(other, part, memo)
+            self._take_settings(other, part, memo, own)
+            was_there = self._names.get(id(part), set())
             for name, child in part._modules.items():
-                if child is not None and type(other._modules.get(name)) is not type(child):
-                    other._modules[name] = copied = memo.get(id(child)) or copy_module(child, memo)
+                if child is None or child is other._modules.get(name) or id(child) in counterparts:
+                    continue
+                if id(child) in late:
+                    other._modules[name] = child
+                elif name not in was_there or self._classes.get(id(child)) is not type(child):
+                    other._modules[name] = copied = copy_module(child, memo)
                     pairs += [(p, copied.get_parameter(key)) for key, p in child.named_parameters()]
             for name, parameter in part._parameters.items():
                 own_one = other._parameters.get(name)
                 if parameter is None or own_one is parameter or id(own_one) in kept:
                     continue
+                if id(parameter) in late:
+                    other._parameters[name] = parameter
+                    continue
+                if id(parameter) in taken:  # it has two names in the block
+                    other._parameters[name] = taken[id(parameter)]
+                    continue
                 if own_one is None or own_one.shape != parameter.shape:
                     other._parameters[name] = own_one = copy.deepcopy(parameter)
                 own_one.data, own_one.grad = parameter.detach().clone(), None
                 own_one.requires_grad_(parameter.requires_grad)
-                _copy_tensor_hooks(parameter, own_one)
+                _copy_extras(parameter, own_one, own)
+                taken[id(parameter)] = own_one
                 pairs.append((parameter, own_one))
             for name, buffer in part._buffers.items():
                 built = other._buffers.get(name)
@@ -610,42 +695,67 @@ class BuiltBlocks:
                     continue
                 if built is None:
                     other._buffers[name] = buffer.detach().clone()
-                elif name in part._non_persistent_buffers_set:  # no checkpoint holds it: as the class has it there
-                    built.data = built.to(buffer.device, buffer.dtype)
+                elif name in part._non_persistent_buffers_set and not self._has_changed(part, name):
+                    built.data = built.to(buffer.device, buffer.dtype)  # as the class has it there
                 else:
                     built.data = buffer.detach().clone()
             for gone, there in ((other._modules, part._modules), (other._parameters, part._parameters)):
-                for name in gone.keys() - there.keys():
+                for name in (gone.keys() - there.keys()) & was_there:
                     del gone[name]
             if type(part).get_extra_state is not nn.Module.get_extra_state:
                 other.set_extra_state(copy.deepcopy(part.get_extra_state(), memo))
         return pairs
 
-    def _take_settings(self, target: nn.Module, source: nn.Module, memo: dict[int, Any]) -> None:
-        """Give a part of a block the attributes of its source that have changed since the class has built it."""
-        built, present = self._settings.get(id(source), {}), vars(target)
-        for name, value in vars(source).items():
-            changed = name == "training" or name not in built or built[name] != _frozen(value)
-            if name in STORAGE or not (changed or ("hook" in name and not present.get(name))):
-                continue
-            try:
-                present[name] = copy.deepcopy(value, memo)
-            except COPY_ERRORS as error:
-                raise ValueError(f"stack: {name} of {type(source).__name__} cannot be copied: {error}") from error
-            if isinstance(value, dict) and "hook" in name:
-                present[name] = type(value)((key, hook) for key, hook in present[name].items() if hook is not pass_on)
-        for name in built.keys() - vars(source).keys():
-            present.pop(name, None)
-
-
-def _matched(source: nn.Module, target: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Yield the parts of two blocks that are alike, each with its counterpart; parts that both share are left out."""
-    if source is not target:
+    def _matched(self, source: nn.Module, target: nn.Module, late: set[int]) -> Iterator[tuple[nn.Module, nn.Module]]:
+        """Yield the parts of two blocks that correspond. Left out are those that both share, those that are shared
+        since the class has built them (`late`), and those that are of another class since then."""
+        if source is target:
+            return
         yield source, target
         for name, child in source._modules.items():
             other = target._modules.get(name)
-            if child is not None and other is not None and type(other) is type(child):
-                yield from _matched(child, other)
+            if child is None or other is None or id(child) in late:
+                continue
+            if self._classes.get(id(child)) is type(child) or type(other) is type(child):
+                yield from self._matched(child, other, late)
+
+    def _has_changed(self, part: nn.Module, name: str) -> bool:
+        """Return True if a buffer that no state dict holds has other values than the class gave it."""
+        now, then = part._buffers[name], self._buffers.get((id(part), name))
+        if now is None or then is None or now.shape != then.shape:
+            return True
+        then = then.to(now.device)
+        return not (torch.equal(now, then.to(now.dtype)) or torch.equal(now.to(then.dtype), then))
+
+    def _take_settings(self, target: nn.Module, source: nn.Module, memo: dict[int, Any], own: set[int]) -> None:
+        """Give a part of a block the attributes of its source that have changed since the class has built it.
+
+        Raises ValueError if one cannot be copied, or refers to the block of the source, whose parts are `own`.
+        """
+        built, present = self._settings.get(id(source), {}), vars(target)
+        before = self._settings.get(id(target), {})
+        for name, value in vars(source).items():
+            if name in STORAGE:
+                continue
+            # A block that moves leaves its own changes behind.
+            left = name in present and name in before and before[name] != _frozen(present[name])
+            changed = left or name == "training" or name not in built or built[name] != _frozen(value)
+            if not (changed or ("hook" in name and not present.get(name))):
+                continue
+            try:
+                copied = copy.deepcopy(value, memo)
+            except COPY_ERRORS as error:
+                raise ValueError(f"stack: {name} of {type(source).__name__} cannot be copied: {error}") from error
+            if isinstance(value, dict) and "hook" in name:
+                copied = type(value)((key, hook) for key, hook in copied.items() if hook is not pass_on)
+            if _holds(copied, own):
+                raise ValueError(
+                    f"stack: {name} of {type(source).__name__} holds a function that refers to its own block, so that "
+                    f"a new block would run that one; make it a method, or take the module as its argument"
+                )
+            present[name] = copied
+        for name in built.keys() - vars(source).keys():
+            present.pop(name, None)
 
 
 def _frozen(value: Any, depth: int = 0) -> Any:

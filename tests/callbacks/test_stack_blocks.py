@@ -129,8 +129,19 @@ class Numbered(Block):
         return x + torch.tanh(self.linear(x)) / self.inner.layer_number  # type: ignore[operator]
 
 
+class Activated(Block):
+    """Its activation is of another class in every second block, and its dropout is missing in the first."""
+
+    def __init__(self, i: int) -> None:
+        super().__init__(i)
+        self.act, self.drop = (nn.ReLU() if i % 2 else nn.Tanh()), (nn.Dropout(0.05 * i) if i else nn.Identity())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.act(self.linear(x)))
+
+
 @pytest.mark.parametrize("how", ["stack", "interleave", "middle"])
-@pytest.mark.parametrize("block", [Masked, Windowed, Numbered])
+@pytest.mark.parametrize("block", [Masked, Windowed, Numbered, Activated])
 def test_the_plain_class_with_the_last_weights_gives_the_outputs_of_the_grown_network(
     block: type[Block], how: Any
 ) -> None:
@@ -369,19 +380,37 @@ def test_loaded_weights_are_not_dropped_without_being_asked(kind: type[Lit]) -> 
         train(kind(), Stack("blocks"))
 
 
+class RMS(nn.Module):
+    """Normalisation of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x / x.square().mean(1, keepdim=True).sqrt()
+
+
 class Normed(Block):
     def __init__(self, i: int) -> None:
         super().__init__(i)
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm: nn.Module = nn.LayerNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.norm(x))
 
 
+class NormedByHand(Normed):
+    def __init__(self, i: int) -> None:
+        super().__init__(i)
+        self.norm = RMS()
+
+
+@pytest.mark.parametrize("block", [Normed, NormedByHand])
 def test_a_network_that_was_trained_before_is_not_cut_down_without_being_asked(
-    capsys: pytest.CaptureFixture[str],
+    block: type[Block], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = make(Normed)
+    module = make(block)
     train(module, max_steps=3)
 
     with pytest.raises(ValueError, match="hold trained weights, and all but the first 2 would be lost"):
@@ -502,7 +531,10 @@ def test_a_training_that_ends_before_the_network_has_grown_says_so(
         warnings.simplefilter("ignore")
         train(make(), begins_with(), Stop(), loader=DataLoader(Stream(), 4), **settings)
 
-    assert "blocks has 2 of 6 blocks, because at=0.5; build the class with 2" in capsys.readouterr().out
+    assert (
+        "blocks has 2 of 6 blocks at the end, as no batch was due after at=0.5; build the class with 2"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_loader_without_a_length_is_warned_of_if_epochs_alone_count() -> None:
@@ -635,3 +667,177 @@ def test_the_module_itself_may_be_copied_in_the_middle_of_a_training() -> None:
     train(module, Copies(), begins_with())
 
     assert isinstance(module, L.LightningModule) and len(module.blocks) == 6
+
+
+# What changes between setup and growth.
+
+
+class Late(Callback):
+    """Changes a module before its first batch."""
+
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        self.change = change
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.change(pl_module)
+
+
+def share_one_layer(module: Lit) -> None:
+    layer = nn.Linear(WIDTH, WIDTH)
+    for block in module.blocks:
+        block.linear.weight = layer.weight
+
+
+def tie_within(module: Lit) -> None:
+    for block in module.blocks:
+        block.other = nn.Linear(WIDTH, WIDTH)
+        block.other.weight = block.linear.weight
+
+
+def test_what_is_shared_since_setup_is_shared_with_new_blocks() -> None:
+    class Tied(Lit):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            self.change(self)
+            return super().configure_optimizers()
+
+    shared, tied = make(kind=Tied), make(kind=Tied)
+    shared.change, tied.change = share_one_layer, tie_within
+    for module in (shared, tied):
+        train(module, begins_with())
+
+    assert len({id(block.linear.weight) for block in shared.blocks}) == 1
+    assert all(block.other.weight is block.linear.weight for block in tied.blocks)
+    assert len({id(block.linear.weight) for block in tied.blocks}) == DEPTH
+
+
+def test_a_block_that_moves_leaves_its_own_changes_behind() -> None:
+    def change(module: Any) -> None:
+        module.blocks[1].dropout.p = 0.5
+
+    module = make(Furnished)
+    train(module, Late(change), begins_with(3, how="interleave"))
+
+    assert [block.dropout.p for block in module.blocks] == [0.1, 0.1, 0.5, 0.5, 0.1, 0.1]
+
+
+class Fading(Block):
+    """A number outside of checkpoints that the training changes."""
+
+    def __init__(self, i: int) -> None:
+        super().__init__(i)
+        self.register_buffer("gain", torch.ones(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.gain.mul_(0.9)
+        return x + self.gain * torch.tanh(self.linear(x))
+
+
+def test_a_buffer_outside_of_checkpoints_that_the_training_changes_is_taken_along() -> None:
+    module = make(Fading)
+    train(module, begins_with())
+
+    assert len({round(block.gain.item(), 4) for block in module.blocks}) == 1
+
+
+def hook_each(module: Any) -> None:
+    for block in module.blocks:
+        block.register_forward_hook(lambda part, inputs, output, own=block: output * own.linear.weight.norm())
+
+
+def patch_each(module: Any) -> None:
+    for block in module.blocks:
+        block.forward = lambda x, before=block.forward: before(x)
+
+
+def wrap_each(module: Any) -> None:
+    for i, block in enumerate(module.blocks):
+        module.blocks[i] = nn.Sequential(block)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (hook_each, "_forward_hooks of Block holds a function that refers to its own block"),
+        (patch_each, "forward of Block holds a function that refers to its own block"),
+        (wrap_each, "blocks of 'blocks' were replaced or added after setup"),
+    ],
+)
+def test_late_changes_that_a_new_block_cannot_have_are_refused(change: Callable[[Any], None], reason: str) -> None:
+    with pytest.raises(ValueError, match=f"^Stack: {reason}") as refusal:
+        train(make(), begins_with(), Late(change))
+
+    assert "\n" not in str(refusal.value)
+
+
+class Twice(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.every = nn.ModuleList([*self.blocks, self.head])
+
+
+class Ordered(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = list(self.blocks)
+
+
+@pytest.mark.parametrize(("kind", "place"), [(Twice, "every.0"), (Ordered, "order")])
+def test_blocks_that_the_network_also_has_elsewhere_are_refused(kind: type[Lit], place: str) -> None:
+    with pytest.raises(ValueError, match=f"^Stack: blocks of 'blocks' are also in '{place}'"):
+        train(kind(), begins_with())
+
+
+def test_two_callbacks_for_one_list_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^Stack: 'blocks\[3:\]' and 'blocks\[:3\]' are one list"):
+        train(make(), Stack("blocks[:3]", start=1), Stack("blocks[3:]", start=1))
+
+
+def test_the_rest_of_an_interrupted_training_is_not_taken_for_the_whole_network() -> None:
+    class Stop(Callback):
+        def on_train_batch_end(self, *_: object) -> None:
+            raise RuntimeError("interrupted")
+
+    module = make()
+    with pytest.raises(RuntimeError, match="interrupted"):
+        train(module, begins_with(3), Stop())
+
+    with pytest.raises(ValueError, match="'blocks' has 3 of the 6 blocks that its class has built"):
+        train(module, begins_with())
+
+
+def test_blocks_that_are_checkpointed_one_after_the_other_are_seen_to_learn() -> None:
+    class Reentrant(Lit):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.requires_grad_()
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=True)  # type: ignore[assignment]
+            return self.head(x)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*got no gradient.*")
+        train(make(kind=Reentrant), begins_with())
+
+
+def test_counting_leaves_schedulers_and_the_data_as_they_are() -> None:
+    class Scheduled(ByHand):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.99)]
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            self.trainer.lr_scheduler_configs[0].scheduler.step()
+            self.trainer.datamodule.seen += 1
+
+    class Data(L.LightningDataModule):
+        seen = 0
+
+        def train_dataloader(self) -> DataLoader:
+            return data()
+
+    loader = Data()
+    made = train(make(kind=Scheduled), begins_with(), loader=loader)
+
+    assert (made.lr_scheduler_configs[0].scheduler.last_epoch, loader.seen) == (STEPS, STEPS)
+    assert made.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.99**STEPS)

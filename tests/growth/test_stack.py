@@ -235,7 +235,7 @@ def sharing() -> nn.ModuleList:
         (nn.ModuleList, {}, "that is not empty, got ModuleList"),
         (oddly_named, {}, "blocks are called stem, body; give them names that differ by their number"),
         (unlike, {}, "blocks 0 and 1 differ in their parameters or shapes"),
-        (None, {"to": 3}, "to must be above 3, the present number of blocks, got 3"),
+        (None, {"to": 3}, "to must be a number of blocks above 3, the present one, got 3"),
         (None, {"how": "first"}, "how must be one of stack, interleave, last, middle, got 'first'"),
         (None, {"new": "zero"}, r"needs in zero=\(…\) the last layer .*; linear layers of a block: mlp.0, mlp.2"),
         (None, {"zero": ["mlp.2"]}, "new='zero' needs"),
@@ -381,6 +381,18 @@ class SlowList(Lookahead):
         self.slow_weights = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
 
 
+def with_a_set(network: nn.Module) -> Optimizer:
+    optimizer: Any = SGD(network.parameters(), lr=0.1)
+    optimizer.decay = {p for p in network.parameters() if p.ndim == 2}
+    return optimizer
+
+
+def with_flags(network: nn.Module) -> Optimizer:
+    optimizer: Any = SGD(network.parameters(), lr=0.1)
+    optimizer.is_matrix = [p.ndim == 2 for p in network.parameters()]
+    return optimizer
+
+
 def slow_group(network: nn.Module) -> Optimizer:
     optimizer = SGD(network.parameters(), lr=0.1)
     optimizer.param_groups[0]["slow"] = [p.detach().clone() for p in network.parameters()]
@@ -393,6 +405,8 @@ def slow_group(network: nn.Module) -> Optimizer:
         (lambda network: SlowList(SGD(network.parameters(), lr=0.1)), "SlowList keeps something .* in 'slow_weights'"),
         (slow_group, "SGD keeps something for each parameter in 'slow'"),
         (lambda network: "adam", "optimizer must be a torch.optim.Optimizer, got str"),
+        (with_a_set, "SGD keeps something for each parameter in 'decay'"),
+        (with_flags, "SGD keeps something for each parameter in 'is_matrix'"),
     ],
 )
 def test_an_optimizer_that_keeps_parameters_elsewhere_is_refused(make: Callable[[Network], Any], reason: str) -> None:
@@ -402,6 +416,30 @@ def test_an_optimizer_that_keeps_parameters_elsewhere_is_refused(make: Callable[
         stack(network, "blocks", to=4, optimizer=make(network))
 
     assert len(network.blocks) == 3
+
+
+class Inside(Optimizer):
+    """Has an optimizer with groups of its own in a dictionary."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+        groups = [{"params": list(group["params"])} for group in self.param_groups]
+        self.inner = {"all": SGD(groups, lr=0.01, momentum=0.9)}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner["all"].step()
+
+
+def test_an_optimizer_in_a_dictionary_of_another_one_trains_new_blocks() -> None:
+    network = Network()
+    optimizer = Inside(network.parameters())
+    train(network, optimizer)
+
+    stack(network, "blocks", to=5, optimizer=optimizer)
+    before = [block.mlp[0].weight.clone() for block in network.blocks]
+    train(network, optimizer, steps=1)
+
+    assert not any(torch.equal(block.mlp[0].weight, w) for block, w in zip(network.blocks, before, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["Adafactor", "Muon", "RMSprop", "NAdam"])
@@ -511,14 +549,19 @@ def test_a_function_that_holds_its_block_is_refused(change: Callable[[Any], None
     assert len(network.blocks) == 3
 
 
-def test_a_gradient_hook_of_a_parameter_is_copied() -> None:
-    network = Network()
-    network.blocks[0].mlp[0].weight.register_hook(torch.zeros_like)
+def test_hooks_on_the_gradient_of_a_parameter_and_its_attributes_are_copied() -> None:
+    network, seen = Network(), []
+    weight = network.blocks[0].mlp[0].weight
+    weight.register_hook(torch.zeros_like)
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(id(parameter)))
+    weight.no_decay = True
 
     stack(network, "blocks", to=4)
     network(torch.randn(3, WIDTH)).sum().backward()
 
     assert [bool(block.mlp[0].weight.grad.any()) for block in network.blocks] == [False, True, True, False]
+    assert set(seen) == {id(network.blocks[i].mlp[0].weight) for i in (0, 3)}
+    assert [hasattr(block.mlp[0].weight, "no_decay") for block in network.blocks] == [True, False, False, True]
 
 
 class Computed(Block):
@@ -596,7 +639,9 @@ class Alternating(Block):
         self.register_buffer("mask", torch.tensor([1.0, float(self.flag)]), persistent=False)
 
 
-@pytest.mark.parametrize(("depth", "how", "warned"), [(4, "stack", False), (4, "interleave", True), (3, "stack", True)])
+@pytest.mark.parametrize(
+    ("depth", "how", "warned"), [(4, "stack", False), (4, "interleave", True), (3, "stack", True), (2, "stack", True)]
+)
 def test_copies_that_break_a_pattern_which_no_state_dict_holds_are_warned_of(
     depth: int, how: Any, warned: bool
 ) -> None:
@@ -616,7 +661,10 @@ def test_copies_that_break_a_pattern_which_no_state_dict_holds_are_warned_of(
         (1, "layer_number", 1, True),
         (1, "padding_idx", 0, False),
         (1, "padding", 0, False),
+        (1, "pad_id", 0, False),
         (2, "i", 0, True),
+        (2, "use_rope", 0, False),
+        (2, "groups", 1, False),
         (2, "level", 1, True),
         (2, "shift_size", 0, False),
         (3, "any", 0, True),

@@ -270,6 +270,7 @@ class Frozen:
         ({"num_layers": 2, "width": 2}, {"num_layers": 5, "width": 2}),
         (Frozen(), {"n_layer": 5, "heads": 2, "layer_norm_groups": 2, "layer_types": ("a", "b", "a", "b", "a")}),
         (Namespace(depth=2, end_tokens=[1, 2]), {"depth": 5, "end_tokens": [1, 2]}),
+        ({"model": {"n_layer": 2}, "vision": {"n_layer": 2}}, {"model": {"n_layer": 5}, "vision": {"n_layer": 2}}),
         ({"depths": [2, 2], "mlp_only_layers": [1]}, {"depths": [2, 2], "mlp_only_layers": [1, 3]}),
     ],
 )
@@ -298,3 +299,15 @@ def test_checkpointing_that_begins_in_the_training_goes_on_in_new_blocks(name: s
     assert len(functions) == 1 and all(
         p.grad is not None for p in module.net.get_submodule(CASES[name].path)[5].parameters()
     )
+
+
+def test_a_configuration_that_blocks_alone_hold_is_followed() -> None:
+    network: Any = nn.Module()
+    config = Namespace(n_layer=2)
+    network.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    for block in network.blocks:
+        block.config = config
+
+    stack(network, "blocks", to=5)
+
+    assert config.n_layer == 5 and all(block.config is config for block in network.blocks)
