@@ -385,10 +385,9 @@ class Stack(Callback):
         warn_without_gradients(self.built.found, [self.built.whole[i] for i in copies])
         for average in self._lists[1:]:
             average.grow(to, (), how=self.options["how"], new="copy", state="copy")
-            for i in (
-                copies if self.options["new"] != "copy" else ()
-            ):  # the average of a new block begins with the block
-                average.whole[i].load_state_dict(self.built.whole[i].state_dict())
+            if self.options["new"] != "copy":  # the average of a new block begins with the block
+                for i in copies:
+                    average.whole[i].load_state_dict(self.built.whole[i].state_dict())
         self.depths.append(to)
         if self._log is not None:
             self._log.write([Stacked(trainer.global_step, self.name, before, to)])

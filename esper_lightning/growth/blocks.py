@@ -1,7 +1,7 @@
 """Lists of like blocks in a network, and what the network keeps about the place and the number of its blocks."""
 
 import re
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain, pairwise
 from string import digits
 from typing import Any, NamedTuple
@@ -95,8 +95,7 @@ def find_blocks(network: nn.Module, name: str) -> BlockList:
     path, sliced, start, stop = found.groups()
     modules = _named_modules(network)
     if path not in modules:
-        lists = ", ".join(name for name, part in modules.items() if name and _can_grow(part)) or "none"
-        raise ValueError(f"there is no {path!r} in {type(network).__name__}; lists in it: {lists}")
+        raise ValueError(f"there is no {path!r} in {type(network).__name__}; lists in it: {_growable(modules)}")
     part = modules[path]
     blocks: Any = getattr(part, "_orig_mod", part)  # compiled
     try:
@@ -109,8 +108,7 @@ def find_blocks(network: nn.Module, name: str) -> BlockList:
         found_list = BlockList(network, path, blocks, chosen[0], len(blocks) - 1 - chosen[-1])
         _check_like(blocks, found_list)
     except ValueError as error:
-        lists = ", ".join(name for name, part in modules.items() if name and _can_grow(part)) or "none"
-        raise ValueError(f"{name!r} cannot grow: {error}; lists that can: {lists}") from None
+        raise ValueError(f"{name!r} cannot grow: {error}; lists that can: {_growable(modules)}") from None
     return found_list
 
 
@@ -119,14 +117,19 @@ def _named_modules(network: nn.Module) -> dict[str, nn.Module]:
     return {k.replace("_orig_mod.", ""): part for k, part in network.named_modules(remove_duplicate=False)}
 
 
-def _can_grow(part: nn.Module) -> bool:
-    if not isinstance(part, Blocks) or len(part) == 0:
-        return False
-    try:
-        _check_like(part, BlockList(part, "", part))
-    except ValueError:
-        return False
-    return True
+def _growable(modules: Mapping[str, nn.Module]) -> str:
+    """Return the names of the lists of like blocks among named modules, for an error message."""
+
+    def can_grow(part: nn.Module) -> bool:
+        if not isinstance(part, Blocks) or len(part) == 0:
+            return False
+        try:
+            _check_like(part, BlockList(part, "", part))
+        except ValueError:
+            return False
+        return True
+
+    return ", ".join(name for name, part in modules.items() if name and can_grow(part)) or "none"
 
 
 def _check_like(modules: Blocks, found: BlockList) -> None:

@@ -272,11 +272,7 @@ def _copy_of(block: nn.Module, index: int, found: BlockList) -> nn.Module:
     """Return a copy of a block with all that it has, and empty slots. Raises ValueError if it cannot be copied."""
     memo = _shared_with(block, found)
     own = _ids(block) - memo.keys()
-    for hook in (hook for part in block.modules() for hook in hooks_of(part)):
-        if isinstance(hook, SlotHook):
-            memo[id(hook)] = pass_on
-        elif not _holds(hook, own):
-            memo[id(hook)] = hook
+    memo |= _hooks_not_copied(block, own)
     try:
         copied = copy_module(block, memo)
     except ValueError as error:
@@ -297,6 +293,17 @@ def _copy_of(block: nn.Module, index: int, found: BlockList) -> nn.Module:
     for name, parameter in block.named_parameters():
         _copy_extras(parameter, copied.get_parameter(name), own)
     return copied
+
+
+def _hooks_not_copied(block: nn.Module, own: set[int]) -> dict[int, Any]:
+    """Return what stands for the hooks of a block in its copy, by identity: a hook that holds no part of the block
+    (`own`) is shared, and that of a slot is left out. All others are copied."""
+    hooks = [hook for part in block.modules() for hook in hooks_of(part)]
+    return {
+        id(hook): pass_on if isinstance(hook, SlotHook) else hook
+        for hook in hooks
+        if isinstance(hook, SlotHook) or not _holds(hook, own)
+    }
 
 
 def _copy_extras(source: nn.Parameter, target: nn.Parameter, own: set[int]) -> None:
@@ -564,10 +571,14 @@ class BuiltBlocks:
         present = list(self.found.modules)
         return [b for b in (self.whole[i] for i in self._places(to)) if not any(b is other for other in present)]
 
+    def _inside(self) -> set[int]:
+        """Return the identities of all parts of all blocks."""
+        return {id(part) for block in self.whole for part in block.modules()}
+
     def run_elsewhere(self) -> str:
         """Return where the network holds a block beside the list, which it then runs at any depth; empty if nowhere."""
         blocks = {id(block) for block in self.whole}
-        inside = {id(part) for block in self.whole for part in block.modules()}
+        inside = self._inside()
         for name, part in self.found.network.named_modules():
             if part is self.found.modules or id(part) in inside:
                 continue
@@ -614,8 +625,8 @@ class BuiltBlocks:
         targets = [self.whole[i] for i in self._places(to)]
         check_optimizers(optimizers, found.blocks)
         every = optimizers_in(*optimizers)
-        blocks = {id(part) for block in self.whole for part in block.modules()}
-        rest = [part for part in found.network.modules() if id(part) not in blocks]
+        inside = self._inside()
+        rest = [part for part in found.network.modules() if id(part) not in inside]
         outside = {id(x) for part in rest for x in (*part._parameters.values(), *part._buffers.values())}
         present = outside.union(*map(_ids, old))
         holders = Counter(chain(outside, *map(_ids, self.whole)))
@@ -654,9 +665,7 @@ class BuiltBlocks:
             memo |= {
                 id(p): other._parameters[name] for name, p in part._parameters.items() if name in other._parameters
             }
-        for hook in (hook for part in source.modules() for hook in hooks_of(part)):
-            if isinstance(hook, SlotHook) or not _holds(hook, own):
-                memo[id(hook)] = pass_on if isinstance(hook, SlotHook) else hook
+        memo |= _hooks_not_copied(source, own)
         pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         taken: dict[int, nn.Parameter] = {}
         for part, other in matched:
