@@ -62,7 +62,7 @@ class Plan(NamedTuple):
 
     start: int
     growth: tuple[tuple[float, int], ...] = ()  # (share of the FLOPs, depth from then on)
-    how: Order = "stack"
+    order: Order = "stack"
     new: Content = "copy"
     state: State = "copy"
     rate_after: float = 1.0  # factor of the learning rate after growth
@@ -78,9 +78,9 @@ PLANS = {
     "3 to 6 at 10 %": Plan(3, ((0.1, 6),)),
     "3 to 6 at 30 %": Plan(3, ((0.3, 6),)),
     "3 to 6 at 50 %": Plan(3, ((0.5, 6),)),
-    "3 to 6, interleave": Plan(3, AT_20, how="interleave"),
-    "3 to 6, last": Plan(3, AT_20, how="last"),
-    "3 to 6, middle": Plan(3, AT_20, how="middle"),
+    "3 to 6, interleave": Plan(3, AT_20, order="interleave"),
+    "3 to 6, last": Plan(3, AT_20, order="last"),
+    "3 to 6, middle": Plan(3, AT_20, order="middle"),
     "3 to 6, zero": Plan(3, AT_20, new="zero"),
     "3 to 6, fresh": Plan(3, AT_20, new="fresh"),
     "3 to 6, state reset": Plan(3, AT_20, state="reset"),
@@ -235,9 +235,8 @@ def train(name: str, steps: int, plan_name: str, rate: float, seed: int) -> Iter
             factor *= plan.rate_after
             for blocks in host.lists:
                 zero = host.zero if plan.new == "zero" else ()
-                stack(
-                    net, blocks, to=depth, optimizer=optimizer, how=plan.how, new=plan.new, state=plan.state, zero=zero
-                )
+                content = {"new": plan.new, "state": plan.state, "zero": zero}
+                stack(net, blocks, to=depth, optimizer=optimizer, order=plan.order, **content)
         for group in optimizer.param_groups:
             group["lr"] = rate * factor * min(1.0, (step + 1) / WARMUP, (1.0 - spent / budget) / DECAY)
         chosen = torch.randint(data.train.samples, (host.batch,), generator=random)

@@ -84,7 +84,8 @@ class Stack(Callback):
         at: Share of the training, between 0 and 1, after which it grows to its full depth; or several shares, each
             with the number of blocks from then on: `{0.1: 4, 0.3: 12}`. Steps, epochs and `max_time` of the trainer
             count, whichever ends the training first.
-        how: Order of the copies; see `esper_lightning.growth.stack`, also for the following ones.
+        order: Sources of the blocks; see `esper_lightning.growth.stack`, also for the following ones. Sources one by
+            one or in ranges fit a single change.
         new: Content of new blocks. Those of `fresh` do not depend on the random numbers of the training.
         state: Optimizer state of new blocks.
         zero: Last layers of the residual branches for `new="zero"`.
@@ -96,7 +97,7 @@ class Stack(Callback):
         *,
         start: int | None = None,
         at: float | dict[float, int] = 0.3,
-        how: Order = "stack",
+        order: Order = "stack",
         new: Content = "copy",
         state: State = "copy",
         zero: Sequence[str] = (),
@@ -112,7 +113,7 @@ class Stack(Callback):
         self.name = blocks
         self._given_start = start
         self.at = at
-        self.options: dict[str, Any] = {"how": how, "new": new, "state": state, "zero": zero}
+        self.options: dict[str, Any] = {"order": order, "new": new, "state": state, "zero": zero}
         self.depths: list[int] = []
         """Numbers of blocks of the network so far."""
         self.lr_peak = 0.0  # only for the warning in `_grow` about a rate that has already fallen
@@ -384,7 +385,7 @@ class Stack(Callback):
         wrap_again(trainer)
         warn_without_gradients(self.built.found, [self.built.whole[i] for i in copies])
         for average in self._lists[1:]:
-            average.grow(to, (), how=self.options["how"], new="copy", state="copy")
+            average.grow(to, (), order=self.options["order"], new="copy", state="copy")
             if self.options["new"] != "copy":  # the average of a new block begins with the block
                 for i in copies:
                     average.whole[i].load_state_dict(self.built.whole[i].state_dict())

@@ -1,6 +1,7 @@
 """Growth in depth by copies of trained blocks (https://arxiv.org/abs/2405.15319)."""
 
 import copy
+import re
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
@@ -31,7 +32,9 @@ from esper_lightning.growth.nested import COPY_ERRORS, computed_tensors, copy_mo
 from esper_lightning.growth.param_groups import optimizers_in
 from esper_lightning.growth.slot import SeedSlot, SlotHook, pass_on
 
-Order = Literal["stack", "interleave", "last", "middle"]
+OrderName = Literal["stack", "interleave", "last", "middle"]
+Order = OrderName | str | Sequence[int]
+"""Sources of the blocks of a list that has grown: by a name, as ranges (`"0-3, 2-5"`), or one by one."""
 
 Content = Literal["copy", "zero", "fresh"]
 
@@ -54,14 +57,14 @@ def stack(
     network: nn.Module,
     blocks: str = "",
     *,
-    to: int,
+    to: int | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
-    how: Order = "stack",
+    order: Order = "stack",
     new: Content = "copy",
     state: State = "copy",
     zero: Sequence[str] = (),
 ) -> list[int]:
-    """Grow a list of like blocks to `to` blocks, in place, and return the index of each block's source.
+    """Grow a list of like blocks, in place, and return the index of each block's source.
 
     Call it between two steps: copies have no gradients. Blocks that exist stay the same objects with their hooks and
     their optimizer state. A copy has all that its source has: buffers, extra state, modes, `requires_grad` and hooks,
@@ -78,13 +81,15 @@ def stack(
     Args:
         network: The network that runs the blocks, with its configuration.
         blocks: Name of the `nn.ModuleList` or `nn.Sequential` in the network, as `model.layers`. `encoder.block[1:]`
-            leaves out the first block, and `to` counts the others.
-        to: Number of blocks afterwards; need not be a multiple of the present number.
+            leaves out the first block, and `to` and `order` count the others.
+        to: Number of blocks afterwards; need not be a multiple of the present number. None: as `order` lists them.
         optimizer: Optimizer or optimizers with the blocks' parameters. A new parameter joins the group of its source,
             where the optimizer of a network of this depth would have it. An optimizer within another one, as in SAM and
             Lookahead, is found. None: you make a new one.
-        how: `stack`: 1 2 3 1 2 3, and 1 2 3 1 2 for 5. `interleave`: 1 1 2 2 3 3, and 1 1 2 2 3 for 5. `last`:
-            1 2 3 3 3 3. `middle`: 1 2 2 2 2 3.
+        order: Source of each block afterwards, one by one from 0 on (`[0, 1, 1, 2, 3, 3]`), or as ranges with both
+            ends (`"0-3, 2-5"`). Each present block must occur, for the first time behind those before it. Or a name:
+            `stack`: 0 1 2 0 1 2, and 0 1 2 0 1 for 5. `interleave`: 0 0 1 1 2 2, and 0 0 1 1 2 for 5. `last`:
+            0 1 2 2 2 2. `middle`: 0 1 1 1 1 2.
         new: Content of new blocks. `copy`: that of the source. `zero`: the same, but the layers named by `zero` are
             zero, so that a new block of residual branches changes nothing at first. `fresh`: `reset_parameters` of all
             modules, by torch's global generator.
@@ -96,21 +101,44 @@ def stack(
         found = find_blocks(network, blocks)
     except ValueError as error:
         raise ValueError(f"{'' if str(error).startswith('stack: ') else 'stack: '}{error}") from None
-    old, count = list(found.modules), len(found.blocks)
+    count, listed = len(found.blocks), listed_order(order)
+    to = len(listed) if to is None and listed is not None else to
     if not isinstance(to, int) or to <= count:
         raise ValueError(f"stack: to must be a number of blocks above {count}, the present one, got {to!r}")
     zero = [zero] if isinstance(zero, str) else list(zero or ())
-    check_options(found.blocks, how=how, new=new, state=state, zero=zero)
-    order = sources_of(count, to, how)
-    sources = found.whole_order(order)
-    is_new = [source in sources[:i] for i, source in enumerate(sources)]
+    check_options(found.blocks, order=order, new=new, state=state, zero=zero)
+    sources = sources_of(count, to, order)
     given: Any = [] if optimizer is None else optimizer
     optimizers: list[Optimizer] = list(given) if isinstance(given, list | tuple) else [given]
     check_optimizers(optimizers, found.blocks)
+    per_block = any(field.per_block for field in count_fields(found))
+    varying = [] if per_block else _varying(found, sources, {x[:2] for x in index_fields(found.modules)})
+    added = deepen(found, sources, optimizers, new=new, state=state, zero=zero)
+    warn_without_gradients(found, added)
+    if varying:
+        warnings.warn(
+            f"{found.name!r}: blocks differ by their place in {', '.join(varying)}, which no state dict holds, and "
+            f"copies have that of their source; {type(network).__name__} built with {len(found.modules)} blocks may "
+            f"differ, so compare its outputs before you load the weights there",
+            stacklevel=2,
+        )
+    return sources
+
+
+def deepen(
+    found: BlockList,
+    order: Sequence[int],
+    optimizers: Sequence[Optimizer],
+    *,
+    new: Content = "copy",
+    state: State = "copy",
+    zero: Sequence[str] = (),
+) -> list[nn.Module]:
+    """Grow a list to the blocks whose sources `order` names, and return the new ones; see `stack`, which checks it."""
+    old, sources = list(found.modules), found.whole_order(order)
+    is_new = [source in sources[:i] for i, source in enumerate(sources)]
     places = _places_of_copies(found, sources, is_new)
     indices, counts = index_fields(found.modules), count_fields(found)
-    varying = [] if any(field.per_block for field in counts) else _varying(found, order, {x[:2] for x in indices})
-
     grown = [_copy_of(old[s], s, found) if n else old[s] for s, n in zip(sources, is_new, strict=True)]
     added = [block for block, n in zip(grown, is_new, strict=True) if n]
     for block in added:
@@ -131,26 +159,51 @@ def stack(
             for name, part in block.named_modules():
                 if isinstance(part, SeedSlot):
                     part.name = f"{found.name}.{i}.{name}"
-    warn_without_gradients(found, added)
-    if varying:
-        warnings.warn(
-            f"{found.name!r}: blocks differ by their place in {', '.join(varying)}, which no state dict holds, and "
-            f"copies have that of their source; {type(network).__name__} built with {len(grown)} blocks may differ, so "
-            f"compare its outputs before you load the weights there",
-            stacklevel=2,
+    return added
+
+
+def listed_order(order: Order) -> list[int] | None:
+    """Return the sources that an order lists, as ranges or one by one; None for a name.
+
+    Raises ValueError if it is none of these.
+    """
+    if order in get_args(OrderName):
+        return None
+    if not isinstance(order, str):
+        sources = list(order) if isinstance(order, Sequence) else [order]
+        if all(isinstance(source, int) for source in sources):
+            return sources
+    elif re.fullmatch(r"\s*\d+(\s*-\s*\d+)?(\s*,\s*\d+(\s*-\s*\d+)?)*\s*", order):
+        ends = [[int(number) for number in part.split("-")] for part in order.split(",")]
+        return [source for part in ends for source in range(part[0], part[-1] + 1)]
+    raise ValueError(
+        f"stack: order must be one of {', '.join(get_args(OrderName))}, sources such as [0, 1, 1, 2], or ranges such "
+        f"as '0-3, 2-5', got {order!r}"
+    )
+
+
+def sources_of(count: int, to: int, order: Order) -> list[int]:
+    """Return the source of each of `to` blocks that grow from `count`. The first block of each source is itself.
+
+    Raises ValueError if a listed order has another number of blocks, leaves one out or moves one ahead of another.
+    """
+    listed = listed_order(order)
+    if listed is None:
+        added = range(to - count)
+        return {
+            "stack": [i % count for i in range(to)],
+            "interleave": [i * count // to for i in range(to)],
+            "last": [*range(count), *(count - 1 for _ in added)],
+            "middle": sorted([*range(count), *((count - 1) // 2 for _ in added)]),
+        }[str(order)]
+    if len(listed) != to:
+        raise ValueError(f"stack: order lists {len(listed)} blocks, and to is {to}; leave one of them out")
+    if list(dict.fromkeys(listed)) != list(range(count)):
+        raise ValueError(
+            f"stack: order must name each of the blocks 0 to {count - 1}, for the first time behind those before it, "
+            f"got {order!r}"
         )
-    return order
-
-
-def sources_of(count: int, to: int, how: Order) -> list[int]:
-    """Return the source of each of `to` blocks that grow from `count`. The first block of each source is itself."""
-    added = range(to - count)
-    return {
-        "stack": [i % count for i in range(to)],
-        "interleave": [i * count // to for i in range(to)],
-        "last": [*range(count), *(count - 1 for _ in added)],
-        "middle": sorted([*range(count), *((count - 1) // 2 for _ in added)]),
-    }[how]
+    return listed
 
 
 def _varying(found: BlockList, order: Sequence[int], indices: set[tuple[str, str]]) -> list[str]:
@@ -188,9 +241,10 @@ def _same(one: Any, other: Any) -> bool:
     return one is other or not all(isinstance(x, plain) for each in lists for x in each) or one == other
 
 
-def check_options(blocks: Sequence[nn.Module], *, how: str, new: str, state: str, zero: Sequence[str]) -> None:
+def check_options(blocks: Sequence[nn.Module], *, order: Order, new: str, state: str, zero: Sequence[str]) -> None:
     """Raise ValueError if an option of `stack` is unknown, or cannot be carried out in these blocks."""
-    for name, value, kind in (("how", how, Order), ("new", new, Content), ("state", state, State)):
+    listed_order(order)
+    for name, value, kind in (("new", new, Content), ("state", state, State)):
         if value not in get_args(kind):
             raise ValueError(f"stack: {name} must be one of {', '.join(get_args(kind))}, got {value!r}")
     parts = dict(blocks[0].named_modules())
@@ -386,7 +440,7 @@ def _places_of_copies(
                     elif i != source:
                         raise ValueError(
                             f"stack: slot {record['slot']!r} is in block {source}, which would become block {i}; grow "
-                            f"with how='stack' or 'last', or before slots are attached"
+                            f"with order='stack' or 'last', or before slots are attached"
                         )
         added.append((owner, records))
     return added
@@ -613,7 +667,7 @@ class BuiltBlocks:
         to: int,
         optimizers: Sequence[Optimizer],
         *,
-        how: Order,
+        order: Order,
         new: Content,
         state: State,
         zero: Sequence[str] = (),
@@ -621,7 +675,7 @@ class BuiltBlocks:
         """Grow to `to` blocks, with the options of `stack`, and return the places of copies in the whole list."""
         found, old = self.found, list(self.found.modules)
         self.check_present()
-        sources = found.whole_order(sources_of(self.depth, to, how))
+        sources = found.whole_order(sources_of(self.depth, to, order))
         targets = [self.whole[i] for i in self._places(to)]
         check_optimizers(optimizers, found.blocks)
         every = optimizers_in(*optimizers)

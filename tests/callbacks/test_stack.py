@@ -87,10 +87,10 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], list[Callback]], Calla
     "plain": (make, lambda: [stacked()], dict),
     "two changes": (make, lambda: [stacked({0.3: 3, 0.6: 4})], dict),
     "from one block": (make, lambda: [stacked(start=1)], dict),
-    "interleave": (make, lambda: [stacked(how="interleave")], dict),
-    "middle, twice": (make, lambda: [stacked({0.3: 3, 0.6: 4}, how="middle")], dict),
+    "interleave": (make, lambda: [stacked(order="interleave")], dict),
+    "middle, twice": (make, lambda: [stacked({0.3: 3, 0.6: 4}, order="middle")], dict),
     "zero": (make, lambda: [stacked(new="zero", zero=["project", "mlp.2"])], dict),
-    "fresh": (make, lambda: [stacked(new="fresh", how="last")], dict),
+    "fresh": (make, lambda: [stacked(new="fresh", order="last")], dict),
     "reset": (make, lambda: [stacked(state="reset")], dict),
     "accumulation and clipping": (
         make,
@@ -106,11 +106,11 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], list[Callback]], Calla
     "compiled module": (lambda: torch.compile(make(), backend="eager"), lambda: [stacked()], dict),
     "two lists": (
         lambda: Translator(),
-        lambda: [stacked(), Stack("decoder.blocks", start=1, at=0.3, how="interleave")],
+        lambda: [stacked(), Stack("decoder.blocks", start=1, at=0.3, order="interleave")],
         dict,
     ),
     "EMA": (make, lambda: [EMAWeightAveraging(decay=0.7), stacked()], dict),
-    "EMA behind": (make, lambda: [stacked(how="interleave"), EMAWeightAveraging(decay=0.7)], dict),
+    "EMA behind": (make, lambda: [stacked(order="interleave"), EMAWeightAveraging(decay=0.7)], dict),
     "SWA": (make, lambda: [stacked(0.4), StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)], dict),
     "SWA ahead": (make, lambda: [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2), stacked()], dict),
     "EMA of zero": (make, lambda: [stacked(new="zero", zero=["project", "mlp.2"]), EMAWeightAveraging()], dict),
@@ -379,7 +379,7 @@ trainer:
   enable_progress_bar: false
   callbacks:
     - class_path: esper_lightning.callbacks.Stack
-      init_args: {blocks: net.blocks, start: 1, at: {0.2: 2, 0.6: 4}, how: interleave}
+      init_args: {blocks: net.blocks, start: 1, at: {0.2: 2, 0.6: 4}, order: interleave}
 """
     )
 

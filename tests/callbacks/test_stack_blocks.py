@@ -140,13 +140,13 @@ class Activated(Block):
         return x + self.drop(self.act(self.linear(x)))
 
 
-@pytest.mark.parametrize("how", ["stack", "interleave", "middle"])
+@pytest.mark.parametrize("order", ["stack", "interleave", "middle"])
 @pytest.mark.parametrize("block", [Masked, Windowed, Numbered, Activated])
 def test_the_plain_class_with_the_last_weights_gives_the_outputs_of_the_grown_network(
-    block: type[Block], how: Any
+    block: type[Block], order: Any
 ) -> None:
     module = make(block)
-    train(module, begins_with(3, how=how))
+    train(module, begins_with(3, order=order))
 
     plain = Lit(block)
     plain.load_state_dict(module.state_dict())
@@ -715,7 +715,7 @@ def test_a_block_that_moves_leaves_its_own_changes_behind() -> None:
         module.blocks[1].dropout.p = 0.5
 
     module = make(Furnished)
-    train(module, Late(change), begins_with(3, how="interleave"))
+    train(module, Late(change), begins_with(3, order="interleave"))
 
     assert [block.dropout.p for block in module.blocks] == [0.1, 0.1, 0.5, 0.5, 0.1, 0.1]
 

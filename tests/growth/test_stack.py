@@ -75,7 +75,7 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("how", "to", "sources"),
+    ("order", "to", "sources"),
     [
         ("stack", 6, [0, 1, 2, 0, 1, 2]),
         ("stack", 5, [0, 1, 2, 0, 1]),
@@ -83,13 +83,15 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
         ("interleave", 5, [0, 0, 1, 1, 2]),
         ("last", 5, [0, 1, 2, 2, 2]),
         ("middle", 5, [0, 1, 1, 1, 2]),
+        ([0, 1, 1, 2, 0], None, [0, 1, 1, 2, 0]),
+        ("0-1, 1-2, 2", 5, [0, 1, 1, 2, 2]),
     ],
 )
-def test_each_block_is_that_of_its_source_and_goes_on_by_itself(how: Any, to: int, sources: list[int]) -> None:
+def test_each_block_is_that_of_its_source_and_goes_on_by_itself(order: Any, to: Any, sources: list[int]) -> None:
     network, optimizer = trained()
     before, objects = deepcopy(network), list(network.blocks)
 
-    assert stack(network, "blocks", to=to, optimizer=optimizer, how=how) == sources
+    assert stack(network, "blocks", to=to, optimizer=optimizer, order=order) == sources
 
     assert all(equal(block, before.blocks[s]) for block, s in zip(network.blocks, sources, strict=True))
     assert [network.blocks[sources.index(i)] for i in range(3)] == objects, "blocks that exist stay the same objects"
@@ -100,12 +102,12 @@ def test_each_block_is_that_of_its_source_and_goes_on_by_itself(how: Any, to: in
 
 
 @pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("how", ["stack", "interleave", "last", "middle"])
-def test_the_optimizer_is_that_of_a_network_of_the_new_depth(how: Any, named: bool) -> None:
+@pytest.mark.parametrize("order", ["stack", "interleave", "last", "middle"])
+def test_the_optimizer_is_that_of_a_network_of_the_new_depth(order: Any, named: bool) -> None:
     network, optimizer = trained(named=named)
     states = [[optimizer.state[p] for p in block.parameters()] for block in network.blocks]
 
-    sources = stack(network, "blocks", to=7, optimizer=optimizer, how=how)
+    sources = stack(network, "blocks", to=7, optimizer=optimizer, order=order)
 
     fresh = two_groups(network, named=named)
     for group, other in zip(optimizer.param_groups, fresh.param_groups, strict=True):
@@ -136,7 +138,7 @@ def test_zero_blocks_change_nothing_at_first_and_learn() -> None:
     x = torch.randn(5, WIDTH)
     before = network(x)
 
-    stack(network, "blocks", to=6, optimizer=optimizer, how="interleave", new="zero", zero=["mlp.2"])
+    stack(network, "blocks", to=6, optimizer=optimizer, order="interleave", new="zero", zero=["mlp.2"])
 
     assert torch.equal(network(x), before)
     assert equal(network.blocks[1].norm, network.blocks[0].norm)
@@ -192,7 +194,7 @@ def test_hooks_frozen_parameters_and_modes_are_copied_and_blocks_know_their_inde
         block.norm.eval()
     optimizer = AdamW(p for p in network.parameters() if p.requires_grad)
 
-    stack(network, "blocks", to=6, optimizer=optimizer, how="interleave")
+    stack(network, "blocks", to=6, optimizer=optimizer, order="interleave")
 
     network(torch.randn(2, WIDTH))
     assert seen == list(network.blocks)
@@ -236,7 +238,13 @@ def sharing() -> nn.ModuleList:
         (oddly_named, {}, "blocks are called stem, body; give them names that differ by their number"),
         (unlike, {}, "blocks 0 and 1 differ in their parameters or shapes"),
         (None, {"to": 3}, "to must be a number of blocks above 3, the present one, got 3"),
-        (None, {"how": "first"}, "how must be one of stack, interleave, last, middle, got 'first'"),
+        (None, {"order": "first"}, "order must be one of stack, interleave, last, middle, sources .* got 'first'"),
+        (None, {"order": ["a"]}, r"order must be one of .* got \['a'\]"),
+        (None, {"to": None}, "to must be a number of blocks above 3, the present one, got None"),
+        (None, {"to": 5, "order": "0-2, 2"}, "order lists 4 blocks, and to is 5; leave one of them out"),
+        (None, {"to": None, "order": "0-1, 1-1, 1"}, "order must name each of the blocks 0 to 2"),
+        (None, {"to": None, "order": [0, 2, 1, 1]}, "for the first time behind those before it"),
+        (None, {"to": None, "order": "0-3"}, "order must name each of the blocks 0 to 2"),
         (None, {"new": "zero"}, r"needs in zero=\(…\) the last layer .*; linear layers of a block: mlp.0, mlp.2"),
         (None, {"zero": ["mlp.2"]}, "new='zero' needs"),
         (None, {"new": "zero", "zero": ["out"]}, "has no layer 'out' to set to zero; it has norm, mlp, mlp.0"),
@@ -485,8 +493,8 @@ def test_a_block_with_a_slot_does_not_move() -> None:
     network = Network()
     attach_slots(network, ["blocks.1"], torch.randn(4, WIDTH))
 
-    with pytest.raises(ValueError, match=r"slot 'blocks.1' is in block 1, which would become block 2; grow with how="):
-        stack(network, "blocks", to=6, how="interleave")
+    with pytest.raises(ValueError, match=r"slot 'blocks.1' is in block 1, which would become block 2; grow with"):
+        stack(network, "blocks", to=6, order="interleave")
 
 
 class Scaled(Block):
@@ -640,16 +648,16 @@ class Alternating(Block):
 
 
 @pytest.mark.parametrize(
-    ("depth", "how", "warned"), [(4, "stack", False), (4, "interleave", True), (3, "stack", True), (2, "stack", True)]
+    ("depth", "order", "warned"), [(4, "stack", False), (4, "interleave", True), (3, "stack", True), (2, "stack", True)]
 )
 def test_copies_that_break_a_pattern_which_no_state_dict_holds_are_warned_of(
-    depth: int, how: Any, warned: bool
+    depth: int, order: Any, warned: bool
 ) -> None:
     network = Network(nn.ModuleList(map(Alternating, range(depth))))
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        stack(network, "blocks", to=8, how=how)
+        stack(network, "blocks", to=8, order=order)
 
     assert [("flag, mask" in str(warning.message)) for warning in said] == [True] * warned
 

@@ -145,13 +145,13 @@ def assert_saved(network: Any, case: Case, folder: Path) -> None:
     assert torch.equal(logits(again, case), logits(network, case))
 
 
-@pytest.mark.parametrize("how", ["stack", "interleave"])
-def test_a_grown_network_trains_generates_and_is_read_again_by_its_class(case: Case, how: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", ["stack", "interleave"])
+def test_a_grown_network_trains_generates_and_is_read_again(case: Case, order: Any, tmp_path: Path) -> None:
     network = small(case)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
     step(network, optimizer, case)
 
-    stack(network, case.blocks, to=END - case.left_out, optimizer=optimizer, how=how)
+    stack(network, case.blocks, to=END - case.left_out, optimizer=optimizer, order=order)
     step(network, optimizer, case)
 
     blocks = network.get_submodule(case.path)
