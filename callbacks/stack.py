@@ -3,10 +3,9 @@
 import copy
 import gc
 import math
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,27 +19,23 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
+from esper_lightning.callbacks.batch_cost import COUNT_ERRORS, BatchCost, measure_batch
 from esper_lightning.callbacks.checks import after_setup, check_trainer, is_validation_of_fit
 from esper_lightning.callbacks.grow import Grow
-from esper_lightning.callbacks.rerun import kept_attributes
+from esper_lightning.callbacks.plans import Plan, Progress, Shares, make_plan
 from esper_lightning.callbacks.run_record import open_events, write_run_record
 from esper_lightning.console import print_status
-from esper_lightning.envs.flops import FlopCounter, positions_per_parameter
 from esper_lightning.growth.blocks import Blocks, find_blocks
 from esper_lightning.growth.lifecycle import count_parameters
-from esper_lightning.growth.nested import copy_module, hooks_of
-from esper_lightning.growth.slot import pass_on
+from esper_lightning.growth.nested import copy_module
 from esper_lightning.growth.stack import (
     BuiltBlocks,
     Content,
@@ -48,6 +43,8 @@ from esper_lightning.growth.stack import (
     State,
     check_optimizers,
     check_options,
+    listed_order,
+    sources_of,
     warn_without_gradients,
 )
 from esper_lightning.limits import has_end, share_of_training, timers_of
@@ -56,11 +53,11 @@ from esper_lightning.telemetry.events import SCHEMA, STACK_FILE, EventLog, Stack
 CONFLICTING_CALLBACKS = (BaseFinetuning, BatchSizeFinder, LearningRateFinder)
 """Callbacks that rearrange parameter groups, or try steps before the training."""
 
-COUNT_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ArithmeticError)
-"""Exceptions of a training step that does not run on a copy of its module."""
+DEFAULT_SHARE = 0.3
+"""Share of the training after which a network grows to its full depth, if nothing else is asked for."""
 
-ROUNDING = 1e-9
-"""Share of the training by which a change may come early, so that rounding does not delay it by a batch."""
+DIGITS = 9
+"""Digits of a share of the training, so that rounding does not delay a change by a batch."""
 
 SHALLOW: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Number of blocks that the class has built, for each list that a `Stack` has taken down."""
@@ -83,7 +80,11 @@ class Stack(Callback):
             that hold trained weights are then refused, because the others would be lost.
         at: Share of the training, between 0 and 1, after which it grows to its full depth; or several shares, each
             with the number of blocks from then on: `{0.1: 4, 0.3: 12}`. Steps, epochs and `max_time` of the trainer
-            count, whichever ends the training first.
+            count, whichever ends the training first. None: .3, unless there is a plan.
+        plan: What decides in place of `at` how deep the network is: `scaling`, a rule that knows the targets per
+            parameter; `tamiyo_depth`, the policy of the package that knows depth; the file of a policy; a function
+            from `Progress` to the number of blocks, or its import path. It is asked between two optimizer steps, and
+            the network may end with fewer blocks than its class builds.
         order: Sources of the blocks; see `esper_lightning.growth.stack`, also for the following ones. Sources one by
             one or in ranges fit a single change.
         new: Content of new blocks. Those of `fresh` do not depend on the random numbers of the training.
@@ -96,12 +97,16 @@ class Stack(Callback):
         blocks: str,
         *,
         start: int | None = None,
-        at: float | dict[float, int] = 0.3,
+        at: float | dict[float, int] | None = None,
+        plan: str | Plan | None = None,
         order: Order = "stack",
         new: Content = "copy",
         state: State = "copy",
         zero: Sequence[str] = (),
     ) -> None:
+        if at is not None and plan is not None:
+            raise ValueError("Stack: at is a plan of its own; give at or plan")
+        at = DEFAULT_SHARE if at is None else at
         shares = list(at) if isinstance(at, Mapping) else [at]
         depths = [1 if start is None else start, *(at.values() if isinstance(at, Mapping) else ())]
         if not shares or not 0.0 < min(shares) <= max(shares) < 1.0:
@@ -112,7 +117,10 @@ class Stack(Callback):
             raise ValueError(f"Stack: shares and numbers of blocks must increase from start = {depths[0]} on, got {at}")
         self.name = blocks
         self._given_start = start
-        self.at = at
+        self._given_plan = Shares(at) if plan is None else plan
+        self.plan = make_plan(self._given_plan)
+        if listed_order(order) is not None and (plan is not None or len(shares) > 1):
+            raise ValueError("Stack: sources one by one are those of a single change; give order by its name")
         self.options: dict[str, Any] = {"order": order, "new": new, "state": state, "zero": zero}
         self.depths: list[int] = []
         """Numbers of blocks of the network so far."""
@@ -129,10 +137,14 @@ class Stack(Callback):
         self._told: str | None = None  # line about a change whose first loss is not known yet
         self._loss: Tensor | None = None
         self._handles: list[RemovableHandle] = []
-        self.flops: dict[tuple[int, ...], int] = {}
-        """FLOPs of a training batch, forward and backward, by the depths of all lists that grow; 0 if not known."""
-        self.batches: dict[tuple[int, ...], int] = {}
-        """Training batches so far by these depths."""
+        self.cost: BatchCost | None = None
+        """What a training batch costs; None if it is not known."""
+        self.flops_spent = 0
+        """FLOPs of the training so far, of all processes."""
+        self.batches = 0
+        """Training batches so far."""
+        self._metrics: dict[str, float] = {}  # of the last validation
+        self._parameters: dict[int, int] = {}  # of the module, by number of blocks
         self._log: EventLog | None = None
 
     @property
@@ -167,7 +179,9 @@ class Stack(Callback):
             self._check(trainer, module)
             self.depths, self.lr_peak, self._steps = [], 0.0, -1
             self._loaded, self._told, self._loss = None, None, None
-            self.flops, self.batches = {}, {}
+            self.plan = make_plan(self._given_plan)
+            self.cost, self.flops_spent, self.batches = None, 0, 0
+            self._metrics, self._parameters = {}, {}
         for each in self._lists:
             self._handles += LoadHook(self).register(each.found.modules)
             SHALLOW[each.found.modules] = len(each.whole)
@@ -202,21 +216,23 @@ class Stack(Callback):
     def _check(self, trainer: Trainer, module: LightningModule) -> None:
         """Raise ValueError if a part of the trainer or of the module does not follow a network that grows."""
         count = self.built.most
-        last = list(self.at.values())[-1] if isinstance(self.at, Mapping) else count
         if self.start >= count:
             raise ValueError(
                 f"Stack: start must be below {count}, the number of blocks that the module builds in {self.name!r}, "
                 f"got {self.start}; build the final network, or start with fewer blocks"
             )
-        if isinstance(self.at, Mapping) and next(iter(self.at.values())) <= self.start:
-            raise ValueError(f"Stack: at must begin with more than {self.start} blocks, got {self.at}; give start")
-        if last != count:
-            raise ValueError(
-                f"Stack: the module builds {count} blocks in {self.name!r}, and at ends with {last}; build the final "
-                f"network"
-            )
+        shares = self.plan.at if isinstance(self.plan, Shares) else None
+        if isinstance(shares, Mapping):
+            if next(iter(shares.values())) <= self.start:
+                raise ValueError(f"Stack: at must begin with more than {self.start} blocks, got {shares}; give start")
+            if list(shares.values())[-1] != count:
+                raise ValueError(
+                    f"Stack: the module builds {count} blocks in {self.name!r}, and at ends with "
+                    f"{list(shares.values())[-1]}; build the final network"
+                )
         with in_own_name():
             check_options(self.built.found.blocks, **self.options)
+            sources_of(self.start, count, self.options["order"])
         if elsewhere := self.built.run_elsewhere():
             raise ValueError(
                 f"Stack: blocks of {self.name!r} are also in {elsewhere}, by which the network would run them before "
@@ -263,14 +279,26 @@ class Stack(Callback):
         self._handles, self._loading = [], None
 
     def state_dict(self) -> dict[str, Any]:
-        counts = [list(self.flops.items()), list(self.batches.items())]
-        return {"depths": self.depths, "lr_peak": self.lr_peak, "counts": counts}
+        plan: Any = self.plan
+        return {
+            "depths": self.depths,
+            "lr_peak": self.lr_peak,
+            "cost": self.cost and self.cost._asdict(),
+            "flops_spent": self.flops_spent,
+            "batches": self.batches,
+            "metrics": self._metrics,
+            "plan": plan.state_dict() if hasattr(plan, "state_dict") else None,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._loading is None or self._loading.state.fn != TrainerFn.FITTING:
             return
         self.depths, self.lr_peak = list(state_dict["depths"]), state_dict["lr_peak"]
-        self.flops, self.batches = ({tuple(at): n for at, n in counted} for counted in state_dict["counts"])
+        self.cost = BatchCost(**state_dict["cost"]) if state_dict.get("cost") else None
+        self.flops_spent, self.batches = state_dict.get("flops_spent", 0), state_dict.get("batches", 0)
+        self._metrics = dict(state_dict.get("metrics", {}))
+        if state_dict.get("plan") is not None and hasattr(self.plan, "load_state_dict"):
+            self.plan.load_state_dict(state_dict["plan"])  # pyright: ignore[reportFunctionMemberAccess]
         if len(self.depths) > 1:  # the optimizer is made for the first depth, as it was, and takes the rest again
             saved = self.built.found.modules.state_dict()
             self._loaded = {name: x.clone() if isinstance(x, Tensor) else copy.deepcopy(x) for name, x in saved.items()}
@@ -322,24 +350,56 @@ class Stack(Callback):
     # The training goes on, and grows between two steps.
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Grow to the number of blocks due by the share of training done, but only between two optimizer steps."""
+        """Grow to the number of blocks that the plan asks for, but only between two optimizer steps."""
         # False in the middle of gradient accumulation: growing would mix gradients of two depths.
         between_steps, first = trainer.global_step != self._steps, self._steps == -1
         self._steps = trainer.global_step
+        leader = stacks_of(trainer)[0]
         if first:
             self._first_batch(trainer)
+            if self is leader:
+                self._measure(trainer, pl_module, batch, batch_idx)
+            if not (leader.cost and leader.cost.targets) and getattr(self.plan, "needs_targets", False):
+                raise ValueError(
+                    "Stack: the plan needs the number of targets of a batch, which torch's cross-entropy, MSE, Huber "
+                    "and binary losses tell, and this training_step does not; give at, or a plan of your own"
+                )
         if self.built.depth < self.built.most:
             lr = max(float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups)
             self.lr_peak = max(self.lr_peak, lr)
-            share = share_of_training(trainer, batch_idx) + ROUNDING
-            depth_from_share = self.at if isinstance(self.at, Mapping) else {self.at: self.built.most}
-            depth = max((depth for at, depth in depth_from_share.items() if share >= at), default=0)
-            if between_steps and depth > self.built.depth:
-                self._grow(trainer, depth, lr)
-        depths = depths_of(trainer)
-        self.batches[depths] = self.batches.get(depths, 0) + 1
-        if depths not in self.flops:
-            self.flops[depths] = self._count(trainer, pl_module, batch, batch_idx)
+            share = round(share_of_training(trainer, batch_idx), DIGITS)
+            if between_steps and share > 0.0:
+                depth = self.plan(self._progress(trainer, share))
+                if not isinstance(depth, int) or depth > self.built.most:
+                    raise ValueError(
+                        f"Stack: the plan asks for {depth!r} blocks of {self.name!r}, and the module builds "
+                        f"{self.built.most}; return a whole number up to that"
+                    )
+                if depth > self.built.depth:
+                    self._grow(trainer, depth, lr)
+        self.batches += 1
+        if self is leader and self.cost is not None:
+            self.flops_spent += self.cost.flops(depths_of(trainer)) * trainer.world_size
+
+    def _progress(self, trainer: Trainer, share: float) -> Progress:
+        """Return what the plan sees."""
+        leader = stacks_of(trainer)[0]
+        if not self._parameters:
+            self._parameters = self.built.count_parameters(range(self.start, self.built.most + 1))
+        targets_left = None
+        if leader.cost is not None and leader.cost.targets:
+            batches = trainer.fit_loop.epoch_loop.total_batch_idx / share * (1.0 - share)
+            targets_left = batches * leader.cost.targets * trainer.world_size
+        return Progress(
+            share=share,
+            depth=self.built.depth,
+            first=self.start,
+            most=self.built.most,
+            parameters=self._parameters,
+            targets_left=targets_left,
+            flops_spent=leader.flops_spent,
+            metrics=self._metrics,
+        )
 
     def _first_batch(self, trainer: Trainer) -> None:
         self._end_loading()
@@ -355,22 +415,20 @@ class Stack(Callback):
             )
         self._log_blocks(trainer)
 
-    def _count(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> int:
-        """Return the FLOPs of the coming training step; 0, with one warning in a training, if they cannot be known."""
-        others = (flops for each in stacks_of(trainer) for flops in [each.flops.get(depths_of(trainer))])
-        known = next((flops for flops in others if flops is not None), None)
-        if known is not None:
-            return known
+    def _measure(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Measure what a batch costs, or warn that it is not known."""
+        depths = depths_of(trainer)
+        if self.cost is not None and self.cost.per_block.keys() == depths.keys():
+            return
         try:
-            return count_step_flops(trainer, module, batch, batch_idx)
+            cost = measure_batch(trainer, module, depths, batch=batch, batch_idx=batch_idx)
         except COUNT_ERRORS as error:
-            if 0 not in self.flops.values():
-                reason = " ".join(str(error).split())
-                rank_zero_warn(
-                    f"Stack: the FLOPs of a training step are not known, because it does not run on a copy of the "
-                    f"module ({type(error).__name__}: {reason:.200}); the training goes on without them"
-                )
-            return 0
+            cost, reason = None, " ".join(str(error).split())
+            rank_zero_warn(
+                f"Stack: the FLOPs of a training step are not known, because it does not run on a copy of the "
+                f"module ({type(error).__name__}: {reason:.200}); the training goes on without them"
+            )
+        self.cost = trainer.strategy.broadcast(cost)  # batches of processes may differ in length
 
     def _log_blocks(self, trainer: Trainer) -> None:
         """Write the number of blocks. Only at changes: `LightningModule.log` would take half a millisecond a batch."""
@@ -390,6 +448,8 @@ class Stack(Callback):
                 for i in copies:
                     average.whole[i].load_state_dict(self.built.whole[i].state_dict())
         self.depths.append(to)
+        for each in stacks_of(trainer):
+            each._parameters = {}
         if self._log is not None:
             self._log.write([Stacked(trainer.global_step, self.name, before, to)])
         self._told = f"Stack, step {trainer.global_step}: {self.name} {before} → {to}, training loss "
@@ -411,17 +471,14 @@ class Stack(Callback):
             self._told = None
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._log is None or not is_validation_of_fit(trainer) or self is not stacks_of(trainer)[0]:
+        if not is_validation_of_fit(trainer):
             return
-        step, size = trainer.global_step, count_parameters(pl_module)
-        metrics: dict[str, float | None] = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        seconds = time.perf_counter() - self._began
-        self._log.write([Validated(step, step, size, float(self.flops_spent), seconds, metrics)])
-
-    @property
-    def flops_spent(self) -> int:
-        """FLOPs of the training so far; too few where they could not be counted."""
-        return sum(self.flops[depths] * count for depths, count in self.batches.items())
+        logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self._metrics = trainer.strategy.broadcast(logged)  # a plan must decide alike in all processes
+        if self._log is not None and self is stacks_of(trainer)[0]:
+            step, size = trainer.global_step, count_parameters(pl_module)
+            seconds = time.perf_counter() - self._began
+            self._log.write([Validated(step, step, size, float(self.flops_spent), seconds, {**self._metrics})])
 
     def _last_loss(self, trainer: Trainer) -> str:
         """Return the loss of the last batch as text. Lightning has divided it by the number of accumulated batches."""
@@ -431,29 +488,35 @@ class Stack(Callback):
         return f"{float(self._loss.float().mean()) * parts:.3f}"
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say what has not grown, and name the trainings of fixed depth that cost as much as this one."""
+        """Say how deep the network is, what it has cost, and which trainings of fixed depth cost as much."""
         self._log_blocks(trainer)
-        depth, most = self.built.depth, self.built.most
-        if trainer.is_global_zero and depth < most:
-            print_status(
-                f"Stack: {self.name} has {depth} of {most} blocks at the end, as no batch was due after at={self.at}; "
-                f"build the class with {depth} to load the last checkpoint"
-            )
-        if trainer.is_global_zero and len(self.batches) > 1 and all(self.flops.values()):
-            first, *_, last = self.batches
-            batches, steps = sum(self.batches.values()), trainer.global_step
-            # What max_steps counts: batches, or steps of several ones.
-            number = steps if pl_module.automatic_optimization and 0 < steps < batches else batches
-            unit = "training batches" if number == batches else f"steps of {batches / number:.3g} batches"
+        if not trainer.is_global_zero:
+            return
+        line = f"Stack: {self.name} has {self.built.depth} of {self.built.most} blocks"
+        if self.built.depth < self.built.most:
+            reason = getattr(self.plan, "reason", "the plan did not ask for more")
+            line += f", as {reason}; build the class with {self.built.depth} to load the last checkpoint"
+        stacks = stacks_of(trainer)
+        if self is not stacks[0] or self.cost is None or not self.flops_spent:
+            print_status(line)
+            return
+        batches, steps = self.batches, trainer.global_step
+        # What max_steps counts: batches, or steps of several ones.
+        number = steps if pl_module.automatic_optimization and 0 < steps < batches else batches
+        unit = "training batches" if number == batches else f"steps of {batches / number:.3g} batches"
+        line += f"; {number:,} {unit} cost {self.flops_spent:.3g} FLOPs"
+        last, first = ({each.name: each.depths[i] for each in stacks} for i in (-1, 0))
+        if last != first:
+            flops = self.flops_spent / trainer.world_size * number / batches
             fixed = (
-                f"{int(self.flops_spent / self.flops[depths] * number / batches):,} at {' + '.join(map(str, depths))}"
+                f"{int(flops / self.cost.flops(depths)):,} at {' + '.join(map(str, depths.values()))}"
                 for depths in (last, first)
             )
-            positions = positions_per_parameter(self.flops_spent, count_parameters(pl_module))
-            print_status(
-                f"Stack: {number:,} {unit} cost the FLOPs of {' or '.join(fixed)} blocks "
-                f"throughout, {positions:.2g} tokens per parameter; compare with such trainings, without Stack"
-            )
+            line += f", those of {' or '.join(fixed)} blocks throughout"
+        if self.cost.targets:
+            targets = batches * trainer.world_size * self.cost.targets / count_parameters(pl_module)
+            line += f", {targets:.2g} targets per parameter"
+        print_status(line + "; compare with such trainings, without Stack" * (last != first))
 
 
 class LoadHook:
@@ -493,9 +556,9 @@ def in_own_name() -> Iterator[None]:
         raise ValueError(f"Stack: {str(error).removeprefix('stack: ')}") from None
 
 
-def depths_of(trainer: Trainer) -> tuple[int, ...]:
-    """Return the present numbers of blocks of all lists that a `Stack` grows."""
-    return tuple(each.built.depth for each in stacks_of(trainer))
+def depths_of(trainer: Trainer) -> dict[str, int]:
+    """Return the present numbers of blocks of all lists that a `Stack` grows, by name."""
+    return {each.name: each.built.depth for each in stacks_of(trainer)}
 
 
 def stacks_of(trainer: Trainer) -> list[Stack]:
@@ -524,77 +587,3 @@ def wrap_again(trainer: Trainer) -> None:
         trainer.strategy.model = trainer.lightning_module
         gc.collect()  # releases the hooks of the former wrapper on the parameters
         trainer.strategy.configure_ddp()
-
-
-def count_step_flops(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> int:
-    """Return the FLOPs of a training step, forward and backward, without what checkpointed parts compute again.
-
-    The step runs on a copy of the module and of the batch, with the module's optimizers and loggers replaced, so that
-    the training does not notice. Raises an exception of COUNT_ERRORS if it does not run there.
-    """
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise ValueError("training_step takes batches from the loader itself")
-    try:
-        return _count_on_copy(trainer, module, batch, batch_idx, hooked=False)
-    except COUNT_ERRORS:  # a step may need what hooks on its modules collect
-        return _count_on_copy(trainer, module, batch, batch_idx, hooked=True)
-
-
-def _count_on_copy(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, *, hooked: bool) -> int:
-    """Return the FLOPs of a step on a copy. Without `hooked`, hooks that are not torch's or ours do not run."""
-    outside = [x for x in (trainer.datamodule, *trainer.callbacks, *trainer.loggers) if x is not None]  # type: ignore[attr-defined]
-    ours = ("torch.", "esper_lightning.")  # they belong to the network: a slot, a normalised weight
-    foreign = [hook for part in module.modules() for hook in hooks_of(part)] if not hooked else []
-    foreign = [hook for hook in foreign if not str(getattr(hook, "__module__", "")).startswith(ours)]
-    memo = {id(x): x for x in (trainer, *outside)} | {id(hook): pass_on for hook in foreign}
-    copied: Any = copy_module(module, memo)
-    observer = copy.copy(trainer)
-    observer.loggers = [DummyLogger() for _ in trainer.loggers]
-    copied.trainer = observer
-    counter = FlopCounter()
-
-    def backward(loss: Tensor, *_: object, **__: object) -> None:
-        counter.final_backward = True
-        loss.backward()
-        counter.final_backward = False
-
-    def nothing(*_: object, **__: object) -> None:
-        pass
-
-    idle = [IdleOptimizer(optimizer) for optimizer in trainer.optimizers]
-    replaced: dict[str, Any] = dict.fromkeys(("log", "log_dict", "print", "clip_gradients"), nothing)
-    replaced |= dict.fromkeys(("toggle_optimizer", "untoggle_optimizer"), nothing)
-    replaced |= dict.fromkeys(("optimizers", "lr_schedulers"), lambda *_, **__: idle if len(idle) > 1 else idle[0])
-    vars(copied).update(replaced | {"manual_backward": backward})
-    arguments = [copy.deepcopy(batch)]
-    if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):
-        arguments.append(batch_idx)
-    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    # What a step counts or schedules outside of the module is put back.
-    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-    with isolate_rng(), kept_attributes(*outside, *schedulers):
-        try:
-            with eager, counter, torch.enable_grad(), trainer.precision_plugin.train_step_context():
-                outputs = copied.training_step(*arguments)
-                loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-                if module.automatic_optimization and isinstance(loss, Tensor):
-                    backward(loss)
-        finally:
-            for group, values in zip(groups, options, strict=True):
-                group.update(values)
-    return counter.total
-
-
-class IdleOptimizer:
-    """Stands in for an optimizer, or a scheduler, whose step must not happen; it runs a closure for the step."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.param_groups = [dict(group) for group in optimizer.param_groups]
-
-    def step(self, closure: Callable[[], Any] | None = None, *_: object, **__: object) -> Any:
-        return None if closure is None or not callable(closure) else closure()
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_, **__: None

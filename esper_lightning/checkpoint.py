@@ -52,6 +52,9 @@ POLICIES = Path(__file__).parent / "policies"
 NAMED_POLICIES = {"tamiyo": "general.safetensors", "tamiyo_depth": "depth.safetensors"}
 """Files in that folder, by the names that stand for them."""
 
+HORIZON_KEY = "data.env.horizon"
+"""Key of an identity with the number of ticks of an episode."""
+
 METADATA_KEY, VERSIONS_KEY = "policy", "versions"
 """Key of the JSON text in the metadata of a policy file; and in it, of the software that trained the policy."""
 

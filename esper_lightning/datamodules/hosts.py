@@ -8,7 +8,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from lightning import LightningDataModule, Trainer
 
-from esper_lightning.checkpoint import FEATURES_KEY, begin_rollout, move_environments, saved_on_another_device
+from esper_lightning.checkpoint import (
+    FEATURES_KEY,
+    HORIZON_KEY,
+    begin_rollout,
+    move_environments,
+    saved_on_another_device,
+)
 from esper_lightning.console import print_status
 from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool, check_host_count
 from esper_lightning.envs.env_factory import discover_spaces
@@ -304,7 +310,7 @@ class HostPoolData(LightningDataModule):
         pool = self.pool
         hosts = [f"{name}: {self.task_configs[name].n_envs} hosts, {one.host_kind}" for name, one in self.pools.items()]
         return {
-            "data.env.horizon": pool.config.horizon,
+            HORIZON_KEY: pool.config.horizon,
             "data.env.training.optimizer": "; ".join(one.config.training.optimizer for one in self.pools.values()),
             **{f"choices of the {head} head": choices for head, choices in zip(HEADS, pool.space, strict=True)},
             FEATURES_KEY: pool.feature_names,

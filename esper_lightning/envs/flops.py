@@ -32,6 +32,16 @@ FORMULAS: dict[Any, Callable[..., int]] = flop_registry | {
 }
 """FLOPs of operators: torch's table, and the fused attention of the CPU."""
 
+CLASS_LOSSES = {torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss2d_forward}
+VALUE_LOSSES = {
+    torch.ops.aten.mse_loss,
+    torch.ops.aten.smooth_l1_loss,
+    torch.ops.aten.huber_loss,
+    torch.ops.aten.binary_cross_entropy,
+    torch.ops.aten.binary_cross_entropy_with_logits,
+}
+"""Operators of losses, whose second argument are the targets: indices of classes, or values."""
+
 PASSES_PER_STEP = 3
 """Cost of a training step in forward passes: the forward pass and one backward pass each for inputs and weights.
 Source: Kaplan et al., 2020, https://arxiv.org/abs/2001.08361."""
@@ -91,11 +101,14 @@ class FlopCounter(TorchDispatchMode):
     supports_higher_order_operators = True
     total = 0
     """FLOPs so far."""
+    targets = 0
+    """Elements of the targets of torch's losses so far; a class index that a loss ignores is none."""
     final_backward = False
     """True during a step's own backward pass, in which nothing is counted that checkpointed parts compute again."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        formula = FORMULAS.get(getattr(func, "_overloadpacket", None))
+        operator = getattr(func, "_overloadpacket", None)
+        formula = FORMULAS.get(operator)
         if formula is None and hasattr(func, "decompose"):
             with self:  # inference mode hands on operators that consist of others
                 parts = func.decompose(*args, **(kwargs or {}))
@@ -103,8 +116,15 @@ class FlopCounter(TorchDispatchMode):
                 return parts
         output = func(*args, **(kwargs or {}))
         # Only what is computed again records its graph within that pass.
-        if formula is not None and not (self.final_backward and torch.is_grad_enabled()):
+        if self.final_backward and torch.is_grad_enabled():
+            return output
+        if formula is not None:
             self.total += formula(*args, **(kwargs or {}), out_val=output)
+        if operator in CLASS_LOSSES:
+            _, classes, _, _, ignored = args
+            self.targets += int((classes != ignored).sum())
+        elif operator in VALUE_LOSSES:
+            self.targets += args[1].numel()
         return output
 
 

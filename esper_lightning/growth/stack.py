@@ -629,6 +629,17 @@ class BuiltBlocks:
         """Return the identities of all parts of all blocks."""
         return {id(part) for block in self.whole for part in block.modules()}
 
+    def count_parameters(self, depths: Iterable[int]) -> dict[int, int]:
+        """Return the number of parameters of the network by numbers of blocks in the list."""
+        inside = self._inside()
+        rest = [p for part in self.found.network.modules() if id(part) not in inside for p in part._parameters.values()]
+        counts: dict[int, int] = {}
+        for depth in depths:
+            blocks = [self.whole[i] for i in self._places(depth)]
+            every = {id(p): p for p in (*rest, *(p for b in blocks for p in b.parameters())) if p is not None}
+            counts[depth] = sum(p.numel() for p in every.values())
+        return counts
+
     def run_elsewhere(self) -> str:
         """Return where the network holds a block beside the list, which it then runs at any depth; empty if nowhere."""
         blocks = {id(block) for block in self.whole}

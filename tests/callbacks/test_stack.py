@@ -25,7 +25,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper_lightning.callbacks import Grow, Stack
-from tests.callbacks.gpt import BATCHES, EPOCHS, GPT, LitGPT, make, small, train, trainer
+from tests.callbacks.gpt import BATCHES, EPOCHS, GPT, LENGTH, LitGPT, make, small, train, trainer
 
 AT = 0.6
 """Share of the training after which networks grow: in the middle of the second epoch."""
@@ -266,35 +266,39 @@ def test_flops_of_other_callbacks_are_not_counted_and_steps_are_those_of_max_ste
     alone, beside = stacked(), stacked()
     train(make(), alone)
     train(make(), Look(), beside, Look())
-    assert beside.flops == alone.flops
+    assert beside.cost == alone.cost
 
     capsys.readouterr()
     train(make(), stacked(), max_epochs=4, accumulate_grad_batches=5)
-    batches = {depth: sum(of[0] == depth for of in [(2,)] * 15 + [(4,)] * 5) for depth in (2, 4)}
-    spent = sum(alone.flops[(depth,)] * count for depth, count in batches.items())
-    last, first = (spent // (5 * alone.flops[(depth,)]) for depth in (4, 2))
-    assert (
-        f"Stack: 4 steps of 5 batches cost the FLOPs of {last} at 4 or {first} at 2 blocks" in capsys.readouterr().out
-    )
+    spent = 15 * flops_of(2) + 5 * flops_of(4)
+    last, first = (spent // (5 * flops_of(depth)) for depth in (4, 2))
+    told = f"4 steps of 5 batches cost {spent:.3g} FLOPs, those of {last} at 4 or {first} at 2 blocks throughout"
+    assert told in capsys.readouterr().out
+
+
+def flops_of(depth: int) -> int:
+    # The counter knows the matrix products of attention, and not the fused kernel of a CPU.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        small(depth).loss([0, 1]).backward()
+    return counter.get_total_flops()
 
 
 def test_the_flops_of_a_training_are_told_in_batches_of_a_fixed_depth(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def flops_of(depth: int) -> int:
-        # The counter knows the matrix products of attention, and not the fused kernel of a CPU.
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            small(depth).loss([0, 1]).backward()
-        return counter.get_total_flops()
-
     callback, steps, total = stacked(), EachStep(tmp_path), BATCHES * EPOCHS
     train(make(), callback, steps)
 
-    assert callback.flops == {(2,): flops_of(2), (4,): flops_of(4)} and flops_of(2) < flops_of(4)
-    assert callback.batches == {(2,): CHANGE, (4,): total - CHANGE}
     spent = CHANGE * flops_of(2) + (total - CHANGE) * flops_of(4)
-    told = f"{total} training batches cost the FLOPs of {spent // flops_of(4)} at 4 or {spent // flops_of(2)} at 2"
-    assert told in capsys.readouterr().out
+    assert callback.cost is not None and callback.flops_spent == spent and flops_of(2) < flops_of(4)
+    assert [callback.cost.flops({"net.blocks": depth}) for depth in (1, 2, 3, 4)] == [*map(flops_of, range(1, 5))]
+    words = 16 * LENGTH
+    told = (
+        f"net.blocks has 4 of 4 blocks; {total} training batches cost {spent:.3g} FLOPs, those of "
+        f"{spent // flops_of(4)} at 4 or {spent // flops_of(2)} at 2 blocks throughout, "
+        f"{total * words / sum(p.numel() for p in make().parameters()):.2g} targets per parameter; compare"
+    )
+    assert callback.cost.targets == words and told in capsys.readouterr().out
     for batches in (2, CHANGE, CHANGE + 2):
         resumed = stacked()
         train(make(), resumed, resume_from=steps.path(batches))
@@ -311,7 +315,7 @@ def test_a_step_that_fails_leaves_no_counter_behind() -> None:
         train(Failing(), callback)
     with FlopCounterMode(display=False) as counter:
         torch.ones(2, 3) @ torch.ones(3, 4)
-    assert counter.get_total_flops() == 48 and callback.flops == {(2,): 0}
+    assert counter.get_total_flops() == 48 and callback.cost is None
 
 
 def test_a_rate_that_has_begun_to_fall_is_warned_of() -> None:

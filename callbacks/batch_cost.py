@@ -1,0 +1,144 @@
+"""FLOPs of the training step of a user's module, counted on a copy."""
+
+import copy
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.optim import Optimizer
+
+from esper_lightning.callbacks.rerun import kept_attributes
+from esper_lightning.envs.flops import FlopCounter
+from esper_lightning.growth.blocks import find_blocks
+from esper_lightning.growth.nested import copy_module, hooks_of
+from esper_lightning.growth.slot import pass_on
+from esper_lightning.growth.stack import deepen
+
+COUNT_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ArithmeticError)
+"""Exceptions of a training step that does not run on a copy of its module."""
+
+
+class BatchCost(NamedTuple):
+    """What a training batch costs: its FLOPs, forward and backward, as a linear function of the depth of each list."""
+
+    fixed: int
+    """FLOPs outside of the blocks."""
+    per_block: dict[str, int]
+    """FLOPs of one block, by the name of its list."""
+    targets: int
+    """Labels, or tokens to predict; 0 if torch's losses do not tell."""
+
+    def flops(self, depths: Mapping[str, int]) -> int:
+        """Return the FLOPs of a batch for the number of blocks in each list."""
+        return self.fixed + sum(flops * depths[name] for name, flops in self.per_block.items())
+
+
+def measure_batch(
+    trainer: Trainer, module: LightningModule, depths: Mapping[str, int], *, batch: Any, batch_idx: int
+) -> BatchCost:
+    """Measure what a training batch costs, without what checkpointed parts compute again.
+
+    Its step runs on copies of the module and of the batch, as it is and with one more block in each list, with the
+    module's optimizers and loggers replaced, so that the training does not notice. `depths` are the present numbers of
+    blocks by the names of lists. Raises an exception of COUNT_ERRORS if the step does not run there.
+    """
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ValueError("training_step takes batches from the loader itself")
+
+    def count(deeper: str = "") -> FlopCounter:
+        try:
+            return _count_on_copy(trainer, module, batch, batch_idx, deeper=deeper, hooked=False)
+        except COUNT_ERRORS:  # a step may need what hooks on its modules collect
+            return _count_on_copy(trainer, module, batch, batch_idx, deeper=deeper, hooked=True)
+
+    now = count()
+    per_block = {name: count(name).total - now.total for name in depths}
+    return BatchCost(now.total - sum(per_block[name] * depths[name] for name in depths), per_block, now.targets)
+
+
+def _count_on_copy(
+    trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, *, deeper: str, hooked: bool
+) -> FlopCounter:
+    """Count a step on a copy, in which the list named `deeper` has one more block; empty for none.
+
+    Without `hooked`, hooks that are not torch's or ours do not run.
+    """
+    outside = [x for x in (trainer.datamodule, *trainer.callbacks, *trainer.loggers) if x is not None]  # type: ignore[attr-defined]
+    ours = ("torch.", "esper_lightning.")  # they belong to the network: a slot, a normalised weight
+    foreign = [hook for part in module.modules() for hook in hooks_of(part)] if not hooked else []
+    foreign = [hook for hook in foreign if not str(getattr(hook, "__module__", "")).startswith(ours)]
+    memo = {id(x): x for x in (trainer, *outside)} | {id(hook): pass_on for hook in foreign}
+    copied: Any = copy_module(module, memo)
+    if deeper:
+        found = find_blocks(copied, deeper)
+        deepen(found, [*range(len(found.blocks)), len(found.blocks) - 1], [])
+    observer = copy.copy(trainer)
+    observer.loggers = [DummyLogger() for _ in trainer.loggers]
+    copied.trainer = observer
+    counter = FlopCounter()
+
+    def backward(loss: Tensor, *_: object, **__: object) -> None:
+        counter.final_backward = True
+        loss.backward()
+        counter.final_backward = False
+
+    def nothing(*_: object, **__: object) -> None:
+        pass
+
+    idle = [IdleOptimizer(optimizer) for optimizer in trainer.optimizers]
+    replaced: dict[str, Any] = dict.fromkeys(("log", "log_dict", "print", "clip_gradients"), nothing)
+    replaced |= dict.fromkeys(("toggle_optimizer", "untoggle_optimizer"), nothing)
+    replaced |= dict.fromkeys(("optimizers", "lr_schedulers"), lambda *_, **__: idle if len(idle) > 1 else idle[0])
+    vars(copied).update(replaced | {"manual_backward": backward})
+    arguments = [copy.deepcopy(batch)]
+    if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):
+        arguments.append(batch_idx)
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    # What a step counts or schedules outside of the module is put back.
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    failure: Exception | None = None
+    with isolate_rng(), kept_attributes(*outside, *schedulers):
+        try:
+            with eager, counter, torch.enable_grad(), trainer.precision_plugin.train_step_context():
+                outputs = copied.training_step(*arguments)
+                loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+                if module.automatic_optimization and isinstance(loss, Tensor):
+                    backward(loss)
+        except COUNT_ERRORS as error:
+            failure = error  # raised below: `isolate_rng` restores random numbers only where nothing is raised
+        finally:
+            for group, values in zip(groups, options, strict=True):
+                group.update(values)
+    if failure is not None:
+        raise failure
+    return counter
+
+
+class IdleOptimizer:
+    """Stands in for an optimizer, or a scheduler, whose step must not happen; it runs a closure for the step.
+
+    It passes for a LightningOptimizer by type, because a training step may ask.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.param_groups = [dict(group) for group in optimizer.param_groups]
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return LightningOptimizer
+
+    def step(self, closure: Callable[[], Any] | None = None, *_: object, **__: object) -> Any:
+        return None if closure is None or not callable(closure) else closure()
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None

@@ -1,0 +1,229 @@
+"""Plans: functions from the progress of a training to the number of blocks that its network should have."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper_lightning.blueprints import STACK
+from esper_lightning.checkpoint import HORIZON_KEY, IDENTITY_KEY, names_policy, read_policy
+from esper_lightning.controllers.rules import Scaling
+from esper_lightning.envs import ActionSpace, Masks, Op
+from esper_lightning.envs.spaces.observation import LOG_SIZE_SCALE, clip
+from esper_lightning.envs.vector_env import Observation
+from esper_lightning.evaluation.checkpoints import load_controller
+from esper_lightning.registry import import_object
+
+EPSILON = 1e-6
+"""Part of a tick by which a plan may be asked early, so that rounding does not delay it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """A training between two optimizer steps, as a plan sees it."""
+
+    share: float
+    """Share of the training that is over, 0 to 1: of steps, epochs or time, whichever ends it first."""
+    depth: int
+    """Number of blocks now."""
+    first: int
+    """Number of blocks at the beginning."""
+    most: int
+    """Number of blocks that the class has built."""
+    parameters: Mapping[int, int]
+    """Parameters of the module by number of blocks, from the first to the largest one."""
+    targets_left: float | None
+    """Targets of the batches to come: labels, or tokens to predict. None if the loss does not tell how many a batch
+    has."""
+    flops_spent: int
+    """FLOPs of the training so far, forward and backward."""
+    metrics: Mapping[str, float]
+    """Metrics of the last validation by name; empty before the first one."""
+
+    def targets_per_parameter(self, depth: int) -> float:
+        """Return how many targets to come a network of `depth` blocks has for each of its parameters."""
+        assert self.targets_left is not None, "a plan that needs them has `needs_targets`"
+        return self.targets_left / self.parameters[depth]
+
+    @property
+    def deeper(self) -> int:
+        """Number of blocks after the next step of a rule: as many more as there were at the beginning."""
+        return min(self.depth + self.first, self.most)
+
+
+Plan = Callable[[Progress], int]
+"""Function that returns how many blocks a network should have now. A number up to the present one changes nothing.
+
+A plan with `state_dict` and `load_state_dict` goes on where a resumed training does. Its attribute `reason` says why the
+network is not deeper. If `needs_targets` is true, a training whose targets are not known is refused."""
+
+
+class Shares:
+    """Plan that grows after given shares of the training.
+
+    Args:
+        at: Share after which the network has its full depth, or the number of blocks from each share on.
+    """
+
+    def __init__(self, at: float | Mapping[float, int]) -> None:
+        self.at = at
+        self.reason = f"no batch was due after at={at}"
+
+    def __call__(self, progress: Progress) -> int:
+        depth_from_share = self.at if isinstance(self.at, Mapping) else {self.at: progress.most}
+        return max((depth for share, depth in depth_from_share.items() if progress.share >= share), default=0)
+
+
+class AtTicks:
+    """Plan that decides at equal shares of the training, its ticks, as controllers do in their environments."""
+
+    needs_targets = True
+    ticks = 6
+    reason = "it was not asked"
+
+    def __init__(self) -> None:
+        self.tick = -1  # the last one at which it was asked
+
+    def __call__(self, progress: Progress) -> int:
+        tick = int(progress.share * self.ticks + EPSILON)
+        if tick <= self.tick:
+            return progress.depth
+        self.tick = tick
+        return self.decide(progress)
+
+    def decide(self, progress: Progress) -> int:
+        """Return the number of blocks from this tick on."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tick": self.tick}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.tick = state["tick"]
+
+
+class ScalingPlan(AtTicks):
+    """The rule `scaling` as a plan: it grows as long as the targets to come suffice for the deeper network."""
+
+    def decide(self, progress: Progress) -> int:
+        found = progress.targets_per_parameter(progress.deeper)
+        self.reason = (
+            f"{progress.deeper} blocks would have {found:.2g} targets to come for each parameter, and the rule asks "
+            f"for {Scaling.targets:g}"
+        )
+        is_due = self.tick >= Scaling.begin * self.ticks
+        return progress.deeper if is_due and found >= Scaling.targets else progress.depth
+
+
+class Places(NamedTuple):
+    """What a controller reads of a pool, for one network whose list has places for more blocks."""
+
+    space: ActionSpace
+    feature_names: list[str]
+    observation: Observation
+    masks: Masks
+    episode_starts: Tensor
+    n_envs: int = 1
+
+
+FEATURES: dict[str, Callable[[Progress], float]] = {
+    "progress": lambda progress: progress.share,
+    "parameters.committed": lambda progress: clip(
+        math.log(progress.parameters[progress.depth] / progress.parameters[progress.first]) / LOG_SIZE_SCALE
+    ),
+    "budget": lambda progress: clip(math.log(progress.targets_per_parameter(progress.depth)) / LOG_SIZE_SCALE),
+    "slot.present": lambda progress: 1.0,
+    "slot.DORMANT": lambda progress: 1.0,
+    "blueprint.present": lambda progress: 1.0,
+}
+"""Features of a network, of a place that is free, and of a copy there, as in the observation of hosts."""
+
+
+class PolicyPlan(AtTicks):
+    """A policy that was trained on hosts which grow in depth, as by `configs/depth.yaml`.
+
+    Args:
+        name: Name of a policy of the package, as `tamiyo_depth`, or path of a checkpoint or of a safetensors file.
+
+    Raises ValueError if it is a policy of something else, or reads what a training of one's own does not know.
+    """
+
+    reason = "the policy chose to wait"
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.controller = load_controller(name)
+        assert self.controller.training is not None, "the controller of a file knows its training"
+        self.training = self.controller.training
+        self.ticks = read_policy(name)[IDENTITY_KEY][HORIZON_KEY]
+        if self.training.space.blueprint != [STACK]:
+            raise ValueError(f"Stack: the policy {name!r} grows seeds and not blocks; give tamiyo_depth, or train one")
+        unknown = set(self.training.features) - FEATURES.keys()
+        if unknown:
+            raise ValueError(
+                f"Stack: the policy {name!r} reads {', '.join(sorted(unknown))}, which a training of your own does not "
+                f"have; train it with data.env.sight as in configs/depth.yaml"
+            )
+        self._saved: Mapping[str, Any] | None = None
+        self._begun = False
+
+    def decide(self, progress: Progress) -> int:
+        places = self._places(progress)
+        if self._saved is not None:
+            self.controller.load_state_dict(places, self._saved)  # pyright: ignore[reportArgumentType]
+        elif not self._begun:
+            self.controller.reset(places)  # pyright: ignore[reportArgumentType]
+        self._saved, self._begun = None, True
+        chosen = self.controller.act(places)  # pyright: ignore[reportArgumentType]
+        return progress.deeper if int(chosen.op) == Op.GERMINATE else progress.depth
+
+    def _places(self, progress: Progress) -> Places:
+        number = -(-(progress.most - progress.first) // progress.first)
+        taken = -(-(progress.depth - progress.first) // progress.first)
+        names = self.training.features
+        rows = torch.tensor([[[FEATURES[name](progress) for name in names]] * number])
+        if "slot.DORMANT" in names:
+            rows[0, :taken, names.index("slot.DORMANT")] = 0.0
+        possible = torch.zeros(1, len(Op), number, dtype=torch.bool)
+        possible[0, Op.WAIT] = True
+        possible[0, Op.GERMINATE, taken : taken + 1] = True
+        masks = Masks(possible, torch.ones(1, number, 1, dtype=torch.bool), torch.zeros(1, dtype=torch.bool))
+        space = self.training.space._replace(slot=[f"stack{i + 1}" for i in range(number)])
+        return Places(space, names, Observation(rows), masks, torch.zeros(1, dtype=torch.bool))
+
+    def state_dict(self) -> dict[str, Any]:
+        policy = self.controller.state_dict() if self._begun else self._saved
+        return super().state_dict() | {"policy": policy}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._saved, self._begun = state["policy"], False
+
+
+PLANS: dict[str, Callable[[], Plan]] = {"scaling": ScalingPlan}
+"""Plans by name, besides policies."""
+
+
+def make_plan(plan: str | Plan) -> Plan:
+    """Return the plan with a name, an import path, or the file of a policy; a function is returned as it is.
+
+    Raises ValueError if there is none.
+    """
+    if isinstance(plan, str):
+        if plan in PLANS:
+            return PLANS[plan]()
+        if names_policy(plan):
+            return PolicyPlan(plan)
+        if "." not in plan:
+            raise ValueError(
+                f"Stack: there is no plan {plan!r}; give {', '.join(PLANS)}, tamiyo_depth, the file of a policy, an "
+                f"import path, or a function"
+            )
+        found = import_object(plan, "Stack: plan")
+        plan = found() if isinstance(found, type) else found
+    if not callable(plan):
+        raise ValueError(f"Stack: plan must be a function of the progress, got {type(plan).__name__}")
+    return plan
