@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -57,8 +57,8 @@ class Progress:
 Plan = Callable[[Progress], int]
 """Function that returns how many blocks a network should have now. A number up to the present one changes nothing.
 
-A plan with `state_dict` and `load_state_dict` goes on where a resumed training does. Its attribute `reason` says why the
-network is not deeper. If `needs_targets` is true, a training whose targets are not known is refused."""
+A plan with `state_dict` and `load_state_dict` goes on where a resumed training does. Its attribute `reason` says why
+the network is not deeper. If `needs_targets` is true, a training whose targets are not known is refused."""
 
 
 class Shares:
@@ -171,7 +171,7 @@ class PolicyPlan(AtTicks):
         self._begun = False
 
     def decide(self, progress: Progress) -> int:
-        places = self._places(progress)
+        places = self._places(replace(progress, share=self.tick / self.ticks))  # as in its training, without rounding
         if self._saved is not None:
             self.controller.load_state_dict(places, self._saved)  # pyright: ignore[reportArgumentType]
         elif not self._begun:

@@ -478,7 +478,7 @@ class Stack(Callback):
         if self._log is not None and self is stacks_of(trainer)[0]:
             step, size = trainer.global_step, count_parameters(pl_module)
             seconds = time.perf_counter() - self._began
-            self._log.write([Validated(step, step, size, float(self.flops_spent), seconds, {**self._metrics})])
+            self._log.write([Validated(step, step, size, float(self.flops_spent), seconds, dict(self._metrics))])
 
     def _last_loss(self, trainer: Trainer) -> str:
         """Return the loss of the last batch as text. Lightning has divided it by the number of accumulated batches."""

@@ -170,7 +170,7 @@ def listed_order(order: Order) -> list[int] | None:
     if order in get_args(OrderName):
         return None
     if not isinstance(order, str):
-        sources = list(order) if isinstance(order, Sequence) else [order]
+        sources: list[Any] = list(order) if isinstance(order, Sequence) else [order]
         if all(isinstance(source, int) for source in sources):
             return sources
     elif re.fullmatch(r"\s*\d+(\s*-\s*\d+)?(\s*,\s*\d+(\s*-\s*\d+)?)*\s*", order):
