@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +20,7 @@ EPSILON = 1e-6
 """Part of a tick by which a plan may be asked early, so that rounding does not delay it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Progress:
+class Progress(NamedTuple):
     """A training between two optimizer steps, as a plan sees it."""
 
     share: float
@@ -171,7 +169,7 @@ class PolicyPlan(AtTicks):
         self._begun = False
 
     def decide(self, progress: Progress) -> int:
-        places = self._places(replace(progress, share=self.tick / self.ticks))  # as in its training, without rounding
+        places = self._places(progress._replace(share=self.tick / self.ticks))  # as in its training, without rounding
         if self._saved is not None:
             self.controller.load_state_dict(places, self._saved)  # pyright: ignore[reportArgumentType]
         elif not self._begun:

@@ -145,6 +145,8 @@ class Stack(Callback):
         """Training batches so far."""
         self._metrics: dict[str, float] = {}  # of the last validation
         self._parameters: dict[int, int] = {}  # of the module, by number of blocks
+        self._leader = self  # of all callbacks of this class, the one that knows what they have in common
+        self._batch_flops = 0  # of a batch now, in all processes; 0 if it is not known, or if another one leads
         self._log: EventLog | None = None
 
     @property
@@ -181,10 +183,10 @@ class Stack(Callback):
             self._loaded, self._told, self._loss = None, None, None
             self.plan = make_plan(self._given_plan)
             self.cost, self.flops_spent, self.batches = None, 0, 0
-            self._metrics, self._parameters = {}, {}
+            self._metrics, self._parameters, self._batch_flops = {}, {}, 0
         for each in self._lists:
             self._handles += LoadHook(self).register(each.found.modules)
-            SHALLOW[each.found.modules] = len(each.whole)
+            SHALLOW[each.found.modules] = max(len(each.whole), SHALLOW.get(each.found.modules, 0))
             if self._begins:
                 each.show(self.start)
         self._loading = trainer
@@ -206,7 +208,7 @@ class Stack(Callback):
         if known:  # after an earlier run the list may hold a part of its blocks
             return known[0]
         most = SHALLOW.get(found.modules, 0)
-        if most > len(found.modules):
+        if trainer.state.fn == TrainerFn.FITTING and most > len(found.modules):
             raise ValueError(
                 f"Stack: {self.name!r} has {len(found.modules)} of the {most} blocks that its class has built, since "
                 f"an earlier training ended before it had grown; build the module anew"
@@ -354,9 +356,9 @@ class Stack(Callback):
         # False in the middle of gradient accumulation: growing would mix gradients of two depths.
         between_steps, first = trainer.global_step != self._steps, self._steps == -1
         self._steps = trainer.global_step
-        leader = stacks_of(trainer)[0]
         if first:
             self._first_batch(trainer)
+            self._leader = leader = stacks_of(trainer)[0]
             if self is leader:
                 self._measure(trainer, pl_module, batch, batch_idx)
             if not (leader.cost and leader.cost.targets) and getattr(self.plan, "needs_targets", False):
@@ -364,26 +366,26 @@ class Stack(Callback):
                     "Stack: the plan needs the number of targets of a batch, which torch's cross-entropy, MSE, Huber "
                     "and binary losses tell, and this training_step does not; give at, or a plan of your own"
                 )
-        if self.built.depth < self.built.most:
+        depth, most = self.built.depth, self.built.most
+        if depth < most:
             lr = max(float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups)
             self.lr_peak = max(self.lr_peak, lr)
             share = round(share_of_training(trainer, batch_idx), DIGITS)
             if between_steps and share > 0.0:
-                depth = self.plan(self._progress(trainer, share))
-                if not isinstance(depth, int) or depth > self.built.most:
+                asked = self.plan(self._progress(trainer, share))
+                if not isinstance(asked, int) or asked > most:
                     raise ValueError(
-                        f"Stack: the plan asks for {depth!r} blocks of {self.name!r}, and the module builds "
-                        f"{self.built.most}; return a whole number up to that"
+                        f"Stack: the plan asks for {asked!r} blocks of {self.name!r}, and the module builds {most}; "
+                        f"return a whole number up to that"
                     )
-                if depth > self.built.depth:
-                    self._grow(trainer, depth, lr)
+                if asked > depth:
+                    self._grow(trainer, asked, lr)
         self.batches += 1
-        if self is leader and self.cost is not None:
-            self.flops_spent += self.cost.flops(depths_of(trainer)) * trainer.world_size
+        self.flops_spent += self._batch_flops
 
     def _progress(self, trainer: Trainer, share: float) -> Progress:
         """Return what the plan sees."""
-        leader = stacks_of(trainer)[0]
+        leader = self._leader
         if not self._parameters:
             self._parameters = self.built.count_parameters(range(self.start, self.built.most + 1))
         targets_left = None
@@ -418,17 +420,21 @@ class Stack(Callback):
     def _measure(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Measure what a batch costs, or warn that it is not known."""
         depths = depths_of(trainer)
-        if self.cost is not None and self.cost.per_block.keys() == depths.keys():
-            return
-        try:
-            cost = measure_batch(trainer, module, depths, batch=batch, batch_idx=batch_idx)
-        except COUNT_ERRORS as error:
-            cost, reason = None, " ".join(str(error).split())
-            rank_zero_warn(
-                f"Stack: the FLOPs of a training step are not known, because it does not run on a copy of the "
-                f"module ({type(error).__name__}: {reason:.200}); the training goes on without them"
-            )
-        self.cost = trainer.strategy.broadcast(cost)  # batches of processes may differ in length
+        if self.cost is None or self.cost.per_block.keys() != depths.keys():
+            try:
+                cost = measure_batch(trainer, module, depths, batch=batch, batch_idx=batch_idx)
+            except COUNT_ERRORS as error:
+                cost, reason = None, " ".join(str(error).split())
+                rank_zero_warn(
+                    f"Stack: the FLOPs of a training step are not known, because it does not run on a copy of the "
+                    f"module ({type(error).__name__}: {reason:.200}); the training goes on without them"
+                )
+            self.cost = trainer.strategy.broadcast(cost)  # batches of processes may differ in length
+        self._set_batch_flops(trainer)
+
+    def _set_batch_flops(self, trainer: Trainer) -> None:
+        if self.cost is not None:
+            self._batch_flops = self.cost.flops(depths_of(trainer)) * trainer.world_size
 
     def _log_blocks(self, trainer: Trainer) -> None:
         """Write the number of blocks. Only at changes: `LightningModule.log` would take half a millisecond a batch."""
@@ -450,6 +456,7 @@ class Stack(Callback):
         self.depths.append(to)
         for each in stacks_of(trainer):
             each._parameters = {}
+        self._leader._set_batch_flops(trainer)
         if self._log is not None:
             self._log.write([Stacked(trainer.global_step, self.name, before, to)])
         self._told = f"Stack, step {trainer.global_step}: {self.name} {before} → {to}, training loss "

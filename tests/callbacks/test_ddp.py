@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from esper_lightning.callbacks import Stack
+from esper_lightning.callbacks.plans import Shares
 from esper_lightning.growth.blend import Isolation
 from tests.callbacks import gpt
 from tests.callbacks.grow.modules import DigitsData
 from tests.callbacks.grow.trainings import QUICK, classifier, grow, train
+from tests.callbacks.test_plans import Eager, Patient, Rich
 from tests.decisions import cull, fossilize, germinate
 from tests.ranks import start_ranks
 
@@ -27,7 +29,7 @@ Weights = dict[str, Tensor]
 PLAN = {0: germinate(0, 0), 1: germinate(1, 1), 5: cull(1), 6: fossilize(0), 7: germinate(1, 0)}
 
 SAVED = 7
-"""Steps after which the stacked network is saved; it has grown after the sixth."""
+"""Steps after which the stacked network is saved; it has grown by then."""
 
 
 class Write(Callback):
@@ -87,7 +89,7 @@ def grown(
     return weights(folder, processes, run)
 
 
-def stacked(folder: Path, processes: int, resume_from: Path | None = None) -> list[Weights]:
+def stacked(folder: Path, processes: int, plan: Any, resume_from: Path | None = None) -> list[Weights]:
     """Return the parameters of a GPT that was stacked."""
 
     def run(folder: Path, **several: Any) -> None:
@@ -97,7 +99,7 @@ def stacked(folder: Path, processes: int, resume_from: Path | None = None) -> li
                 part.p = 0.0  # one process draws other numbers for a batch than two do
         # Adam enlarges the rounding of gradients that are zero, such as those of key biases.
         settings = {"resume_from": resume_from, "precision": "64-true", **several}
-        gpt.train(module, Stack("net.blocks", start=2, at=0.6), Write(folder, SAVED), **settings)
+        gpt.train(module, Stack("net.blocks", start=2, plan=plan()), Write(folder, SAVED), **settings)
 
     return weights(folder, processes, run)
 
@@ -134,10 +136,11 @@ def test_two_processes_train_what_one_trains_with_the_batches_of_both(tmp_path: 
     assert difference(together, alone) < 1e-5
 
 
-def test_two_processes_stack_the_network_of_one_and_go_on_from_a_checkpoint(tmp_path: Path) -> None:
-    (alone,) = stacked(tmp_path / "alone", 1)
-    one, other = stacked(tmp_path / "two", 2)
-    resumed, _ = stacked(tmp_path / "resumed", 2, tmp_path / "two" / "saved.ckpt")
+@pytest.mark.parametrize("plan", [lambda: Shares(0.6), Eager, Rich, Patient], ids=["at", "rule", "policy", "object"])
+def test_two_processes_stack_the_network_of_one_and_go_on_from_a_checkpoint(plan: Any, tmp_path: Path) -> None:
+    (alone,) = stacked(tmp_path / "alone", 1, plan)
+    one, other = stacked(tmp_path / "two", 2, plan)
+    resumed, _ = stacked(tmp_path / "resumed", 2, plan, tmp_path / "two" / "saved.ckpt")
 
     assert "net.blocks.3.mlp.0.weight" in alone
     assert difference(one, other) == difference(one, resumed) == 0.0

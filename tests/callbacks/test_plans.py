@@ -69,9 +69,20 @@ class Eager(ScalingPlan):
         return progress.deeper if self.tick >= 2 else progress.depth
 
 
+class Rich(PolicyPlan):
+    """The policy of the package, which is told of a thousand times as many targets."""
+
+    def __init__(self) -> None:
+        super().__init__("tamiyo_depth")
+
+    def decide(self, progress: Progress) -> int:
+        assert progress.targets_left is not None
+        return super().decide(progress._replace(targets_left=1000 * progress.targets_left))
+
+
 PLANS: dict[str, tuple[Callable[[], Any], list[int]]] = {
     "a rule": (Eager, [1] * 4 + [2] + [3] * 2 + [4] * 3),
-    "a policy": (lambda: "tamiyo_depth", []),
+    "a policy": (Rich, [1] * 4 + [2] * 6),
     "a function": (lambda: late, [1] * 5 + [4] * 5),
     "an object with a memory": (Patient, [1] * 3 + [2] * 3 + [3] * 3 + [4]),
     "an import path": (lambda: f"{__name__}.Patient", [1] * 3 + [2] * 3 + [3] * 3 + [4]),
@@ -83,7 +94,7 @@ def test_a_training_resumed_with_a_plan_ends_as_the_whole_one(name: str, tmp_pat
     plan, depths = PLANS[name]
     whole, watched, first = make(), Watched(tmp_path), Stack("net.blocks", start=1, plan=plan())
     train(whole, first, watched)
-    assert watched.depths == (depths or watched.depths)
+    assert watched.depths == depths
 
     for batches in range(1, TOTAL):
         if name == "a function" and batches == BATCHES:

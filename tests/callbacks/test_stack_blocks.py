@@ -798,10 +798,16 @@ def test_the_rest_of_an_interrupted_training_is_not_taken_for_the_whole_network(
         def on_train_batch_end(self, *_: object) -> None:
             raise RuntimeError("interrupted")
 
-    module = make()
+    class Predicts(Lit):
+        def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return self(batch[0])
+
+    module = make(kind=Predicts)
     with pytest.raises(RuntimeError, match="interrupted"):
         train(module, begins_with(3), Stop())
 
+    (predicted,) = {len(part) for part in trainer(begins_with()).predict(module, data())}
+    assert predicted == 4 and len(module.blocks) == 3, "a prediction needs no whole network"
     with pytest.raises(ValueError, match="'blocks' has 3 of the 6 blocks that its class has built"):
         train(module, begins_with())
 
