@@ -16,7 +16,7 @@ from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.evaluation.checkpoints import load_controller
 from esper_lightning.evaluation.play import play_episode, play_static
 from esper_lightning.governor.judge import GovernorConfig
-from esper_lightning.growth.slot import StackSlot
+from esper_lightning.growth.depth import DepthSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import Attached
 from esper_lightning.tasks import Synthetic
@@ -28,12 +28,12 @@ STACK, LAST = 0, 1
 
 
 def make_deep(executor: str = "loop", batches: float | None = None, **settings: object) -> HostPool:
-    """Return two GPTs of two blocks with two stack slots; `batches`: host epochs of so many minibatches' FLOPs."""
-    pool = make("loop", "gpt, stacks", 2, actions=FAST_CONFIG.actions)
+    """Return two GPTs of two blocks that grow to six; `batches`: host epochs of so many minibatches' FLOPs."""
+    pool = make("loop", "gpt, depth", 2, actions=FAST_CONFIG.actions)
     training = HostTraining(batches=2, batch_size=16, lr=0.02)
     if batches is not None:
         training = HostTraining(flops=batches * 16 * pool.envs[0].flops.of_step([]), batch_size=16, lr=0.02)
-    pool = make(executor, "gpt, stacks", 2, training=training, **settings)
+    pool = make(executor, "gpt, depth", 2, training=training, **settings)
     assert pool.space.slot == ["layer2", "stack1", "stack2"] and {"stack", "last"} <= set(pool.space.blueprint)
     return pool
 
@@ -62,11 +62,11 @@ def test_a_deeper_host_trains_on_fewer_minibatches_of_the_same_flops() -> None:
     assert counts[0][:2] == [10, int(10 * share)] and counts[1][0] == 10 > counts[1][1] > counts[1][2]
     assert budgets == sorted(budgets, reverse=True) and budgets[0] is not None
     assert [slot.stage for slot in pool.envs[0].slots] == [Stage.DORMANT, Stage.FOSSILIZED, Stage.DORMANT]
-    assert len(pool.envs[1].slots[2].seed) == 2 and len(pool.envs[1].slots[1].seed) == 1
+    assert [len(env.network.blocks) for env in pool.envs] == [4, 5]
     assert [record.contribution for record in pool.envs[1].records] == [None] * 3, "no copy is judged by its absence"
 
 
-def test_stack_slots_of_one_list_are_offered_in_turn() -> None:
+def test_depth_slots_of_one_list_are_offered_in_turn() -> None:
     pool = make_deep()
     pool.reset([1, 3])
     for row, offered in (WAIT, ["stack1"]), (stacked(pool, 1, "stack"), ["stack2"]), (stacked(pool, 2, "last"), []):
@@ -105,10 +105,10 @@ def test_the_scaling_rule_adds_stacks_as_long_as_the_flops_left_suffice(doubling
         assert sum(stacks) == (min(doublings, tick + 1 - first) if tick >= first else 0)
 
 
-@pytest.mark.parametrize(("kind", "targets"), [("gpt, stacks", 8), ("cnn, stacks", 1)])
+@pytest.mark.parametrize(("kind", "targets"), [("gpt, depth", 8), ("cnn, depth", 1)])
 def test_a_text_has_a_target_for_each_token_and_an_image_one_for_all_pixels(kind: str, targets: int) -> None:
     env = make("loop", kind, 2, training=HostTraining(flops=1e8)).envs[0]
-    stack = next(slot for slot in env.slots if isinstance(slot, StackSlot))
+    stack = next(slot for slot in env.slots if isinstance(slot, DepthSlot))
     [positions] = env.flops.positions[stack.name]
 
     assert env.flops.targets == targets and env.flops_left is not None
@@ -141,13 +141,14 @@ def test_a_rollback_keeps_copies_as_it_keeps_what_is_fossilized() -> None:
 
     assert [verdict.host for verdict in step.verdicts] == [0]
     assert [env.slots[1].stage for env in pool.envs] == [Stage.FOSSILIZED] * 2
-    slot, other = (env.slots[1] for env in pool.envs)
-    assert isinstance(slot, StackSlot) and isinstance(other, StackSlot)
-    pairs = zip(slot.seed.children(), slot.sources("stack"), strict=True)
-    assert all(torch.equal(a, b) for x, y in pairs for a, b in zip(x.parameters(), y.parameters(), strict=True))
-    assert not torch.equal(next(other.seed.parameters()), next(other.sources("stack")[0].parameters())), (
-        "it has learned"
+    copied, learned = (
+        [
+            torch.equal(a, b)
+            for a, b in zip(env.network.blocks[3].parameters(), env.network.blocks[1].parameters(), strict=True)
+        ]
+        for env in pool.envs
     )
+    assert all(copied) and not any(learned)
 
 
 def test_blocks_that_are_built_in_have_weights_of_their_own_and_the_scale_of_the_final_depth() -> None:
@@ -156,11 +157,10 @@ def test_blocks_that_are_built_in_have_weights_of_their_own_and_the_scale_of_the
     deep = (FossilizedSeed("stack1", "stack", "add"),)
     StaticController([deep, ()]).reset(pool)
     built, plain = (env.network for env in pool.envs)
-    slot = pool.envs[0].slots[1]
 
-    assert isinstance(slot, StackSlot) and slot.stage is Stage.FOSSILIZED
-    for block, source in zip(slot.seed.children(), slot.sources("stack"), strict=True):
-        assert not torch.equal(next(iter(block.mlp.parameters())), next(iter(source.mlp.parameters())))
+    assert pool.envs[0].slots[1].stage is Stage.FOSSILIZED and len(built.blocks) == 4
+    for block, source in zip(built.blocks[2:], built.blocks[:2], strict=True):
+        assert not torch.equal(block.mlp[0].weight, source.mlp[0].weight)
     spread = [network.blocks[0].mlp[-1].weight.std().item() for network in (built, plain)]
     assert spread[0] == pytest.approx(spread[1] / 2**0.5, rel=0.1)
     assert pool.step(act(WAIT, WAIT)).metrics.loss.isfinite().all()
@@ -216,7 +216,7 @@ def test_a_network_of_others_becomes_deeper_in_a_pool() -> None:
         Attached,
         network="torchvision.models.VisionTransformer",
         settings={"image_size": 8, "patch_size": 4, "num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32},
-        stacks={"encoder.layers": 2},
+        depth={"encoder.layers": 6},
     )
     pool = HostPool(task, task.load(), host, config=FAST_CONFIG, n_envs=1, device=torch.device("cpu"))
     pool.reset([1])
