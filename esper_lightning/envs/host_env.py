@@ -16,7 +16,7 @@ from esper_lightning.envs.spaces.actions import STYLES, ActionConfig, ActionSpac
 from esper_lightning.governor.judge import EpochStats, HostMonitor, Judgement, Verdict, veto_reasons
 from esper_lightning.governor.snapshot import clone_tensors, pack, unpack
 from esper_lightning.growth.counterfactual import SeedVariant
-from esper_lightning.growth.depth import DepthSlot
+from esper_lightning.growth.depth import DepthSlot, depths
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.growing_network import GrowingNetwork, SeedMeasurements
@@ -215,7 +215,7 @@ class HostEnv(Subject):
         config: Settings of the environments.
         device: Device of the network.
         flops: FLOPs of the host.
-        architecture: Name of the architecture; hosts of one architecture can be stacked.
+        architecture: Name of the architecture; its hosts can be stacked while they have the same depth.
     """
 
     def __init__(
@@ -285,6 +285,11 @@ class HostEnv(Subject):
         self._set_optimizer_options()
         if self.monitor is not None:
             self.monitor.reset()
+
+    @property
+    def kind(self) -> tuple[str, tuple[int, ...]]:
+        """Architecture and depths of the host, which all hosts of one stack have in common."""
+        return self.architecture, depths(self.slots)
 
     def end(self) -> None:
         """End the episode before the horizon; the host stays idle until the next reset."""

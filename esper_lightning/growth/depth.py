@@ -1,6 +1,6 @@
 """DepthSlot: the record of a growth in depth, by copies of blocks in their list."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -119,6 +119,11 @@ class DepthSlot(SeedSlot):
             deepen(self.found, [*range(present), *[present - 1] * (depth - present)], ())
         elif self.first <= depth < present:
             shorten(self.found, depth)
+
+
+def depths(slots: Iterable[SeedSlot]) -> tuple[int, ...]:
+    """Return the present number of blocks in the list of each depth slot among the slots of a network."""
+    return tuple(slot.depth for slot in slots if isinstance(slot, DepthSlot))
 
 
 def depth_slots(
