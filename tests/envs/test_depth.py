@@ -2,27 +2,34 @@
 
 import io
 from functools import partial
+from itertools import permutations
 
 import pytest
 import torch
+from torch import Tensor
 
 from esper_lightning import from_config
 from esper_lightning.controllers.learned import TrainingHosts, TrainingRules
 from esper_lightning.controllers.rules import RandomValid, Scaling
 from esper_lightning.controllers.static import FossilizedSeed, StaticController
 from esper_lightning.envs import HostPool, Op
+from esper_lightning.envs.flops import FlopCounter, plain_operators
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.evaluation.checkpoints import load_controller
 from esper_lightning.evaluation.play import play_episode, play_static
 from esper_lightning.governor.judge import GovernorConfig
+from esper_lightning.governor.snapshot import unpack
 from esper_lightning.growth.depth import DepthSlot
+from esper_lightning.growth.gradient_stats import NO_GRADIENT, GradientStats
+from esper_lightning.growth.nested import iter_tensors
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import Attached
 from esper_lightning.tasks import Synthetic
 from tests.decisions import WAIT, act, germinate
-from tests.envs.episodes import Episode, breaking_epoch
-from tests.envs.executors.fused.hosts import FAST_CONFIG, make
+from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
+from tests.envs.episodes import Episode
+from tests.envs.executors.fused.hosts import FAST_CONFIG, make, precision
 
 STACK, LAST = 0, 1
 
@@ -113,6 +120,111 @@ def test_a_text_has_a_target_for_each_token_and_an_image_one_for_all_pixels(kind
 
     assert env.flops.targets == targets and env.flops_left is not None
     assert env.targets_per_parameter(100) == pytest.approx(env.flops_left / 6e4 * targets / positions)
+
+
+def tensors(pool: HostPool) -> list[Tensor]:
+    """Return copies of what training changes: weights, statistics and optimizer states of all hosts."""
+    found = [x for env in pool.envs for x in env.network.state_dict().values() if x.is_floating_point()]
+    states = [env.optimizer.state[p] for env in pool.envs for p in env.network.parameters() if p in env.optimizer.state]
+    return [x.clone() for x in (*found, *(state[name] for state in states for name in sorted(state)))]
+
+
+def play_deep(executor: str, kind: str) -> list[Tensor]:
+    """Return all numbers of twenty ticks in which hosts become deeper and are rolled back, and of a second episode in
+    which they are deeper from the first tick on."""
+    pool = make(executor, kind, 4, governor=ONLY_NAN_DIVERGES)
+    k, seen = next(k for k, slot in enumerate(pool.envs[0].slots) if isinstance(slot, DepthSlot)), list[Tensor]()
+    deeper, further = ((stacked(pool, slot, "stack"), stacked(pool, slot, "last")) for slot in (k, k + 1))
+    script = {
+        2: [deeper[0], WAIT, WAIT, WAIT],
+        4: [WAIT, deeper[1], WAIT, WAIT],
+        6: [further[0], WAIT, deeper[1], WAIT],
+    }
+    script |= {10: [WAIT, further[0], further[1], WAIT], 14: [WAIT, WAIT, WAIT, deeper[0]]}
+    for ticks, seeds in ((20, [1, 2, 3, 4]), (2, [5, 6, 7, 8])):
+        with precision(torch.float64):
+            pool.reset(seeds)
+            for tick in range(ticks):
+                rows = script.get(tick, [WAIT] * 4) if ticks == 20 else [deeper[0] if tick == 0 else WAIT] * 4
+                with breaking_epoch(pool, [0, 3] if tick in (6, 12) else []):
+                    step = pool.step(act(*rows))
+                seen += [*tensors(pool), *step.metrics, step.observation[0].clone()]
+                seen += [torch.tensor([list(stats) for env in pool.envs for stats in gradients(env)])]
+        depths = {tuple(slot.depth for slot in env.slots if isinstance(slot, DepthSlot)) for env in pool.envs}
+        assert len(depths) > 1 or ticks < 20, "hosts differ in depth"
+    return seen
+
+
+def gradients(env: HostEnv) -> list[GradientStats]:
+    return [env.host_gradient or NO_GRADIENT, *(record.gradient or NO_GRADIENT for record in env.records)]
+
+
+@pytest.mark.parametrize("kind", ["gpt, depth", "cnn, depth"])
+def test_hosts_of_different_depths_learn_the_same_in_every_executor(kind: str) -> None:
+    loop, threads, fused = (play_deep(executor, kind) for executor in ("loop", "threads", "fused"))
+
+    for ours, *others in zip(loop, threads, fused, strict=True):
+        for theirs in others:
+            torch.testing.assert_close(theirs, ours, rtol=1e-7, atol=1e-8, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["gpt, depth", "cnn, depth"])
+def test_a_state_is_restored_exactly_at_every_other_depth(kind: str) -> None:
+    pool = make("loop", kind, 1, torch.float32)
+    pool.reset([1])
+    (env,) = pool.envs
+    slots, states = [slot.name for slot in env.slots if isinstance(slot, DepthSlot)], []
+    for name in (None, *slots):
+        if name is not None:
+            env.growing.germinate(name, "stack")
+        pool.train_without_actions(1)
+        states.append(env.packed_state())
+    for before, after in permutations(states, 2):
+        env.load_state_dict(unpack(before))
+        env.take_snapshot()
+        saved = list(iter_tensors(unpack(after)))
+        env.load_state_dict(unpack(after))
+        assert all(torch.equal(a, b) for a, b in zip(iter_tensors(env.state_dict()), saved, strict=True))
+        (group,) = env.optimizer.param_groups
+        assert [*map(id, group["params"])] == [*map(id, env.network.parameters())]
+        assert {*env.optimizer.state} == {*group["params"]}, "of no removed block"
+        env.load_state_dict(unpack(before))
+        env.take_snapshot()
+        for name in slots:
+            if env.growing.slots[name].is_open:
+                env.growing.germinate(name, "last")
+        env.roll_back(False, "test")
+        saved = list(iter_tensors(unpack(before)["growing"]["network"]))
+        assert all(torch.equal(a, b) for a, b in zip(iter_tensors(env.network.state_dict()), saved, strict=True))
+        assert {*env.optimizer.state} == {*env.network.parameters()}
+
+
+@pytest.mark.parametrize("kind", ["gpt, depth", "cnn, depth"])
+def test_copies_have_the_optimizer_state_and_flops_of_their_sources(kind: str) -> None:
+    env = (pool := make("loop", kind, 1, torch.float32)).envs[0]
+    pool.reset([1])
+    pool.train_without_actions(2)
+    inputs = pool.data.validation.inputs[:1]
+    for slot in (slot for slot in env.slots if isinstance(slot, DepthSlot)):
+        env.growing.germinate(slot.name, "stack")
+        source, grown = slot.found.blocks[slot.begin - 1], slot.grown[-1]
+        for ours, theirs in zip(grown.parameters(), source.parameters(), strict=True):
+            state, of_source = env.optimizer.state[ours], env.optimizer.state[theirs]
+            assert of_source and torch.equal(ours, theirs)
+            assert all(
+                torch.equal(state[name], value) and state[name] is not value for name, value in of_source.items()
+            )
+        with FlopCounter() as counter, torch.no_grad(), plain_operators():
+            env.network.eval()(inputs)
+        assert counter.total == env.flops.with_seeds(env.slots) > env.flops.host
+        assert slot.size == slot.seed_parameters("stack")
+    (group,) = env.optimizer.param_groups
+    assert [*map(id, group["params"])] == [*map(id, env.network.parameters())]
+    assert env.fossilized_parameters == sum(parameter.numel() for parameter in env.network.parameters())
+    plain = env.growing.state_dict()["network"]
+    env.reset(3)
+    with pytest.raises(ValueError, match=r"blocks in the state, and [12] by its records"):
+        env.network.load_state_dict({k: v for k, v in plain.items() if not k.startswith("stacks.")}, strict=False)
 
 
 @pytest.mark.parametrize("executor", ["loop", "fused"])
