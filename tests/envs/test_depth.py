@@ -130,8 +130,8 @@ def tensors(pool: HostPool) -> list[Tensor]:
 
 
 def play_deep(executor: str, kind: str) -> list[Tensor]:
-    """Return all numbers of twenty ticks in which hosts become deeper and are rolled back, and of a second episode in
-    which they are deeper from the first tick on."""
+    """Return all numbers of twenty ticks in which hosts become deeper and are rolled back, and of a second episode,
+    in which one is deeper from the first tick on."""
     pool = make(executor, kind, 4, governor=ONLY_NAN_DIVERGES)
     k, seen = next(k for k, slot in enumerate(pool.envs[0].slots) if isinstance(slot, DepthSlot)), list[Tensor]()
     deeper, further = ((stacked(pool, slot, "stack"), stacked(pool, slot, "last")) for slot in (k, k + 1))
@@ -145,7 +145,7 @@ def play_deep(executor: str, kind: str) -> list[Tensor]:
         with precision(torch.float64):
             pool.reset(seeds)
             for tick in range(ticks):
-                rows = script.get(tick, [WAIT] * 4) if ticks == 20 else [deeper[0] if tick == 0 else WAIT] * 4
+                rows = script.get(tick if ticks == 20 else tick + 14, [WAIT] * 4)
                 with breaking_epoch(pool, [0, 3] if tick in (6, 12) else []):
                     step = pool.step(act(*rows))
                 seen += [*tensors(pool), *step.metrics, step.observation[0].clone()]
