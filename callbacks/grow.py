@@ -48,6 +48,7 @@ from esper_lightning.growth.attach import (
     is_compiled,
 )
 from esper_lightning.growth.counterfactual import ScoreFunction, judge_seeds
+from esper_lightning.growth.depth import DepthSlot
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.lifecycle import count_parameters
@@ -258,7 +259,12 @@ class Grow(Callback):
                     f"Grow: {name.rstrip('.') or type(module).__name__} is compiled, which hides its parts; compile "
                     f"training_step, or a function that calls the network"
                 )
-        missing = [name for name in self._places if name not in slots_of(self.network)]
+        for name, slot in (present := slots_of(self.network)).items():
+            if isinstance(slot, DepthSlot):
+                raise ValueError(
+                    f"Grow: {name!r} is for depth, which the callback Stack grows; build the network without it"
+                )
+        missing = [name for name in self.slot_names if name not in present]
         try:
             check_new_slots(self.network, missing) if missing else None
         except ValueError as error:

@@ -264,7 +264,7 @@ class HillClimbing(Rule):
 
 
 class Scaling(Rule):
-    """Deepens a network by one stack after the other, as far as the FLOPs that are left suffice for its size.
+    """Deepens a network step by step, as far as the FLOPs that are left suffice for its size.
 
     They suffice if they train the deeper network on `targets` tokens or labels per parameter. Both numbers are from
     docs/results/depth.md.

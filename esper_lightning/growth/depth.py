@@ -145,7 +145,7 @@ def depth_slots(
     found = find_blocks(network, blocks)
     first = len(found.blocks)
     if most < first:
-        raise ValueError(f"most must be at least {first}, the number of blocks in {blocks!r} at first, got {most}")
+        raise ValueError(f"{blocks!r} has {first} blocks from the start; let it grow to at least as many, got {most}")
     if any(isinstance(part, SeedSlot) for part in found.modules.modules()):
         raise ValueError(f"the blocks of {blocks!r} have slots, which copies would lack; attach slots from outside")
     slots: list[DepthSlot] = []
