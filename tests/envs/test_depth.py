@@ -3,12 +3,15 @@
 import io
 from functools import partial
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from esper_lightning import from_config
+from esper_lightning.blueprints import build_on
+from esper_lightning.callbacks import Grow
 from esper_lightning.controllers.learned import TrainingHosts, TrainingRules
 from esper_lightning.controllers.rules import RandomValid, Scaling
 from esper_lightning.controllers.static import FossilizedSeed, StaticController
@@ -20,16 +23,19 @@ from esper_lightning.evaluation.checkpoints import load_controller
 from esper_lightning.evaluation.play import play_episode, play_static
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.governor.snapshot import unpack
+from esper_lightning.growth.attach import attach_at
 from esper_lightning.growth.depth import DepthSlot
+from esper_lightning.growth.export import load, save
 from esper_lightning.growth.gradient_stats import NO_GRADIENT, GradientStats
+from esper_lightning.growth.growing_network import GrowingNetwork
 from esper_lightning.growth.nested import iter_tensors
 from esper_lightning.growth.stages import Stage
-from esper_lightning.hosts import Attached
+from esper_lightning.hosts import GPT, Attached
 from esper_lightning.tasks import Synthetic
 from tests.decisions import WAIT, act, germinate
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
 from tests.envs.episodes import Episode
-from tests.envs.executors.fused.hosts import FAST_CONFIG, make, precision
+from tests.envs.executors.fused.hosts import FAST_CONFIG, HOSTS, make, precision
 
 STACK, LAST = 0, 1
 
@@ -225,6 +231,32 @@ def test_copies_have_the_optimizer_state_and_flops_of_their_sources(kind: str) -
     env.reset(3)
     with pytest.raises(ValueError, match=r"blocks in the state, and [12] by its records"):
         env.network.load_state_dict({k: v for k, v in plain.items() if not k.startswith("stacks.")}, strict=False)
+
+
+def test_a_grown_host_is_saved_and_loaded_and_copies_behind_a_list_are_refused(tmp_path: Path) -> None:
+    def host() -> GPT:
+        return build_on(torch.device("cpu"), partial(HOSTS["gpt, depth"], (8,), 9), torch.Generator().manual_seed(1))
+
+    grown, fresh, tokens = host(), host(), torch.arange(16).view(2, 8) % 9
+    growing = GrowingNetwork(grown, torch.optim.SGD(grown.parameters()), horizon=9)
+    with pytest.raises(ValueError, match="slot 'stack2': its list grows by 'stack1' before"):
+        growing.germinate("stack2", "last")
+    with pytest.raises(ValueError, match="'norm' does not grow in depth slots; these do: stack, last"):
+        growing.germinate("stack1", "norm")
+    growing.germinate("stack1", "last")
+    save(grown, tmp_path / "grown.safetensors")
+    load(fresh, tmp_path / "grown.safetensors")
+    assert torch.equal(fresh(tokens), grown(tokens)) and len(fresh.blocks) == 3
+
+    earlier = {"stacks.0.seed.0.norm1.weight": torch.ones(16), **host().state_dict()}
+    with pytest.raises(ValueError, match="behind their list, .* as by the callback Stack"):
+        host().load_state_dict(earlier)
+    place = {"slot": "blocks.stack1", "module": "blocks.1", "blocks": "blocks"}
+    with pytest.raises(ValueError, match="let copies grow behind 'blocks'; train again: the callback Stack"):
+        attach_at(host(), [place])
+    for decider in ("scaling", "tamiyo_depth"):
+        with pytest.raises(ValueError, match=f"{decider} decides about depth; use the callback Stack with plan="):
+            Grow(decider=decider)
 
 
 @pytest.mark.parametrize("executor", ["loop", "fused"])
