@@ -43,17 +43,16 @@ from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.growth import GrowingNetwork, SeedEvent, attach_from_state_dict, attach_slots, slots_of
 from esper_lightning.growth.attach import (
     attach_at,
-    attach_stacks,
     attached_places,
     check_new_slots,
     is_compiled,
-    stack_name,
 )
 from esper_lightning.growth.counterfactual import ScoreFunction, judge_seeds
+from esper_lightning.growth.depth import DepthSlot
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.lifecycle import count_parameters
-from esper_lightning.growth.nested import batch_size, call_network, copy_module, iter_tensors
+from esper_lightning.growth.nested import call_network, copy_module, iter_tensors
 from esper_lightning.growth.param_groups import check_optimizer, follow, host_groups, seed_groups
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
@@ -81,20 +80,6 @@ CONFLICTING_CALLBACKS = {
 }
 
 
-class TrainedSubject(Subject):
-    """Network in a user's own training, whose batches are its budget."""
-
-    batches_left = math.inf
-    samples_per_batch = 1
-
-    @property
-    def flops_left(self) -> float | None:
-        """FLOPs of the batches that are left, of the network as it is now. None: not limited."""
-        if math.isinf(self.batches_left):
-            return None
-        return self.batches_left * self.samples_per_batch * self.flops.of_step(self.slots)
-
-
 class Grow(Callback):
     """Grows one network of a LightningModule while its own training goes on.
 
@@ -104,13 +89,12 @@ class Grow(Callback):
     docs/guides/grow.md.
 
     Args:
-        slots: Modules of the network behind which seeds may grow, as in `attach_slots`. Empty: it has slots already,
-            or stacks alone.
+        slots: Modules of the network behind which seeds may grow, as in `attach_slots`. Empty: it has slots already.
         network: Name of the network in the LightningModule. None: its only child with parameters and these slots.
         blueprints: Kinds of seeds on offer, by name or import path. None: all of this package that fit the network.
         decider: `heuristic`, `climbing`, `periodic`, or the name or import path of your own; a schedule (`x.json`); a
-            trained policy (`x.ckpt` or `x.safetensors`), or `tamiyo`, the policy of the package (for stacks alone:
-            `tamiyo_depth`); `wait`, by which nothing grows; or any object with `reset(pool)` and `act(pool)`.
+            trained policy (`x.ckpt` or `x.safetensors`), or `tamiyo`, the policy of the package; `wait`, by which
+            nothing grows; or any object with `reset(pool)` and `act(pool)`.
         monitor: Name of the logged validation metric by which seeds are judged.
         mode: `max` for a share from 0 to 1, such as accuracy; `min` for a loss.
         score: Function of outputs and targets that returns a number from 0 to 1 per sample, in place of `monitor`: the
@@ -125,8 +109,6 @@ class Grow(Callback):
         actions: Further choices of the decider, such as the durations of blending. None: as for `lifecycle`.
         seed_options: Options of the optimizer for seeds, such as `lr`; all others are those of its first group.
         rng_seed: RNG seed of the seeds' weights.
-        stacks: Number of stack slots behind lists of like blocks, by name of the list, as in `attach_stacks`: copies of
-            the blocks grow there, for good and at once. Deciders then also see the FLOPs of the batches that are left.
     """
 
     def __init__(
@@ -148,15 +130,14 @@ class Grow(Callback):
         actions: ActionConfig | None = None,
         seed_options: dict[str, float] | None = None,
         rng_seed: int = 0,
-        stacks: Mapping[str, int] | None = None,
     ) -> None:
         for name, number in (("batches", batches), ("every", every), ("horizon", horizon)):
             if number is not None and number < 1:
                 raise ValueError(f"Grow: {name} must be at least 1, got {number}")
         if score is not None and mode == "min":
             raise ValueError("Grow: a score grows with quality; leave mode at 'max'")
-        if decider == "tamiyo" and stacks and not slots:
-            decider = "tamiyo_depth"  # the policy of the package that knows stacks and budgets
+        if decider in ("scaling", "tamiyo_depth"):
+            raise ValueError(f"Grow: {decider} decides about depth; use the callback Stack with plan={decider!r}")
         self.decider = make_decider(decider)
         self.decider_name = decider if isinstance(decider, str) else type(decider).__name__
         rules = getattr(self.decider, "rules", None) or TrainingRules(LifecycleConfig(), ActionConfig())
@@ -168,7 +149,6 @@ class Grow(Callback):
             named = [blueprints] if isinstance(blueprints, str) else blueprints
             self.actions = replace(self.actions, blueprints=named or None)
         self.slot_names = [slots] if isinstance(slots, str) else list(slots)
-        self.stacks = dict(stacks or {})
         self.network_name = network
         self.monitor, self.score, self.loss = monitor, score, loss
         self.scale = Scale(monitor, mode)
@@ -204,15 +184,6 @@ class Grow(Callback):
         return EnvConfig(
             horizon=horizon, lifecycle=self.lifecycle, actions=self.actions, objective=self.objective, sight=sight
         )
-
-    @property
-    def _places(self) -> list[str]:
-        """Modules of the network behind which slots are attached."""
-        return [*self.slot_names, *self.stacks]
-
-    @property
-    def _stack_names(self) -> list[str]:
-        return [stack_name(blocks, i) for blocks, count in self.stacks.items() for i in range(count)]
 
     @property
     def _pool(self) -> SinglePool:
@@ -258,11 +229,11 @@ class Grow(Callback):
 
     def _find(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the network, check it, and let it take the slots of a checkpoint."""
-        self.network_name, network = find_network(pl_module, self.network_name, self._places)
+        self.network_name, network = find_network(pl_module, self.network_name, self.slot_names)
         if network is not self.network:
             self._forget()
         self.network, self._resumes = network, False
-        self._slots_of_this_run = frozenset([*slots_of(network), *self.slot_names, *self._stack_names])
+        self._slots_of_this_run = frozenset([*slots_of(network), *self.slot_names])
         load = pl_module.on_load_checkpoint
 
         def attach_first(checkpoint: dict[str, Any]) -> None:
@@ -288,7 +259,12 @@ class Grow(Callback):
                     f"Grow: {name.rstrip('.') or type(module).__name__} is compiled, which hides its parts; compile "
                     f"training_step, or a function that calls the network"
                 )
-        missing = [name for name in self._places if name not in slots_of(self.network)]
+        for name, slot in (present := slots_of(self.network)).items():
+            if isinstance(slot, DepthSlot):
+                raise ValueError(
+                    f"Grow: {name!r} is for depth, which the callback Stack grows; build the network without it"
+                )
+        missing = [name for name in self.slot_names if name not in present]
         try:
             check_new_slots(self.network, missing) if missing else None
         except ValueError as error:
@@ -372,8 +348,6 @@ class Grow(Callback):
             missing = [name for name in self.slot_names if name not in slots_of(self.network)]
             if missing:
                 attach_slots(self.network, missing, example)
-            if not set(self._stack_names) <= set(slots_of(self.network)):
-                attach_stacks(self.network, self.stacks, example)
             trial = copy_module(self.network)
             for slot in slots_of(trial).values():
                 slot.empty()
@@ -387,14 +361,7 @@ class Grow(Callback):
         growing = self._growing or self._hold_seeds(trainer)
         growing.horizon = horizon
         self._forget()
-        subject = TrainedSubject(growing, space, actions=self.actions, objective=self.objective, flops=flops)
-        if self.stacks:
-            size = getattr(trainer.train_dataloader, "batch_size", None) or batch_size(example)
-            subject.samples_per_batch = size * trainer.world_size
-            batches = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
-            if 0 < batches < math.inf:
-                subject.batches_left = batches - epochs_over * trainer.num_training_batches
-        self._subject = subject
+        subject = Subject(growing, space, actions=self.actions, objective=self.objective, flops=flops)
         self.pool = SinglePool(subject, trainer.strategy.broadcast(growable), config)
         events: list[SeedEvent] = []
         if state:
@@ -425,7 +392,7 @@ class Grow(Callback):
                 f"with the version that wrote it, or train anew"
             )
         slots = [name for name in slots_of(self.network) if name in self._slots_of_this_run]
-        slots += [name for name in (*self.slot_names, *self._stack_names) if name not in slots]
+        slots += [name for name in self.slot_names if name not in slots]
         for name, value in {"slots": slots, "blueprints": self.actions.blueprints or state["blueprints"]}.items():
             if state[name] != value:
                 raise ValueError(
@@ -446,7 +413,6 @@ class Grow(Callback):
         self._gradients = state["gradients"]
         self._train_loss, self._train_batches = state["train_loss"], state["train_batches"]
         self.batches_seen, self.flops_spent = state["batches_seen"], state["flops_spent"]
-        self._subject.batches_left -= self.batches_seen
         # Lightning steps these schedulers after the hooks that save checkpoints, and not again in a resumed run.
         for config, value in zip(trainer.lr_scheduler_configs, state["plateaus"], strict=False):
             if value is not None:
@@ -578,7 +544,6 @@ class Grow(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.batches_seen += 1
-        self._subject.batches_left -= 1
         self.flops_spent += self._step_flops
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):

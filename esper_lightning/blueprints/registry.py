@@ -44,10 +44,10 @@ Builder = TypeVar("Builder", bound=Callable[[int], nn.Module])
 _BLUEPRINTS: dict[tuple[str, str], Blueprint] = {}  # by (layout, name)
 
 STACK = "stack"
-"""Layout of a slot behind a list of like blocks, in which copies of them grow."""
+"""Layout of a place of a list of like blocks, at which copies of them are added."""
 
 COPIES = ("stack", "last")
-"""Blueprints for the layout STACK: a copy of as many blocks as the list has, those before the slot; one of the last."""
+"""Blueprints for the layout STACK: copies of the last blocks, as many as there were at first; a copy of the last one."""
 
 
 def register(

@@ -100,7 +100,7 @@ class TrainingHosts(NamedTuple):
                 ours, theirs = ("with", "have none") if "budget" in self.features else ("without", "have one")
                 raise ValueError(
                     f"the policy was trained {ours} a budget of FLOPs, and these hosts {theirs}; let the rule scaling "
-                    f"or the policy tamiyo_depth decide about stacks, and other policies about all else"
+                    f"or the policy tamiyo_depth decide about depth, and other policies about all else"
                 )
             raise ValueError(
                 f"the policy reads other features than these hosts show, as {excerpt(', '.join(differing))}; make the "

@@ -17,7 +17,6 @@ from esper_lightning.envs.device_transfer import copy_to_device
 from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import rent
 from esper_lightning.tamiyo.distribution import uniform_distribution
@@ -265,7 +264,7 @@ class HillClimbing(Rule):
 
 
 class Scaling(Rule):
-    """Deepens a network by one stack after the other, as far as the FLOPs that are left suffice for its size.
+    """Deepens a network step by step, as far as the FLOPs that are left suffice for its size.
 
     They suffice if they train the deeper network on `targets` tokens or labels per parameter. Both numbers are from
     docs/results/depth.md.
@@ -337,6 +336,6 @@ def net_gain(env: Subject, k: int) -> float:
     """Return the net gain of the objective from the seed in slot k: its contribution to score minus its rent."""
     slot, contribution = env.slots[k], env.records[k].contribution
     assert contribution is not None, "the caller asks for the gain of measured seeds only"
-    parameters = torch.tensor([env.fossilized_parameters]) + torch.tensor([0, count_parameters(slot.seed)])
+    parameters = torch.tensor([env.fossilized_parameters]) + torch.tensor([0, slot.size])
     without, with_seed = rent(parameters, env.host_parameters, torch.tensor(env.price)).tolist()
     return contribution / 100.0 - (with_seed - without)

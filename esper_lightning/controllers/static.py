@@ -8,8 +8,8 @@ from esper_lightning.controllers.learned import Hosts
 from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.blend import BlendStyle, Ramp
+from esper_lightning.growth.depth import DepthSlot
 from esper_lightning.growth.growing_network import GrowingNetwork
-from esper_lightning.growth.slot import StackSlot
 from esper_lightning.growth.stages import STAGES_TO_FOSSILIZED
 
 
@@ -30,8 +30,8 @@ class StaticController(WaitOnly):
 
     The weights of the seeds come from the host's own generator, right after the host's weights, and are initialised
     according to `lifecycle.birth`. Alpha is 1 and every seed is fossilized, so all of the network learns from the first
-    minibatch, on the same data as in any other episode. Blocks in stack slots are no copies here: their weights are
-    drawn.
+    minibatch, on the same data as in any other episode. Blocks that deepen the host are no copies here: their
+    weights are drawn.
     """
 
     def __init__(self, topologies: Sequence[Topology]) -> None:
@@ -42,7 +42,7 @@ class StaticController(WaitOnly):
             for name, blueprint, style in topology:
                 env.growing.germinate(name, blueprint, style=style)
                 slot = env.growing.slots[name]
-                if isinstance(slot, StackSlot):
+                if isinstance(slot, DepthSlot):
                     draw(slot, env.growing)
                     continue
                 slot.start_ramp(Ramp())
@@ -52,8 +52,9 @@ class StaticController(WaitOnly):
                 env.take_snapshot()  # a rollback restores this network, not the bare host
 
 
-def draw(slot: StackSlot, growing: GrowingNetwork) -> None:
-    """Give the blocks in a stack slot weights of their own, as the host gives them to its blocks."""
-    initialise(slot.seed, growing.generator)
+def draw(slot: DepthSlot, growing: GrowingNetwork) -> None:
+    """Give the blocks of a depth slot weights of their own, as the host gives them to its blocks."""
+    for block in slot.grown:
+        initialise(block, growing.generator)
     if (of_host := getattr(growing.module, "initialise", None)) is not None:
         of_host(growing.generator)

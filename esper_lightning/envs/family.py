@@ -100,10 +100,13 @@ class HostContext:
     price: float  # of growth
 
     def failing_slots(self, slots: Sequence[SeedSlot], rng_seed: int) -> list[SeedSlot]:
-        """Return the slots whose seed fails, that is, receives no gradient, in the episode with this RNG seed."""
+        """Return the slots whose seed fails, that is, receives no gradient, in the episode with this RNG seed.
+
+        Copies of blocks do not fail.
+        """
         if not self.context.seeds_may_fail:
             return []
-        grown = [slot for slot in slots if slot.occupied and slot.blueprint is not None]
+        grown = [slot for slot in slots if slot.occupied and slot.is_judged]
         return [slot for slot in grown if self.context.seed_fails(rng_seed, slot.name, slot.blueprint or "")]
 
     def draw_batches(self, samples: int, count: int, generator: torch.Generator) -> Batches:  # [count, B]

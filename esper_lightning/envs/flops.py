@@ -14,9 +14,10 @@ from torch.utils.hooks import RemovableHandle
 
 from esper_lightning.blueprints import get_blueprint
 from esper_lightning.growth.blend import GatedSeed
+from esper_lightning.growth.depth import DepthSlot
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.nested import ExampleInput, call_network, iter_tensors, repeat_rows
-from esper_lightning.growth.slot import SeedSlot, StackSlot
+from esper_lightning.growth.slot import SeedSlot
 
 FUSED = "_scaled_dot_product_flash_attention_for_cpu"
 FORMULAS: dict[Any, Callable[..., int]] = flop_registry | {
@@ -60,11 +61,11 @@ class HostFlops(NamedTuple):
 
     host: int  # with empty slots
     positions: dict[str, list[int]]
-    """Number of positions (pixels or tokens) of the feature at each slot, one entry per pass through the slot."""
+    """Number of positions (pixels or tokens) of the feature at each slot, one entry per pass."""
     behind: dict[str, int]
     """FLOPs of the host behind each slot that its forward pass reaches, in the order in which it reaches them."""
     blocks: Mapping[str, int] = MappingProxyType({})
-    """FLOPs of one of the blocks that each stack slot copies."""
+    """FLOPs of one block of the list of each depth slot."""
     targets: int = 1
     """Number of outputs for one sample, each of which has a target: one for a class, one for each token of a text."""
 
@@ -73,8 +74,8 @@ class HostFlops(NamedTuple):
         if not slot.occupied:
             return 0
         assert slot.blueprint is not None, "the seed's"
-        if isinstance(slot, StackSlot):
-            return slot.num_blocks(slot.blueprint) * self.blocks[slot.name]
+        if isinstance(slot, DepthSlot):
+            return slot.added * self.blocks[slot.name]
         flops_of_pass = get_blueprint(slot.blueprint, slot.layout).flops
         gate_flops = 0
         # The gate's linear layers run once per pass, on the mean over all positions.
@@ -171,17 +172,22 @@ def count_flops(host: nn.Module, run: Callable[[], Any]) -> HostFlops:
         before.setdefault(slot.name, counter.total)
         return x
 
-    def count_block(slot: StackSlot) -> tuple[RemovableHandle, RemovableHandle]:
+    def count_block(slot: DepthSlot) -> Iterator[RemovableHandle]:
         def begin(*_: Any) -> None:
             blocks[slot.name] = -counter.total
 
         def end(*_: Any) -> None:
             blocks[slot.name] += counter.total
 
-        return slot.block.register_forward_pre_hook(begin), slot.block.register_forward_hook(end)
+        def end_list(_: nn.Module, __: Any, output: Any) -> None:
+            record(slot, next(part for part in iter_tensors(output) if part.is_floating_point()))
+
+        yield slot.block.register_forward_pre_hook(begin)
+        yield slot.block.register_forward_hook(end)
+        yield slot.found.blocks[-1].register_forward_hook(end_list)
 
     host.eval()
-    hooks = [hook for slot in slots if isinstance(slot, StackSlot) for hook in count_block(slot)]
+    hooks = [hook for slot in slots if isinstance(slot, DepthSlot) for hook in count_block(slot)]
     for slot in slots:
         slot.override = record
     try:

@@ -16,12 +16,13 @@ from esper_lightning.envs.spaces.actions import STYLES, ActionConfig, ActionSpac
 from esper_lightning.governor.judge import EpochStats, HostMonitor, Judgement, Verdict, veto_reasons
 from esper_lightning.governor.snapshot import clone_tensors, pack, unpack
 from esper_lightning.growth.counterfactual import SeedVariant
+from esper_lightning.growth.depth import DepthSlot, depths
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.growing_network import GrowingNetwork, SeedMeasurements
 from esper_lightning.growth.lifecycle import SeedEvent, count_parameters, unchanged_stage
 from esper_lightning.growth.param_groups import host_groups, nominal_lr
-from esper_lightning.growth.slot import SeedSlot, StackSlot
+from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import REWARDS, HostStep, ObjectiveConfig, SlotStatus, SlotStep, objective
 from esper_lightning.rewards.objective import SMALLEST_HOST
@@ -56,7 +57,7 @@ class Subject:
     ) -> None:
         self.growing, self.space, self.actions, self.flops = growing, space, actions, flops
         self.objective_config = objective
-        seeds = sum(count_parameters(slot.seed) for slot in growing.slots.values())
+        seeds = sum(slot.size for slot in growing.slots.values())
         self.host_parameters = count_parameters(growing.module) - seeds  # of the network without its seeds
         self.description: HostDescription | None = None  # made when it is first observed
         self._clear()
@@ -114,10 +115,10 @@ class Subject:
     def targets_per_parameter(self, parameters: int) -> float:
         """Return on how many targets for each of its parameters a network of this size is trained by the FLOPs left.
 
-        A text has a target at every position, an image one for all its pixels. Positions are those at the stack slots.
+        A text has a target at every position, an image one for all its pixels. Positions are those at the depth slots.
         """
         assert self.flops_left is not None, "it has a budget"
-        stacks = [slot for slot in self.slots if isinstance(slot, StackSlot)]
+        stacks = [slot for slot in self.slots if isinstance(slot, DepthSlot)]
         sizes = [(n, slot.seed_parameters("last")) for slot in stacks for n in self.flops.positions[slot.name]]
         positions = sum(n * size for n, size in sizes) / max(1, sum(size for _, size in sizes))
         share = min(1.0, self.flops.targets / max(1.0, positions))
@@ -171,7 +172,7 @@ class Subject:
 
     def seed_parameters(self, stages: frozenset[Stage]) -> int:
         """Return the number of parameters of all seeds in one of `stages`."""
-        return sum(count_parameters(slot.seed) for slot in self.slots if slot.stage in stages)
+        return sum(slot.size for slot in self.slots if slot.stage in stages)
 
     @property
     def fossilized_parameters(self) -> int:
@@ -214,7 +215,7 @@ class HostEnv(Subject):
         config: Settings of the environments.
         device: Device of the network.
         flops: FLOPs of the host.
-        architecture: Name of the architecture; hosts of one architecture can be stacked.
+        architecture: Name of the architecture; its hosts can be stacked while they have the same depth.
     """
 
     def __init__(
@@ -285,6 +286,11 @@ class HostEnv(Subject):
         if self.monitor is not None:
             self.monitor.reset()
 
+    @property
+    def kind(self) -> tuple[str, tuple[int, ...]]:
+        """Architecture and depths of the host, which all hosts of one stack have in common."""
+        return self.architecture, depths(self.slots)
+
     def end(self) -> None:
         """End the episode before the horizon; the host stays idle until the next reset."""
         self.stopped = True
@@ -318,9 +324,7 @@ class HostEnv(Subject):
         """Return what the reward has to know of each slot, [K]; nothing if it does not depend on seeds."""
         if not self.reward.depends_on_seeds:
             return []
-        return [
-            SlotStatus(slot.stage, slot.ticks_in_stage, slot.age, count_parameters(slot.seed)) for slot in self.slots
-        ]
+        return [SlotStatus(slot.stage, slot.ticks_in_stage, slot.age, slot.size) for slot in self.slots]
 
     def num_batches(self, samples: int) -> int:
         """Return the number of minibatches in the coming epoch; `samples` is the size of each data variant."""

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from esper_lightning.blueprints import STACK, suggest_name
-from esper_lightning.growth.blocks import find_blocks, index_fields
+from esper_lightning.blueprints import suggest_name
 from esper_lightning.growth.lifecycle import check_slot_names, slots_of
 from esper_lightning.growth.nested import (
     BATCH_LENGTH_ERRORS,
@@ -25,7 +24,7 @@ from esper_lightning.growth.nested import (
     repeat_rows,
     replace_at,
 )
-from esper_lightning.growth.slot import EXTRA_STATE, Layout, SeedSlot, SlotHook, StackSlot, decode, encode
+from esper_lightning.growth.slot import EXTRA_STATE, Layout, SeedSlot, SlotHook, decode, encode
 
 CONTAINER_NAME = "grown_slots"
 """Name of the child module that holds the attached slots; the prefix of their keys in the state dict."""
@@ -35,8 +34,7 @@ LAYOUTS: dict[int, tuple[Layout, int]] = {4: ("image", 1), 3: ("sequence", 2), 2
 
 Place = Mapping[str, Any]
 """Where a slot is attached, in plain JSON types: `slot`, its name; `module`, whose output passes through it; `path` to
-the tensor in that output; `channels_last`, if the tensor is [B, H, W, C]; the arguments of its `SeedSlot`; and for a
-stack slot `blocks`, the name of its list."""
+the tensor in that output; `channels_last`, if the tensor is [B, H, W, C]; and the arguments of its `SeedSlot`."""
 
 
 class AttachedSlots(nn.ModuleDict):
@@ -59,7 +57,7 @@ class AttachedSlots(nn.ModuleDict):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Raise ValueError if the state is of a network whose slots are attached elsewhere; nothing else changes."""
-        for place in decode(state):
+        for place in _known(decode(state)):
             name, own = place["slot"], self.places.get(place["slot"])
             if own is None:
                 raise ValueError(
@@ -88,20 +86,6 @@ class _SlotHook(SlotHook):
         feature = get_at(output, self.path)
         grown = self.slot(feature.movedim(-1, 1)).movedim(1, -1) if self.channels_last else self.slot(feature)
         return replace_at(output, self.path, grown)
-
-
-class _StackHook(SlotHook):
-    """Forward hook that passes the output of the last block through a stack slot, and an object as `_SlotHook` is."""
-
-    def __init__(self, slot: StackSlot) -> None:
-        self.slot = slot
-
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Tensor) -> Tensor:
-        self.slot.beside = inputs[1:], keywords
-        try:
-            return self.slot(output)
-        finally:
-            del self.slot.beside  # a copy of the network must not hold them
 
 
 def attach_slots(
@@ -138,12 +122,12 @@ def attach_slots(
         if name not in names:
             raise ValueError(f"channels_last names {name!r}, which gets no slot; {suggest_name(name, list(names))}")
     with evaluation_mode(network), torch.no_grad():
-        features, outputs = _dry_run(network, names, example_input)
+        features, outputs = features_at(network, names, example_input)
         rows = batch_size(example_input)
         if rows < 2:
             raise ValueError("the example has one sample only; give at least two, so that the batch's axis is known")
         try:
-            doubled, _ = _dry_run(network, names, repeat_rows(example_input, rows, 2))
+            doubled, _ = features_at(network, names, repeat_rows(example_input, rows, 2))
         except BATCH_LENGTH_ERRORS as error:
             raise ValueError(
                 f"the network does not run on twice the example's {rows} samples ({error}); if an argument without a "
@@ -179,60 +163,6 @@ def attach_slots(
     return slots_of(network)
 
 
-def attach_stacks(network: nn.Module, stacks: Mapping[str, int], example_input: ExampleInput) -> dict[str, SeedSlot]:
-    """Attach stack slots behind lists of like blocks, in place. Copies of the blocks can grow there.
-
-    Args:
-        network: Any module, see `attach_slots`.
-        stacks: Number of slots by the name of an `nn.ModuleList` or `nn.Sequential`; slots are called `NAME.stack1` …
-        example_input: See `attach_slots`.
-
-    Copies are called with the same further arguments, such as a mask, as the last block of the list.
-
-    Returns all slots of the network by name. Raises ValueError if a list does not exist, if its blocks differ, or if
-    the last one returns anything else than a feature of the shape of its first argument.
-    """
-    places: list[tuple[Place, Tensor]] = []
-    for name, count in stacks.items():
-        _check_module_name(network, name)
-        blocks = find_blocks(network, name).modules
-        if known := index_fields(blocks):
-            place = ".".join(filter(None, known[0][:2]))
-            raise ValueError(
-                f"stack slot behind {name!r}: its blocks know their place by {place!r}, which copies behind the list "
-                f"would not have; grow the list itself, by the callback Stack or growth.stack"
-            )
-        last = f"{name}.{list(blocks._modules)[-1]}"
-        called: list[tuple[Any, ...]] = []
-        hook = network.get_submodule(last).register_forward_hook(
-            lambda module, inputs, output, called=called: called.append(inputs)
-        )
-        with evaluation_mode(network), torch.no_grad():
-            try:
-                features, outputs = _dry_run(network, [last], example_input)
-            finally:
-                hook.remove()
-            path, feature = features[last]
-            (first, *_) = (*called[0], None)
-            if path or feature.ndim not in LAYOUTS or not isinstance(first, Tensor) or first.shape != feature.shape:
-                raise ValueError(
-                    f"stack slot behind {name!r}: its blocks must take a feature as their first argument and return "
-                    f"one of the same shape; wrap them in a module that does"
-                )
-            is_single = _is_on_single_path(network, last, path, example=example_input, outputs=outputs)
-        place = {"module": last, "path": [], "channels_last": False, "layout": STACK, "detach_input": False}
-        place |= {"width": feature.shape[LAYOUTS[feature.ndim][1]], "on_single_path": is_single, "blocks": name}
-        places += [({"slot": stack_name(name, i), **place}, feature) for i in range(count)]
-    for place, feature in places:
-        _attach(network, place, feature)
-    return slots_of(network)
-
-
-def stack_name(blocks: str, i: int) -> str:
-    """Return the name of the i-th stack slot, counted from 0, behind a list of blocks."""
-    return f"{blocks}.stack{i + 1}"
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Return True if torch.compile has wrapped this module, or replaced its call."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
@@ -257,7 +187,7 @@ def _check_module_name(network: nn.Module, name: str) -> None:
         raise ValueError(f"the network has no module {name!r}; {suggest_name(name, modules)}")
 
 
-def _dry_run(
+def features_at(
     network: nn.Module, names: Sequence[str], example: ExampleInput
 ) -> tuple[dict[str, tuple[KeyPath, Tensor]], Any]:
     """Return path and feature at each new slot, in the order of execution, and the network's output."""
@@ -321,20 +251,11 @@ def _attach(network: nn.Module, place: Place, like: Tensor) -> None:
         network.add_module(CONTAINER_NAME, AttachedSlots())
     container: AttachedSlots = getattr(network, CONTAINER_NAME)
     name, width, is_single = place["slot"], place["width"], place["on_single_path"]
-    if place.get("blocks"):
-        own = [other["slot"] for other in container.places.values() if other.get("blocks") == place["blocks"]]
-        blocks = find_blocks(network, place["blocks"]).modules
-        earlier = [container[_container_key(other)] for other in own]
-        slot = StackSlot(name, width, blocks, earlier, on_single_path=is_single)
-        hook = _StackHook(slot)
-    else:
-        slot = SeedSlot(name, place["layout"], width, detach_input=place["detach_input"], on_single_path=is_single)
-        hook = _SlotHook(slot, tuple(place["path"]), place["channels_last"])
-    container[_container_key(slot.name)] = slot.to(like.device, like.dtype).train(network.training)
-    container.places[slot.name] = place
-    container.hooks[slot.name] = network.get_submodule(place["module"]).register_forward_hook(
-        hook, with_kwargs=isinstance(hook, _StackHook)
-    )
+    slot = SeedSlot(name, place["layout"], width, detach_input=place["detach_input"], on_single_path=is_single)
+    container[_container_key(name)] = slot.to(like.device, like.dtype).train(network.training)
+    container.places[name] = place
+    hook = _SlotHook(slot, tuple(place["path"]), place["channels_last"])
+    container.hooks[name] = network.get_submodule(place["module"]).register_forward_hook(hook)
     # torch.compile does not guard hooks, so earlier compiled code would skip the slot. torch._dynamo takes seconds to
     # import; if it is not loaded, nothing has been compiled.
     if "torch._dynamo" in sys.modules:
@@ -358,12 +279,23 @@ def attach_at(network: nn.Module, places: Iterable[Place]) -> None:
     Raises ValueError, and attaches nothing, if the network lacks a module.
     """
     existing = slots_of(network)
-    missing = [place for place in places if place["slot"] not in existing]
+    missing = [place for place in _known(places) if place["slot"] not in existing]
     for place in missing:
         _check_module_name(network, place["module"])
     reference = next(network.parameters(), torch.zeros(()))
     for place in missing:
         _attach(network, place, reference)
+
+
+def _known(places: Iterable[Place]) -> list[Place]:
+    """Return where slots are attached. Raises ValueError for copies behind a list, as an earlier version grew them."""
+    for place in (places := list(places)):
+        if "blocks" in place:
+            raise ValueError(
+                f"slot {place['slot']!r} is of an earlier version, which let copies grow behind {place['blocks']!r}; "
+                f"train again: the callback Stack adds them to the list itself"
+            )
+    return places
 
 
 def attach_from_state_dict(network: nn.Module, state: Mapping[str, Any], prefix: str = "") -> None:

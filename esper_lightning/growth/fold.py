@@ -56,7 +56,7 @@ def fold(network: nn.Module, example_input: ExampleInput) -> list[FoldResult]:
         network: Network with slots.
         example_input: Input of the network; random numbers reveal more than zeros.
     """
-    fossilized = [slot for slot in slots_of(network).values() if slot.stage is Stage.FOSSILIZED]
+    fossilized = [slot for slot in slots_of(network).values() if slot.stage is Stage.FOSSILIZED and slot.is_judged]
     with evaluation_mode(network), torch.no_grad():
         return [_fold(network, slot, example_input) for slot in fossilized]
 

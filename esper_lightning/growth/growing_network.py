@@ -17,6 +17,7 @@ from esper_lightning.blueprints import suggest_name
 from esper_lightning.growth import gates
 from esper_lightning.growth import lifecycle as lifecycle_ops
 from esper_lightning.growth.blend import BlendStyle, Curve, Ramp
+from esper_lightning.growth.depth import DepthSlot
 from esper_lightning.growth.gates import Evidence, LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats, gradient_stats
 from esper_lightning.growth.lifecycle import SeedEvent, check_slot_names, slots_of
@@ -30,11 +31,13 @@ from esper_lightning.growth.param_groups import (
     order_groups,
     remove_group,
     remove_module,
+    remove_parameters,
     reset_optimizer_state,
     seed_group_name,
 )
 from esper_lightning.growth.probe import reasons_of_cache
 from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.stack import join_groups
 from esper_lightning.growth.stages import Stage
 from esper_lightning.serialization import check_generator_state
 
@@ -100,6 +103,7 @@ class GrowingNetwork:
         device = next(iter(self.slots.values())).alpha.device
         self.generator = generator or torch.Generator(device).manual_seed(torch.initial_seed() ^ RNG_SEED_MASK)
         self.measurements = {name: SeedMeasurements() for name in self.slots}
+        self._in_lists: set[nn.Parameter] = set()  # parameters of lists that grow in depth
         self.sync_seed_groups()
         growing = weakref.ref(self)  # the optimizer must not hold the network, whose memory would be released late
 
@@ -114,9 +118,11 @@ class GrowingNetwork:
     def sync_seed_groups(self) -> None:
         """Give each seed its own parameter group and drop the groups of seeds that are gone.
 
-        Call it after `module.load_state_dict` if no state is loaded into the optimizer, which would do the same.
+        Blocks of a list that grows are in the group of its first one, as if the network had been built with them. Call
+        it after `module.load_state_dict` if no state is loaded into the optimizer, which would do the same.
         """
-        seeds = {seed_group_name(name): slot.seed for name, slot in self.slots.items() if slot.occupied}
+        growing = [slot for slot in self.slots.values() if slot.occupied and slot.is_judged]
+        seeds = {seed_group_name(slot.name): slot.seed for slot in growing}
         for name in group_names(self.optimizer):
             is_of_seed = name.startswith(SEED_GROUP_PREFIX)
             if is_of_seed and not (name in seeds and has_group(self.optimizer, name, seeds[name])):
@@ -124,6 +130,18 @@ class GrowingNetwork:
         for name, seed in seeds.items():
             if not has_group(self.optimizer, name, seed):
                 add_group(self.optimizer, name, seed, **self.seed_options)
+        self._sync_blocks()
+
+    def _sync_blocks(self) -> None:
+        found = {id(slot.found.modules): slot.found for slot in self.slots.values() if isinstance(slot, DepthSlot)}
+        now = {parameter for each in found.values() for parameter in each.modules.parameters()}
+        remove_parameters(self.optimizer, self._in_lists - now)
+        self._in_lists = now
+        held = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
+        for each in found.values():
+            first, *_ = blocks = each.blocks
+            sources = [first if held.isdisjoint(block.parameters()) else block for block in blocks]
+            join_groups(self.optimizer, sources, blocks)
 
     # Operations.
 
@@ -140,16 +158,15 @@ class GrowingNetwork:
         """Put a new seed in an empty slot; from BLENDING on, alpha rises over `ticks` host epochs.
 
         With stage BLENDING the seed is blended from the start: it has no time to learn alone, and no gate is asked.
-        Copies of blocks, in a stack slot, are fossilized at once.
+        Copies of blocks, in a depth slot, are fossilized at once; they have the optimizer state of their sources.
         """
         if stage not in ("GERMINATED", "BLENDING"):
             raise ValueError(f"a seed cannot begin in {stage!r}; choose GERMINATED or BLENDING")
         seed_slot, birth = self._slot(slot), self.lifecycle.birth
         if reasons := reasons_of_cache(self.module, seed_slot, blueprint):
             raise ValueError(f"blueprint {blueprint!r} cannot grow in slot {slot!r}: {'; '.join(reasons)}")
-        event = lifecycle_ops.germinate(
-            seed_slot, blueprint, Ramp(ticks, curve), generator=self.generator, style=style, birth=birth
-        )
+        own = {"generator": self.generator, "optimizers": [self.optimizer]}
+        event = lifecycle_ops.germinate(seed_slot, blueprint, Ramp(ticks, curve), style=style, birth=birth, **own)
         try:
             self.sync_seed_groups()
         except (TypeError, ValueError):  # an option that the optimizer does not accept
@@ -184,11 +201,18 @@ class GrowingNetwork:
         return replace(event, contribution=contribution)
 
     def remove_seed(self, slot: str) -> None:
-        """Remove the seed in `slot`, even a fossilized one, without gates or embargo; the slot is open at once."""
+        """Remove the seed in `slot`, even a fossilized one, without gates or embargo; the slot is open at once.
+
+        With the blocks of a depth slot those of all later slots of the list are removed.
+        """
         seed_slot = self._slot(slot)
-        if seed_slot.occupied:
-            self._drop_seed(slot, seed_slot.seed)
-        seed_slot.empty()
+        later = [each for each in self.slots.values() if isinstance(each, DepthSlot) and seed_slot in each.earlier]
+        for each in (seed_slot, *later):
+            if each.occupied:
+                self._drop_seed(each.name, each.seed)
+            each.empty()
+        if isinstance(seed_slot, DepthSlot):
+            self._sync_blocks()
 
     def clear(self) -> None:
         """Remove every seed and reset the optimizer's momenta and step counts."""
@@ -277,7 +301,7 @@ class GrowingNetwork:
 
     def gradient_stats_tensor(self) -> Tensor:  # [1 + K, 4] on the device: GradientStats of the host, then of each slot
         """Return statistics of the present gradients without waiting for the device; NO_GRADIENT for an empty slot."""
-        of_seeds = [list(slot.seed.parameters()) for slot in self.slots.values()]
+        of_seeds = [slot.grown_parameters() for slot in self.slots.values()]
         seed_parameter_ids = {id(parameter) for parameters in of_seeds for parameter in parameters}
         host = gradient_stats([p for p in self.module.parameters() if id(p) not in seed_parameter_ids])
         empty = torch.zeros_like(host)  # NO_GRADIENT
@@ -290,7 +314,7 @@ class GrowingNetwork:
         return {
             name: GradientStats(*row)
             for (name, slot), row in zip(self.slots.items(), rows, strict=True)
-            if any(parameter.grad is not None for parameter in slot.seed.parameters())
+            if any(parameter.grad is not None for parameter in slot.grown_parameters())
         }
 
     # State.

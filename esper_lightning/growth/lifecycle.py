@@ -10,12 +10,13 @@ from typing import get_args
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from esper_lightning.blueprints import Birth, suggest_name
 from esper_lightning.growth import gates
 from esper_lightning.growth.blend import BlendStyle, Ramp, check_ramp
 from esper_lightning.growth.gates import Evidence, LifecycleConfig
-from esper_lightning.growth.slot import SeedSlot, StackSlot, new_seed
+from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import STAGES_TO_FOSSILIZED, Stage, check_transition
 
 
@@ -73,10 +74,11 @@ def germinate(
     generator: torch.Generator,
     style: BlendStyle = "add",
     birth: Birth = "identity",
+    optimizers: Sequence[Optimizer] = (),
 ) -> SeedEvent:
     """Put a new seed in an empty slot, with weights drawn from `generator`, which must be on the slot's device.
 
-    Copies of blocks, in a stack slot, are fossilized at once, without a blend.
+    Copies of blocks, in a depth slot, join `optimizers` and are fossilized at once, without a blend.
 
     The seed learns only once an optimizer holds its parameters: see `add_group`, and `remove_group` for its cull.
     """
@@ -84,14 +86,13 @@ def germinate(
     check_ramp(ramp)
     if style not in get_args(BlendStyle):
         raise ValueError(f"unknown style {style!r}; {suggest_name(style, get_args(BlendStyle))}")
-    if isinstance(slot, StackSlot):
-        style = "add"
+    style = style if slot.is_judged else "add"
     # If this fails, the slot is unchanged.
-    slot.seed = new_seed(slot, blueprint, style, generator=generator, birth=birth)
+    slot.fill(blueprint, style, generator=generator, birth=birth, optimizers=optimizers)
     slot.blueprint, slot.style, slot.age = blueprint, style, 0
     slot.start_ramp(ramp)
     event = move(slot, Stage.GERMINATED, "germinate")
-    if isinstance(slot, StackSlot):
+    if not slot.is_judged:
         for stage in STAGES_TO_FOSSILIZED:
             slot.move_to(stage)
         event = replace(event, after=slot.stage)

@@ -5,7 +5,7 @@ once groups are added or removed. `follow` shows it the host's groups alone, so 
 without growth, and lets the seeds' groups follow the host.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -112,7 +112,7 @@ def add_group(optimizer: Optimizer, name: str, module: nn.Module, **options: flo
     Parameters that another group holds are moved, with their optimizer state. Raises ValueError if an optimizer within
     this one, as in SAM or Lookahead, does not share its groups, so that it would not train the module.
     """
-    _remove_from_groups(optimizer, module)
+    _remove_from_groups(optimizer, set(module.parameters()))
     # An optimizer created with named parameters requires names for all.
     has_names = any("param_names" in group for group in optimizer.param_groups)
     named = [(f"{name}.{own_name}", parameter) for own_name, parameter in module.named_parameters()]
@@ -150,16 +150,20 @@ def remove_module(optimizer: Optimizer, name: str, module: nn.Module) -> None:
 
     Both, because another group may hold the parameters, and because group `name` would be left behind empty.
     """
-    _remove_from_groups(optimizer, module)
-    for each in optimizers_in(optimizer):
-        for parameter in module.parameters():
-            each.state.pop(parameter, None)
+    remove_parameters(optimizer, set(module.parameters()))
     if name in group_names(optimizer):
         remove_group(optimizer, name)
 
 
-def _remove_from_groups(optimizer: Optimizer, module: nn.Module) -> None:
-    removed = set(module.parameters())
+def remove_parameters(optimizer: Optimizer, parameters: Collection[nn.Parameter]) -> None:
+    """Remove parameters with their state from all groups."""
+    _remove_from_groups(optimizer, parameters)
+    for each in optimizers_in(optimizer):
+        for parameter in parameters:
+            each.state.pop(parameter, None)
+
+
+def _remove_from_groups(optimizer: Optimizer, removed: Collection[nn.Parameter]) -> None:
     for group in optimizer.param_groups:
         kept = [i for i, parameter in enumerate(group["params"]) if parameter not in removed]
         if len(kept) < len(group["params"]):

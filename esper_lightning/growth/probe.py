@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from esper_lightning.blueprints import Birth, blueprint_names, build_seed, check_blueprint_name
 from esper_lightning.growth.blend import straight_through
-from esper_lightning.growth.lifecycle import count_parameters, germinate, slots_of
+from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.nested import BATCH_LENGTH_ERRORS, is_equal_up_to_rounding
 from esper_lightning.growth.slot import SeedSlot
 
@@ -46,7 +46,7 @@ def probe_seeds(
         if not slot.occupied:
             return x
         try:
-            shape = slot.seed_output(x.detach()).shape
+            shape = slot.seed(x.detach()).shape
         except (RuntimeError, ValueError) as error:  # torch does not accept the feature's shape
             errors[slot.name] = f"cannot run on features of shape {tuple(x.shape)}: {error}"
             return x
@@ -76,7 +76,9 @@ def probe_seeds(
                     errors[slot.name] = str(error)
         loss_of(network).backward()
         for name, slot in slots.items():
-            reasons[name, blueprint] = [errors[name]] if name in errors else _reasons_against(slot, name in reached)
+            reasons[name, blueprint] = (
+                [errors[name]] if name in errors else _reasons_against(slot, name in reached or not slot.is_judged)
+            )
             if slot.occupied:
                 reasons[name, blueprint] += reasons_of_cache(network, slot, blueprint)
     return reasons
@@ -122,8 +124,8 @@ def _reasons_against(slot: SeedSlot, is_reached: bool) -> list[str]:
         return [f"does not grow on {slot.layout} features"]
     if not is_reached:
         return ["the host's forward pass does not reach the slot"]
-    if count_parameters(slot.seed) == 0:
+    if slot.size == 0:
         return ["has no parameters"]
-    if not any(p.grad is not None and p.grad.any() for p in slot.seed.parameters()):
+    if not any(p.grad is not None and p.grad.any() for p in slot.grown_parameters()):
         return ["its first gradient is zero: it could never learn"]
     return []

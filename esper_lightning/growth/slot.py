@@ -1,13 +1,14 @@
 """SeedSlot: a module of the host in which a seed can grow."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from esper_lightning.blueprints import COPIES, STACK, Birth, build_on, build_seed, get_blueprint
+from esper_lightning.blueprints import STACK, Birth, build_on, build_seed, get_blueprint
 from esper_lightning.growth.blend import (
     BlendStyle,
     GatedSeed,
@@ -18,7 +19,6 @@ from esper_lightning.growth.blend import (
     proximal,
     straight_through,
 )
-from esper_lightning.growth.nested import copy_module
 from esper_lightning.growth.stages import BLENDED, ISOLATED, LIVE, OCCUPIED, Stage, check_transition
 
 Layout = Literal["image", "sequence", "vector"]
@@ -159,6 +159,27 @@ class SeedSlot(nn.Module):
         """Return the number of parameters of a seed, without the gate of style "gate"."""
         return get_blueprint(blueprint, self.layout).parameters(self.width)
 
+    def grown_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of what grew in the slot."""
+        return list(self.seed.parameters())
+
+    @property
+    def size(self) -> int:
+        """Number of parameters of what grew in the slot."""
+        return sum(parameter.numel() for parameter in self.grown_parameters())
+
+    def fill(
+        self,
+        blueprint: str,
+        style: BlendStyle,
+        *,
+        generator: torch.Generator,
+        birth: Birth,
+        optimizers: Sequence[Optimizer] = (),
+    ) -> None:
+        """Put a new seed in. Copies of blocks, in a `DepthSlot`, join the optimizers at once."""
+        self.seed = new_seed(self, blueprint, style, generator=generator, birth=birth)
+
     def forward(self, x: Tensor) -> Tensor:  # same shape in and out
         if self.folded is not None:
             x = self.folded(x)
@@ -179,10 +200,6 @@ class SeedSlot(nn.Module):
     def trial_output(self, x: Tensor) -> Tensor:
         """Return what the slot would return with the seed blended at full alpha; no gradient reaches `x`."""
         return self._mix(seed_input := x.detach(), seed_input, None)
-
-    def seed_output(self, x: Tensor) -> Tensor:
-        """Return the output of the seed alone."""
-        return self.seed(x)
 
     def _mix(self, x: Tensor, seed_input: Tensor, alpha: Tensor | None) -> Tensor:  # None: full alpha
         if alpha is None and self.style == "add":
@@ -225,70 +242,6 @@ class SeedSlot(nn.Module):
         self.alpha.fill_(self.alpha_now)
 
 
-class StackSlot(SeedSlot):
-    """Slot behind a list of like blocks, in which copies of the blocks before it grow, for good and at once.
-
-    Args:
-        name, width, on_single_path: See `SeedSlot`.
-        blocks: The list.
-        earlier: Stack slots between the list and this one.
-
-    Attributes:
-        beside: Arguments and keyword arguments, such as a mask, that the last block of the list was called with beside
-            the feature; the copies get the same.
-    """
-
-    beside: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-    is_judged = False  # a deep network comes to rely on each of its blocks
-
-    def __init__(
-        self,
-        name: str,
-        width: int,
-        blocks: nn.ModuleList | nn.Sequential,
-        earlier: Iterable[nn.Module],
-        *,
-        on_single_path: bool,
-    ) -> None:
-        super().__init__(name, STACK, width, detach_input=False, on_single_path=on_single_path)
-        self._before = (blocks, tuple(earlier))  # in a tuple, because these modules are no children of the slot
-
-    @property
-    def is_open(self) -> bool:
-        """True if a decider may put copies in: slots of one list are taken in turn, for whichever is taken, the network
-        is the same."""
-        return super().is_open and all(slot.occupied for slot in self._before[1] if isinstance(slot, SeedSlot))
-
-    @property
-    def block(self) -> nn.Module:
-        """First block of the list; all have parameters of the same shapes."""
-        return self._before[0][0]
-
-    def num_blocks(self, blueprint: str) -> int:
-        """Return the number of blocks that a blueprint adds. Raises ValueError for one that is no copy."""
-        if blueprint not in COPIES:
-            raise ValueError(f"blueprint {blueprint!r} does not grow in stack slots; these do: {', '.join(COPIES)}")
-        return len(self._before[0]) if blueprint == "stack" else 1
-
-    def seed_parameters(self, blueprint: str) -> int:
-        return self.num_blocks(blueprint) * sum(parameter.numel() for parameter in self.block.parameters())
-
-    def seed_output(self, x: Tensor) -> Tensor:
-        arguments, keywords = self.beside
-        for block in self.seed.children():
-            x = block(x, *arguments, **keywords)
-        return x
-
-    def _mix(self, x: Tensor, seed_input: Tensor, alpha: Tensor | None) -> Tensor:
-        return self.seed_output(seed_input).to(x.dtype)  # at full alpha at once
-
-    def sources(self, blueprint: str) -> list[nn.Module]:
-        """Return the blocks that a blueprint copies, the last ones before the slot."""
-        blocks, earlier = self._before
-        grown = [block for slot in earlier if isinstance(slot, SeedSlot) for block in slot.seed.children()]
-        return [*blocks, *grown][-self.num_blocks(blueprint) :]
-
-
 def _accept_host_without_slots(slot: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Let an empty slot load the state dict of a host that had no slots."""
     assert isinstance(slot, SeedSlot)
@@ -310,8 +263,8 @@ def new_seed(
     slot: SeedSlot, blueprint: str, style: BlendStyle, *, generator: torch.Generator, birth: Birth = "identity"
 ) -> nn.Module:
     """Build a seed for `slot`, with its device, dtype and mode; `generator`, on the same device, draws the weights."""
-    if isinstance(slot, StackSlot):
-        return nn.Sequential(*map(copy_without_slots, slot.sources(blueprint)))
+    if slot.layout == STACK:  # what grows there are blocks of a list
+        return nn.Identity()
     device = slot.alpha.device
     seed = build_seed(blueprint, slot.layout, slot.width, device=device, generator=generator, birth=birth)
     if style == "gate":
@@ -322,12 +275,6 @@ def new_seed(
 
 class SlotHook:
     """Forward hook by which a slot is attached to a module."""
-
-
-def copy_without_slots(block: nn.Module) -> nn.Module:
-    """Return a copy of a block without slots attached in it: no optimizer and no state dict would hold their copies."""
-    hooks = [hook for part in block.modules() for hook in part._forward_hooks.values()]
-    return copy_module(block, {id(hook): pass_on for hook in hooks if isinstance(hook, SlotHook)})
 
 
 def pass_on(*_: Any) -> None:

@@ -145,7 +145,7 @@ def deepen(
         _refill(block, new, zero)
     origins = [old[source] for source in sources]
     for each in optimizers_in(*optimizers):
-        _join_groups(each, origins, grown)
+        join_groups(each, origins, grown)
         for origin, block in zip(origins, grown, strict=True):
             pairs = [(p, block.get_parameter(name)) for name, p in origin.named_parameters()]
             _move_state(each, pairs, keep=state == "copy" and new != "fresh")
@@ -160,6 +160,15 @@ def deepen(
                 if isinstance(part, SeedSlot):
                     part.name = f"{found.name}.{i}.{name}"
     return added
+
+
+def shorten(found: BlockList, to: int) -> None:
+    """Remove the last blocks of a list, down to `to` blocks. Optimizers still hold their parameters."""
+    blocks, sources = list(found.modules), found.whole_order(range(to))
+    indices, counts = index_fields(found.modules), count_fields(found)
+    place(found.modules, [blocks[source] for source in sources])
+    renumber(found.modules, indices)
+    set_counts(counts, sources)
 
 
 def listed_order(order: Order) -> list[int] | None:
@@ -427,8 +436,6 @@ def _places_of_copies(
     for owner, path in found.owners():
         records: list[dict[str, Any]] = []
         for record in attached_places(owner):
-            if record.get("blocks") == ".".join(path):
-                raise ValueError(f"stack: {found.name!r} has the stack slot {record['slot']!r}; detach it first")
             for source, old_name in enumerate(old_names):
                 prefix = ".".join([*path, old_name])
                 if not f"{record['module']}.".startswith(f"{prefix}."):
@@ -540,7 +547,7 @@ def _cloned(state: Any) -> Any:
     return copy.deepcopy(state)
 
 
-def _join_groups(optimizer: Optimizer, origins: list[nn.Module], grown: list[nn.Module]) -> None:
+def join_groups(optimizer: Optimizer, origins: list[nn.Module], grown: list[nn.Module]) -> None:
     """Put the parameters of new blocks into the groups of their sources, and name them if parameters have names."""
     places = {id(p): (i, name) for i in reversed(range(len(grown))) for name, p in grown[i].named_parameters()}
     before = {id(block): i for i, block in enumerate(dict.fromkeys(origins))}
@@ -712,7 +719,7 @@ class BuiltBlocks:
                 _move_state(each, pairs, keep=not is_new or (state == "copy" and new != "fresh"))
             filled |= _ids(target)
         for each in every:
-            _join_groups(each, [old[source] for source in sources], targets)
+            join_groups(each, [old[source] for source in sources], targets)
         self.show(to)
         return [i for i in range(len(targets)) if sources[i] in sources[:i]]
 

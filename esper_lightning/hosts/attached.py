@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.growth.attach import attach_at, attach_slots, attach_stacks, attached_places
+from esper_lightning.growth.attach import LAYOUTS, attach_at, attach_slots, attached_places, features_at
+from esper_lightning.growth.blocks import find_blocks
+from esper_lightning.growth.depth import depth_slots
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.registry import import_object
 
@@ -35,7 +37,8 @@ class Attached(nn.Module):
         tokens: True if inputs are token indices (int64) instead of real numbers.
         isolate: Detach the seeds' inputs until they are fossilized (`SeedSlot.detach_input`). None: only for images.
         channels_last: The subset of `slots` whose features have shape [B, H, W, C].
-        stacks: Number of stack slots behind lists of like blocks, by name of the list; see `attach_stacks`.
+        depth: Largest number of blocks of lists of like blocks, by name of the list, as `{"encoder.layers": 8}`. The
+            network builds the first ones, and copies may be added: at `encoder.layers.stack1` …
     """
 
     def __init__(
@@ -50,12 +53,12 @@ class Attached(nn.Module):
         tokens: bool = False,
         isolate: bool | None = None,
         channels_last: list[str] | None = None,
-        stacks: dict[str, int] | None = None,
+        depth: dict[str, int] | None = None,
     ) -> None:
         super().__init__()
         self._path = network
         self._settings = (settings or {}) | ({} if classes_as is None else {classes_as: outputs})
-        records = find_slot_records(
+        records, widths = find_slot_records(
             network,
             json.dumps(self._settings),
             example_shape=(TRIAL_BATCH_SIZE, *input_shape),
@@ -64,11 +67,13 @@ class Attached(nn.Module):
             slots=tuple(slots or ()),
             isolate=isolate,
             channels_last=tuple(channels_last or ()),
-            stacks=tuple((stacks or {}).items()),
+            lists=tuple(depth or ()),
         )
         self.network = make_network(network, self._settings)
-        inner = [{key: f"network.{record[key]}" for key in ("module", "blocks") if key in record} for record in records]
-        attach_at(self, [record | own for record, own in zip(records, inner, strict=True)])
+        attach_at(self, [record | {"module": f"network.{record['module']}"} for record in records])
+        self.stacks = nn.ModuleList()
+        for (blocks, most), width in zip((depth or {}).items(), widths, strict=True):
+            self.stacks.extend(depth_slots(self.network, blocks, most, width=width, prefix=f"{blocks}."))
 
     def initialise_whole(self, generator: torch.Generator) -> None:
         """Initialise the whole network by its own constructor, since its modules may be of any class."""
@@ -95,9 +100,11 @@ def find_slot_records(
     slots: tuple[str, ...],
     isolate: bool | None,
     channels_last: tuple[str, ...],
-    stacks: tuple[tuple[str, int], ...],
-) -> list[dict[str, Any]]:
-    """Return records of the slots of a network, found by a trial forward pass that leaves random states unchanged.
+    lists: tuple[str, ...],
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return records of the slots of a network, and the width of the feature behind each of these lists of blocks.
+
+    They are found by a trial forward pass that leaves random states unchanged.
 
     Raises ValueError if a slot cannot be attached, or if the output does not fit the task.
     """
@@ -110,16 +117,25 @@ def find_slot_records(
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"host Attached: {network} takes no inputs {list(example_shape[1:])}: {reason}") from error
-        if slots or not stacks:
+        widths = [_width_behind(trial, blocks, example) for blocks in lists]
+        if slots or not lists:
             attach_slots(trial, slots, example, detach_input=isolate, channels_last=channels_last)
-        attach_stacks(trial, dict(stacks), example)
     if not isinstance(output, Tensor) or output.shape[-1] != outputs:
         found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise ValueError(
             f"host Attached: {network} answers with {found}, the task has {outputs} classes; name the argument that "
             f"takes their number by data.host.init_args.classes_as"
         )
-    return attached_places(trial)
+    return attached_places(trial), widths
+
+
+def _width_behind(network: nn.Module, blocks: str, example: Tensor) -> int:
+    """Return the number of channels of the feature behind a list of blocks."""
+    last = f"{blocks}.{list(find_blocks(network, blocks).modules._modules)[-1]}"
+    with torch.no_grad():
+        features, _ = features_at(network, [last], example)
+    _, feature = features[last]
+    return feature.shape[LAYOUTS[feature.ndim][1] if feature.ndim in LAYOUTS else -1]
 
 
 def make_network(path: str, settings: dict[str, Any]) -> nn.Module:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.growth.slot import StackSlot
+from esper_lightning.growth.depth import depth_slots
 from esper_lightning.hosts.parts import Slots, run_block
 
 
@@ -40,8 +40,8 @@ class CNN(nn.Module):
         residual: Add the input of each block to what its ReLU takes, through a 1×1 convolution where the number of
             channels changes.
         depth: Number of residual blocks at the end of each block, behind its slots.
-        stacks: Number of stack slots behind the residual blocks of each block, `block1.stack1`, `block1.stack2` …, in
-            which copies of these residual blocks grow.
+        most: Largest number of residual blocks at the end of each block, to which copies may be added: at
+            `block1.stack1`, `block1.stack2` … None: no more than `depth`.
         pools: Number of blocks that end in a 2×2 max-pool, counted from the first. None: all.
         slots: Slots in which seeds may grow: `block1` (before the pool), `block1.pool` (after it) … None: one per
             block, after its pool if it has one.
@@ -70,7 +70,7 @@ class CNN(nn.Module):
         widths: list[int] | None = None,
         residual: bool = False,
         depth: int = 0,
-        stacks: int = 0,
+        most: int | None = None,
     ) -> None:
         super().__init__()
         if len(input_shape) != 3:
@@ -84,8 +84,8 @@ class CNN(nn.Module):
                 f"host CNN: pools must lie between 0 and the number of blocks, {len(widths)}, and need images of at "
                 f"least 2**pools pixels, got {self.pools} for {tuple(input_shape[1:])}"
             )
-        if min(depth, stacks) < 0 or stacks > 0 == depth:
-            raise ValueError(f"host CNN: stacks need a depth of at least 1, got depth {depth} and stacks {stacks}")
+        if depth < 0 or (depth == 0 and most is not None):
+            raise ValueError(f"host CNN: most needs a depth of at least 1, got depth {depth} and most {most}")
         self.checkpoint_activations = checkpoint_activations
         self.channels_last = channels_last
         shapes = list(pairwise([input_shape[0], *widths]))
@@ -102,11 +102,9 @@ class CNN(nn.Module):
         self.slots = Slots(default_slots if slots is None else slots, slot_widths, layout="image", isolate=isolate)
         self.residuals, self.stacks = nn.ModuleList(), nn.ModuleList()
         for i, width in enumerate(widths if depth else ()):
-            like, grown = nn.Sequential(*(ResidualBlock(width, kernel) for _ in range(depth))), nn.Sequential()
-            for k in range(stacks):
-                grown.append(StackSlot(f"block{i + 1}.stack{k + 1}", width, like, grown, on_single_path=True))
-            self.residuals.append(like)
-            self.stacks.append(grown)
+            self.residuals.append(nn.Sequential(*(ResidualBlock(width, kernel) for _ in range(depth))))
+            slots = depth_slots(self, f"residuals.{i}", most, width=width, prefix=f"block{i + 1}.")
+            self.stacks.append(nn.ModuleList(slots))
         self.head = nn.Linear(widths[-1], outputs)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, C, H, W] -> [B, outputs]
@@ -123,4 +121,4 @@ class CNN(nn.Module):
         y = F.relu(y if self.shortcuts is None else y + self.shortcuts[i](x))
         x = self.slots.forward_at(f"block{i + 1}", y)
         x = self.slots.forward_at(f"block{i + 1}.pool", F.max_pool2d(x, 2)) if i < self.pools else x
-        return self.stacks[i](self.residuals[i](x)) if self.residuals else x
+        return self.residuals[i](x) if self.residuals else x

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.growth.slot import StackSlot
+from esper_lightning.growth.depth import depth_slots
 from esper_lightning.hosts.parts import Slots, run_block
 
 INITIAL_STD = 0.02
@@ -115,7 +115,7 @@ class GPT(nn.Module):
         rotary: Tell attention the positions by rotation, in place of position embeddings.
         rms_norm: Normalise by RMSNorm (https://arxiv.org/abs/1910.07467) in place of LayerNorm.
         bias: Give linear layers and LayerNorm a bias.
-        stacks: Number of stack slots behind the last block, `stack1`, `stack2` …, in which copies of blocks grow.
+        most: Largest number of blocks, to which copies of blocks may be added: at `stack1`, `stack2` … None: no more.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class GPT(nn.Module):
         rotary: bool = False,
         rms_norm: bool = False,
         bias: bool = True,
-        stacks: int = 0,
+        most: int | None = None,
     ) -> None:
         super().__init__()
         if len(input_shape) != 1:
@@ -158,9 +158,7 @@ class GPT(nn.Module):
             layout="sequence",
             isolate=isolate,
         )
-        self.stacks = nn.ModuleList()
-        for i in range(stacks):
-            self.stacks.append(StackSlot(f"stack{i + 1}", width, self.blocks, self.stacks, on_single_path=True))
+        self.stacks = nn.ModuleList(depth_slots(self, "blocks", most, width=width))
         self.norm = make_norm(width, rms_norm=rms_norm, bias=bias)
 
     def initialise(self, generator: torch.Generator) -> None:
@@ -180,8 +178,6 @@ class GPT(nn.Module):
         x = self.positions(self.tokens(x))
         for i in range(len(self.blocks)):
             x = run_block(self, partial(self._block, i), x, checkpoint_activations=self.checkpoint_activations)
-        for slot in self.stacks:
-            x = slot(x)
         # Not a second, tied Parameter: it would lose the tie when a host is built on the meta device.
         return self.tokens.logits(self.norm(x))
 

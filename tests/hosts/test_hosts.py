@@ -63,7 +63,7 @@ every_host = pytest.mark.parametrize("kind", HOSTS)
         (CNN, (3, 32, 32), 10, {"base": 1, "kernel": 1}, 77),
         (CNN, (1, 8, 8), 10, {"base": 4, "kernel": 1, "pools": 2}, 390),
         (CNN, (1, 8, 8), 10, {"widths": [4, 4, 8], "kernel": 1, "pools": 2, "residual": True}, 210),
-        (CNN, (3, 32, 32), 10, {"depth": 1, "stacks": 1}, 6_418 + sum(2 * 9 * c**2 + 2 * c for c in (8, 16, 32))),
+        (CNN, (3, 32, 32), 10, {"depth": 1, "most": 2}, 6_418 + sum(2 * 9 * c**2 + 2 * c for c in (8, 16, 32))),
         (MLP, (1, 8, 8), 10, {}, 64 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10),
         (MLP, (3,), 10, {"width": 2, "layers": 3}, 3 * 2 + 2 + 2 * (2 * 2 + 2) + 2 * 10 + 10),
         (GPT, (256,), 50_257, {}, 30_044_544),
@@ -87,7 +87,7 @@ def test_the_number_of_parameters_is_pinned(
         (cnn, {}, ["block1.pool", "block2.pool", "block3.pool"]),
         (cnn, {"pools": 2}, ["block1.pool", "block2.pool", "block3"]),
         (cnn, {"slots": []}, []),
-        (cnn, {"blocks": 2, "depth": 1, "stacks": 1}, ["block1.pool", "block2.pool", "block1.stack1", "block2.stack1"]),
+        (cnn, {"blocks": 2, "depth": 2, "most": 3}, ["block1.pool", "block2.pool", "block1.stack1", "block2.stack1"]),
         (cnn, {"slots": ALL[::-1]}, ALL),
         (cnn, {"blocks": 10, "base": 1, "pools": 0, "slots": ["block10", "block2"]}, ["block2", "block10"]),
         (mlp, {}, ["layer1", "layer2", "layer3"]),
@@ -145,7 +145,8 @@ def test_leaving_out_one_seed_at_a_time_equals_plain_passes(kind: str) -> None:
         (CNN, (3, 32, 32), {"base": 0}, r"blocks of positive widths and an odd kernel, got \[0, 0, 0\], 3"),
         (CNN, (3, 32, 32), {"blocks": 0}, r"blocks of positive widths and an odd kernel, got \[\], 3"),
         (CNN, (3, 32, 32), {"kernel": 2}, r"an odd kernel, got \[8, 16, 32\], 2"),
-        (CNN, (3, 32, 32), {"stacks": 1}, "stacks need a depth of at least 1, got depth 0 and stacks 1"),
+        (CNN, (3, 32, 32), {"most": 1}, "most needs a depth of at least 1, got depth 0 and most 1"),
+        (CNN, (3, 32, 32), {"depth": 2, "most": 1}, "'residuals.0' has 2 blocks from the start; .* as many, got 1"),
         (CNN, (3, 32, 32), {"pools": 4}, "pools must lie between 0 and the number of blocks, 3"),
         (CNN, (3, 32, 7), {}, r"need images of at least 2\*\*pools pixels, got 3 for \(32, 7\)"),
         (CNN, (3, 32, 32), {"slots": ["block3.pool"], "pools": 2}, r"unknown slot 'block3\.pool'; did you mean 'block"),
@@ -183,7 +184,7 @@ def test_a_residual_block_adds_its_input_before_the_relu() -> None:
 
 
 def test_residual_blocks_follow_the_slots_of_a_block_and_their_copies_follow_them() -> None:
-    network = built(CNN, 1, 8, 8, widths=[2, 4], pools=1, slots=["block1.pool", "block2"], depth=2, stacks=2)
+    network = built(CNN, 1, 8, 8, widths=[2, 4], pools=1, slots=["block1.pool", "block2"], depth=2, most=6)
     slots = slots_of(network)
     grow(slots["block1.pool"], Stage.PROBATIONARY, "conv_small")
     germinate(slots["block2.stack1"], "stack", generator=torch.Generator().manual_seed(0))
@@ -196,8 +197,8 @@ def test_residual_blocks_follow_the_slots_of_a_block_and_their_copies_follow_the
     first = slots["block1.pool"](F.max_pool2d(torch.relu(network.norms[0](network.convs[0](x))), 2))
     first = reduce(lambda x, block: residual(block, x), network.residuals[0], first)
     second = torch.relu(network.norms[1](network.convs[1](first)))
-    second = reduce(lambda x, block: residual(block, x), [*network.residuals[1], *slots["block2.stack1"].seed], second)
-    assert len(slots["block2.stack1"].seed) == 2
+    second = reduce(lambda x, block: residual(block, x), network.residuals[1], second)
+    assert [len(blocks) for blocks in network.residuals] == [2, 4]
     torch.testing.assert_close(network(x), network.head(second.mean((2, 3))))
 
 

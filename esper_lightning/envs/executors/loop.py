@@ -197,7 +197,7 @@ class HostEpoch:
         self.env, self.task, self.data = env, task, data
         self.micro_batches = env.training.micro_batches
         # Seeds that fail in this episode on purpose get zero gradients: see `HostContext.failing_slots`.
-        self.failing_parameters = [parameter for slot in env.failing_slots for parameter in slot.seed.parameters()]
+        self.failing_parameters = [parameter for slot in env.failing_slots for parameter in slot.grown_parameters()]
         self.batches = env.draw_batches(data.samples).split(self.micro_batches)  # [batches · parts, B / parts]
         self.totals = torch.zeros(2, device=env.device, dtype=env.score_dtype)  # loss, score
         self.skipped_steps = torch.zeros_like(self.totals[0])  # steps with non-finite gradients

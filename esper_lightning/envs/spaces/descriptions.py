@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from esper_lightning.blueprints import blueprint_names, get_blueprint
 from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.observation import LOG_SIZE_SCALE, clip
-from esper_lightning.growth.slot import ABSENT, Layout, SeedSlot, StackSlot
+from esper_lightning.growth.depth import DepthSlot
+from esper_lightning.growth.slot import ABSENT, Layout, SeedSlot
 
 LAYOUTS = get_args(Layout)
 
@@ -84,7 +85,7 @@ def _describe_blueprint(subject: Subject, slot: SeedSlot, name: str) -> tuple[li
     if slot.layout == ABSENT or name not in blueprint_names(slot.layout):
         return [0.0] * len(BLUEPRINT_DESCRIPTION), 0
     width, n, parameters = slot.width, _positions(subject, slot), slot.seed_parameters(name)
-    if isinstance(slot, StackSlot):
+    if isinstance(slot, DepthSlot):
         flops, exponent = slot.num_blocks(name) * subject.flops.blocks.get(slot.name, 0), 1.0
         kinds, widths = read_layers(slot.block.modules())
         widths = widths * slot.num_blocks(name)

@@ -9,7 +9,6 @@ from esper_lightning.blueprints import suggest_name
 from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.actions import STYLES
 from esper_lightning.growth.gradient_stats import GradientStats
-from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.stages import LIVE, Stage
 
 HISTORY_WINDOW = 5
@@ -139,7 +138,7 @@ def slot_features(env: Subject, k: int) -> dict[str, float]:
         values |= {f"curve.{curve}": float(slot.occupied and slot.ramp.curve == curve) for curve in curves}
     if len(blends) > 1:
         values |= {f"blend.{blend}": float(slot.occupied and slot.style == blend) for blend in blends}
-    values["parameters"] = log_size(count_parameters(slot.seed), env)
+    values["parameters"] = log_size(slot.size, env)
     return values
 
 

@@ -24,7 +24,6 @@ from esper_lightning.envs.spaces.descriptions import (
 from esper_lightning.envs.spaces.observation import CONTRIBUTION_SCALE, clip, host_features, slot_features
 from esper_lightning.envs.vector_env import Observation
 from esper_lightning.growth.growing_network import RefusalReasons
-from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.rewards.objective import SMALLEST_HOST
 
 PARTS = ("", "slot.", "blueprint.")
@@ -111,7 +110,7 @@ def _rents(envs: Sequence[Subject], blueprint_parameters: Tensor) -> tuple[Tenso
 
     Empty slots and fossilized seeds have none.
     """
-    seeds = [[count_parameters(slot.seed) if slot.live else 0 for slot in env.slots] for env in envs]
+    seeds = [[slot.size if slot.live else 0 for slot in env.slots] for env in envs]
     added = torch.cat([torch.tensor(seeds, dtype=torch.float32).unsqueeze(-1), blueprint_parameters], -1)
     sizes = [
         [float(max(env.host_parameters, SMALLEST_HOST)), float(env.fossilized_parameters - env.host_parameters)]

@@ -22,6 +22,7 @@ from esper_lightning.callbacks.checks import check_trainer
 from esper_lightning.callbacks.grow import CONFLICTING_CALLBACKS, find_network
 from esper_lightning.envs import ActionConfig
 from esper_lightning.growth import attach_slots
+from esper_lightning.growth.depth import depth_slots
 from tests.callbacks.grow.modules import Classifier, DigitsData
 from tests.callbacks.grow.trainings import grow, trainer
 
@@ -53,6 +54,11 @@ def with_optimizer(make: Callable[[Any], Any]) -> Callable[[Classifier], None]:
     return change
 
 
+def deepening(module: Classifier) -> None:
+    module.net.append(nn.Sequential(nn.Identity()))
+    module.net.extend(depth_slots(module.net, str(len(module.net) - 1), 2, width=1))
+
+
 def nothing(module: Classifier) -> None:
     pass
 
@@ -75,6 +81,7 @@ REFUSED: dict[str, tuple[Callable[[Classifier], None], dict[str, Any], dict[str,
     "slot with the name of its network": (nothing, {}, {"slots": ["net.3"]}, "no module 'net.3'.*within the network"),
     "LBFGS": (LBFGS, {}, {}, "LBFGS cannot hold parameter groups that come and go; use SGD"),
     "fused": (FUSED, {"plugins": SCALED}, {}, "fused optimizer under 16-mixed hides .* make it with fused=False"),
+    "depth": (deepening, {}, {}, "'stack1' is for depth, which the callback Stack grows"),
     "no optimizer": (ELSEWHERE, {}, {}, "no optimizer trains the parameters of 'net'"),
     "no validation": (nothing, {"limit_val_batches": 0}, {}, "this run has none; define validation_step"),
     "unknown metric": (nothing, {}, {"monitor": "val_accuracy"}, "logs no 'val_accuracy'.*val_acc"),

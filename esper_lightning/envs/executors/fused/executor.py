@@ -17,6 +17,9 @@ from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.machine import first_line, is_out_of_memory
 from esper_lightning.tasks import Split, Task
 
+Kind = tuple[str, tuple[int, ...]]
+"""Architecture and depths of hosts; see `HostEnv.kind`."""
+
 MAX_INPUT_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 """Most input elements of one stacked validation pass, by type of device.
 
@@ -42,22 +45,24 @@ class FusedExecutor(LoopExecutor):
     """`LoopExecutor` with the hosts of each kind stacked into one network.
 
     Hosts live in the arena of their stack from their first epoch on: the weights, running statistics and optimizer
-    states of the environments are views of its rows, which an epoch changes in place. Loss scales are copied from the
+    states of the environments are views of its rows, which an epoch changes in place. A host that has become deeper
+    moves to the arena of that depth at its next epoch. Loss scales are copied from the
     environments at the beginning of an epoch, and back at its end.
     """
 
     def __init__(self, task: Task, training: HostTraining) -> None:
         super().__init__(task, training)
-        self.stacks: dict[tuple[str, torch.device], HostStack] = {}  # by kind of host and device
+        self.stacks: dict[tuple[Kind, torch.device], HostStack] = {}  # by kind of host and device
 
     def prepare(self, envs: Sequence[HostEnv], data: Split) -> None:
         for env in envs:
             self._stack_of([env], data)
 
     def _stack_of(self, envs: Sequence[HostEnv], data: Split) -> HostStack:
-        kind, device = envs[0].architecture, envs[0].device
+        kind, device = envs[0].kind, envs[0].device
         if (kind, device) not in self.stacks:
-            if not any(kind == checked for checked, _ in self.stacks):
+            # The check covers every depth.
+            if not any(envs[0].architecture == checked for (checked, _), _ in self.stacks):
                 check_stack(envs[0], data.batch(slice(N_HOSTS * N_SAMPLES)).inputs)
             self.stacks[kind, device] = HostStack(envs[0].network)
         return self.stacks[kind, device]
@@ -122,9 +127,9 @@ def map_by_kind(
 
     `work` returns one tensor for each group, with a row for each host. The result is on the first host's device.
     """
-    groups_by_kind: dict[tuple[str, int], dict[torch.device, list[int]]] = {}
+    groups_by_kind: dict[tuple[Kind, int], dict[torch.device, list[int]]] = {}
     for i, env in enumerate(envs):
-        groups_by_kind.setdefault((env.architecture, key(env)), {}).setdefault(env.device, []).append(i)
+        groups_by_kind.setdefault((env.kind, key(env)), {}).setdefault(env.device, []).append(i)
     rows, order = [], []
     for groups in groups_by_kind.values():
         rows += work([[envs[i] for i in indices] for indices in groups.values()])

@@ -48,10 +48,11 @@ class Assignment(NamedTuple):
     stacked: StackedModule
     owners: Sequence[nn.Module]
     hosts: Sequence[int]  # index of the host that each owner is, or grows in
+    blocks: Sequence[nn.Module] = ()  # parts of the owners that may be replaced: those of lists that grow in depth
 
     def is_same(self, other: "Assignment") -> bool:
         """Return whether another assignment has the same owners in the same order, compared by identity."""
-        ours, theirs = self.owners, other.owners
+        ours, theirs = [*self.owners, *self.blocks], [*other.owners, *other.blocks]
         is_as_long = self.stacked is other.stacked and len(ours) == len(theirs)
         return is_as_long and all(a is b for a, b in zip(ours, theirs, strict=True))
 
@@ -207,6 +208,10 @@ class Resident(Section):
         """Return whether the tensors of all owners still lie here, judged by the first tensor of each owner."""
         return self._addresses == self._first_addresses()
 
+    def holds(self, owner: int) -> bool:
+        """Return whether an owner lives here; a host that has become deeper may live in another arena by now."""
+        return self._addresses[owner] == self.parameters[owner].data_ptr()
+
     def take_back_states(self) -> None:
         """Copy the state of optimizers that have loaded another one, as in a rollback, back into the section.
 
@@ -275,8 +280,8 @@ class Arena(FlatWeights):
         ]
         staying = {id(owner) for assignment in assignments[kept:] for owner in assignment.owners}
         for section in self.residents[kept:]:
-            for owner, optimizer in zip(section.assignment.owners, section.optimizers, strict=True):
-                if id(owner) not in staying:
+            for i, (owner, optimizer) in enumerate(zip(section.assignment.owners, section.optimizers, strict=True)):
+                if id(owner) not in staying and section.holds(i):
                     leave_arena(owner, optimizer)
         gathered = _gather(arriving, state_names) if arriving else {}
         has_moved = self._reserve(kept, arriving, gathered)

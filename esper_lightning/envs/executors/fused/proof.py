@@ -12,6 +12,7 @@ from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.spaces.actions import STYLES
 from esper_lightning.growth.blend import BlendStyle, Ramp
 from esper_lightning.growth.counterfactual import forward_variants, leave_one_out, mixes_rows
+from esper_lightning.growth.depth import DepthSlot, depths
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.probe import probe_seeds
 from esper_lightning.growth.stages import Stage
@@ -70,6 +71,8 @@ def check_stack(env: HostEnv, inputs: Tensor) -> None:
                 for style in styles if i == 0 else styles[:1]:
                     trial.germinate(blueprints[i:] + blueprints[:i], style)
                     trial.compare(stack, f"{style} seeds {first}")
+            if trial.deepen():
+                trial.compare(HostStack(trial.hosts[0]), "more blocks")
     except HOST_ERRORS as error:
         reason, *_ = str(error).splitlines() or [type(error).__name__]
         raise ValueError(
@@ -116,7 +119,7 @@ class Trial:
         They alternate between the first two blueprints that can grow. One seed is isolated, all others are blended.
         """
         for i, host in enumerate(self.hosts):
-            slots = slots_of(host).values()
+            slots = [slot for slot in slots_of(host).values() if slot.is_judged]
             for k, slot in enumerate(slots):
                 slot.empty()
                 fitting = [name for name in blueprints if (slot.name, name) in self.growable]
@@ -126,8 +129,18 @@ class Trial:
                     self._randomise(slot.seed)
                     is_isolated = i == 1 and k == len(slots) - 1
                     stages = (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY)[: 1 if is_isolated else 3]
-                    for stage in stages if slot.live else ():  # copies of blocks are fossilized at once
+                    for stage in stages:
                         slot.move_to(stage)
+
+    def deepen(self) -> bool:
+        """Let all lists that can grow in depth grow as far as they can; returns whether there is one."""
+        for host in self.hosts:
+            for slot in slots_of(host).values():
+                if isinstance(slot, DepthSlot):
+                    germinate(slot, "stack", generator=self.generator)
+                    for block in slot.grown:
+                        self._randomise(block)
+        return bool(depths(slots_of(self.hosts[0]).values()))
 
     def compare(self, stack: HostStack, seeds: str) -> None:
         """Raise ValueError if the stack cannot compute these hosts, or computes something else."""

@@ -53,13 +53,13 @@ HOSTS: dict[str, Callable[[Sequence[int], int], nn.Module]] = {
     "cnn": partial(CNN, base=4, pools=2, slots=["block1", "block2.pool", "block3"]),
     "cnn, gradients through seeds": partial(CNN, base=4, pools=1, slots=["block1.pool", "block2"], isolate=False),
     "cnn, recomputed": partial(CNN, base=4, pools=1, blocks=2, checkpoint_activations=True),
-    "cnn, stacks": partial(CNN, widths=[3, 4], pools=1, slots=["block2"], depth=1, stacks=2),
+    "cnn, depth": partial(CNN, widths=[3, 4], pools=1, slots=["block2"], depth=1, most=3),
     "gpt": partial(GPT, width=16, blocks=3, heads=2, context=8, slots=["layer1", "layer2"]),
     "gpt, rotary": partial(
         GPT, width=16, blocks=2, heads=2, context=8, slots=["layer1"], rotary=True, rms_norm=True, bias=False
     ),
     "gpt, likelihood": partial(GPT, width=16, blocks=2, heads=2, context=8, slots=["layer1", "layer2"]),
-    "gpt, stacks": partial(GPT, width=16, blocks=2, heads=2, context=8, slots=["layer2"], stacks=2),
+    "gpt, depth": partial(GPT, width=16, blocks=2, heads=2, context=8, slots=["layer2"], most=6),
     "mlp": partial(MLP, width=16),
     "mlp, quantities": partial(MLP, width=16),
     "residual": ShortcutHost,

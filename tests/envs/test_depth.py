@@ -2,38 +2,51 @@
 
 import io
 from functools import partial
+from itertools import permutations
+from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from esper_lightning import from_config
+from esper_lightning.blueprints import build_on
+from esper_lightning.callbacks import Grow
 from esper_lightning.controllers.learned import TrainingHosts, TrainingRules
 from esper_lightning.controllers.rules import RandomValid, Scaling
 from esper_lightning.controllers.static import FossilizedSeed, StaticController
 from esper_lightning.envs import HostPool, Op
+from esper_lightning.envs.flops import FlopCounter, plain_operators
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.evaluation.checkpoints import load_controller
 from esper_lightning.evaluation.play import play_episode, play_static
 from esper_lightning.governor.judge import GovernorConfig
-from esper_lightning.growth.slot import StackSlot
+from esper_lightning.governor.snapshot import unpack
+from esper_lightning.growth.attach import attach_at
+from esper_lightning.growth.depth import DepthSlot
+from esper_lightning.growth.export import load, save
+from esper_lightning.growth.gradient_stats import NO_GRADIENT, GradientStats
+from esper_lightning.growth.growing_network import GrowingNetwork
+from esper_lightning.growth.nested import iter_tensors
 from esper_lightning.growth.stages import Stage
-from esper_lightning.hosts import Attached
+from esper_lightning.hosts import GPT, Attached
 from esper_lightning.tasks import Synthetic
 from tests.decisions import WAIT, act, germinate
-from tests.envs.episodes import Episode, breaking_epoch
-from tests.envs.executors.fused.hosts import FAST_CONFIG, make
+from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
+from tests.envs.episodes import Episode
+from tests.envs.executors.fused.hosts import FAST_CONFIG, HOSTS, make, precision
 
 STACK, LAST = 0, 1
 
 
 def make_deep(executor: str = "loop", batches: float | None = None, **settings: object) -> HostPool:
-    """Return two GPTs of two blocks with two stack slots; `batches`: host epochs of so many minibatches' FLOPs."""
-    pool = make("loop", "gpt, stacks", 2, actions=FAST_CONFIG.actions)
+    """Return two GPTs of two blocks that grow to six; `batches`: host epochs of so many minibatches' FLOPs."""
+    pool = make("loop", "gpt, depth", 2, actions=FAST_CONFIG.actions)
     training = HostTraining(batches=2, batch_size=16, lr=0.02)
     if batches is not None:
         training = HostTraining(flops=batches * 16 * pool.envs[0].flops.of_step([]), batch_size=16, lr=0.02)
-    pool = make(executor, "gpt, stacks", 2, training=training, **settings)
+    pool = make(executor, "gpt, depth", 2, training=training, **settings)
     assert pool.space.slot == ["layer2", "stack1", "stack2"] and {"stack", "last"} <= set(pool.space.blueprint)
     return pool
 
@@ -62,11 +75,11 @@ def test_a_deeper_host_trains_on_fewer_minibatches_of_the_same_flops() -> None:
     assert counts[0][:2] == [10, int(10 * share)] and counts[1][0] == 10 > counts[1][1] > counts[1][2]
     assert budgets == sorted(budgets, reverse=True) and budgets[0] is not None
     assert [slot.stage for slot in pool.envs[0].slots] == [Stage.DORMANT, Stage.FOSSILIZED, Stage.DORMANT]
-    assert len(pool.envs[1].slots[2].seed) == 2 and len(pool.envs[1].slots[1].seed) == 1
+    assert [len(env.network.blocks) for env in pool.envs] == [4, 5]
     assert [record.contribution for record in pool.envs[1].records] == [None] * 3, "no copy is judged by its absence"
 
 
-def test_stack_slots_of_one_list_are_offered_in_turn() -> None:
+def test_depth_slots_of_one_list_are_offered_in_turn() -> None:
     pool = make_deep()
     pool.reset([1, 3])
     for row, offered in (WAIT, ["stack1"]), (stacked(pool, 1, "stack"), ["stack2"]), (stacked(pool, 2, "last"), []):
@@ -105,14 +118,145 @@ def test_the_scaling_rule_adds_stacks_as_long_as_the_flops_left_suffice(doubling
         assert sum(stacks) == (min(doublings, tick + 1 - first) if tick >= first else 0)
 
 
-@pytest.mark.parametrize(("kind", "targets"), [("gpt, stacks", 8), ("cnn, stacks", 1)])
+@pytest.mark.parametrize(("kind", "targets"), [("gpt, depth", 8), ("cnn, depth", 1)])
 def test_a_text_has_a_target_for_each_token_and_an_image_one_for_all_pixels(kind: str, targets: int) -> None:
     env = make("loop", kind, 2, training=HostTraining(flops=1e8)).envs[0]
-    stack = next(slot for slot in env.slots if isinstance(slot, StackSlot))
+    stack = next(slot for slot in env.slots if isinstance(slot, DepthSlot))
     [positions] = env.flops.positions[stack.name]
 
     assert env.flops.targets == targets and env.flops_left is not None
     assert env.targets_per_parameter(100) == pytest.approx(env.flops_left / 6e4 * targets / positions)
+
+
+def tensors(pool: HostPool) -> list[Tensor]:
+    """Return copies of what training changes: weights, statistics and optimizer states of all hosts."""
+    found = [x for env in pool.envs for x in env.network.state_dict().values() if x.is_floating_point()]
+    states = [env.optimizer.state[p] for env in pool.envs for p in env.network.parameters() if p in env.optimizer.state]
+    return [x.clone() for x in (*found, *(state[name] for state in states for name in sorted(state)))]
+
+
+def play_deep(executor: str, kind: str) -> list[Tensor]:
+    """Return all numbers of twenty ticks in which hosts become deeper and are rolled back, and of a second episode,
+    in which one is deeper from the first tick on."""
+    pool = make(executor, kind, 4, governor=ONLY_NAN_DIVERGES)
+    k, seen = next(k for k, slot in enumerate(pool.envs[0].slots) if isinstance(slot, DepthSlot)), list[Tensor]()
+    deeper, further = ((stacked(pool, slot, "stack"), stacked(pool, slot, "last")) for slot in (k, k + 1))
+    script = {
+        2: [deeper[0], WAIT, WAIT, WAIT],
+        4: [WAIT, deeper[1], WAIT, WAIT],
+        6: [further[0], WAIT, deeper[1], WAIT],
+    }
+    script |= {10: [WAIT, further[0], further[1], WAIT], 14: [WAIT, WAIT, WAIT, deeper[0]]}
+    for ticks, seeds in ((20, [1, 2, 3, 4]), (2, [5, 6, 7, 8])):
+        with precision(torch.float64):
+            pool.reset(seeds)
+            for tick in range(ticks):
+                rows = script.get(tick if ticks == 20 else tick + 14, [WAIT] * 4)
+                with breaking_epoch(pool, [0, 3] if tick in (6, 12) else []):
+                    step = pool.step(act(*rows))
+                seen += [*tensors(pool), *step.metrics, step.observation[0].clone()]
+                seen += [torch.tensor([list(stats) for env in pool.envs for stats in gradients(env)])]
+        depths = {tuple(slot.depth for slot in env.slots if isinstance(slot, DepthSlot)) for env in pool.envs}
+        assert len(depths) > 1 or ticks < 20, "hosts differ in depth"
+    return seen
+
+
+def gradients(env: HostEnv) -> list[GradientStats]:
+    return [env.host_gradient or NO_GRADIENT, *(record.gradient or NO_GRADIENT for record in env.records)]
+
+
+@pytest.mark.parametrize("kind", ["gpt, depth", "cnn, depth"])
+def test_hosts_of_different_depths_learn_the_same_in_every_executor(kind: str) -> None:
+    loop, threads, fused = (play_deep(executor, kind) for executor in ("loop", "threads", "fused"))
+
+    for ours, *others in zip(loop, threads, fused, strict=True):
+        for theirs in others:
+            torch.testing.assert_close(theirs, ours, rtol=1e-7, atol=1e-8, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["gpt, depth", "cnn, depth"])
+def test_a_state_is_restored_exactly_at_every_other_depth(kind: str) -> None:
+    pool = make("loop", kind, 1, torch.float32)
+    pool.reset([1])
+    (env,) = pool.envs
+    slots, states = [slot.name for slot in env.slots if isinstance(slot, DepthSlot)], []
+    for name in (None, *slots):
+        if name is not None:
+            env.growing.germinate(name, "stack")
+        pool.train_without_actions(1)
+        states.append(env.packed_state())
+    for before, after in permutations(states, 2):
+        env.load_state_dict(unpack(before))
+        env.take_snapshot()
+        saved = list(iter_tensors(unpack(after)))
+        env.load_state_dict(unpack(after))
+        assert all(torch.equal(a, b) for a, b in zip(iter_tensors(env.state_dict()), saved, strict=True))
+        (group,) = env.optimizer.param_groups
+        assert [*map(id, group["params"])] == [*map(id, env.network.parameters())]
+        assert {*env.optimizer.state} == {*group["params"]}, "of no removed block"
+        env.load_state_dict(unpack(before))
+        env.take_snapshot()
+        for name in slots:
+            if env.growing.slots[name].is_open:
+                env.growing.germinate(name, "last")
+        env.roll_back(False, "test")
+        saved = list(iter_tensors(unpack(before)["growing"]["network"]))
+        assert all(torch.equal(a, b) for a, b in zip(iter_tensors(env.network.state_dict()), saved, strict=True))
+        assert {*env.optimizer.state} == {*env.network.parameters()}
+
+
+@pytest.mark.parametrize("kind", ["gpt, depth", "cnn, depth"])
+def test_copies_have_the_optimizer_state_and_flops_of_their_sources(kind: str) -> None:
+    env = (pool := make("loop", kind, 1, torch.float32)).envs[0]
+    pool.reset([1])
+    pool.train_without_actions(2)
+    inputs = pool.data.validation.inputs[:1]
+    for slot in (slot for slot in env.slots if isinstance(slot, DepthSlot)):
+        env.growing.germinate(slot.name, "stack")
+        source, grown = slot.found.blocks[slot.begin - 1], slot.grown[-1]
+        for ours, theirs in zip(grown.parameters(), source.parameters(), strict=True):
+            state, of_source = env.optimizer.state[ours], env.optimizer.state[theirs]
+            assert of_source and torch.equal(ours, theirs)
+            assert all(
+                torch.equal(state[name], value) and state[name] is not value for name, value in of_source.items()
+            )
+        with FlopCounter() as counter, torch.no_grad(), plain_operators():
+            env.network.eval()(inputs)
+        assert counter.total == env.flops.with_seeds(env.slots) > env.flops.host
+        assert slot.size == slot.seed_parameters("stack")
+    (group,) = env.optimizer.param_groups
+    assert [*map(id, group["params"])] == [*map(id, env.network.parameters())]
+    assert env.fossilized_parameters == sum(parameter.numel() for parameter in env.network.parameters())
+    plain = env.growing.state_dict()["network"]
+    env.reset(3)
+    with pytest.raises(ValueError, match=r"blocks in the state, and [12] by its records"):
+        env.network.load_state_dict({k: v for k, v in plain.items() if not k.startswith("stacks.")}, strict=False)
+
+
+def test_a_grown_host_is_saved_and_loaded_and_copies_behind_a_list_are_refused(tmp_path: Path) -> None:
+    def host() -> GPT:
+        return build_on(torch.device("cpu"), partial(HOSTS["gpt, depth"], (8,), 9), torch.Generator().manual_seed(1))
+
+    grown, fresh, tokens = host(), host(), torch.arange(16).view(2, 8) % 9
+    growing = GrowingNetwork(grown, torch.optim.SGD(grown.parameters()), horizon=9)
+    with pytest.raises(ValueError, match="slot 'stack2': its list grows by 'stack1' before"):
+        growing.germinate("stack2", "last")
+    with pytest.raises(ValueError, match="'norm' does not grow in depth slots; these do: stack, last"):
+        growing.germinate("stack1", "norm")
+    growing.germinate("stack1", "last")
+    save(grown, tmp_path / "grown.safetensors")
+    load(fresh, tmp_path / "grown.safetensors")
+    assert torch.equal(fresh(tokens), grown(tokens)) and len(fresh.blocks) == 3
+
+    earlier = {"stacks.0.seed.0.norm1.weight": torch.ones(16), **host().state_dict()}
+    with pytest.raises(ValueError, match="behind their list, .* as by the callback Stack"):
+        host().load_state_dict(earlier)
+    place = {"slot": "blocks.stack1", "module": "blocks.1", "blocks": "blocks"}
+    with pytest.raises(ValueError, match="let copies grow behind 'blocks'; train again: the callback Stack"):
+        attach_at(host(), [place])
+    for decider in ("scaling", "tamiyo_depth"):
+        with pytest.raises(ValueError, match=f"{decider} decides about depth; use the callback Stack with plan="):
+            Grow(decider=decider)
 
 
 @pytest.mark.parametrize("executor", ["loop", "fused"])
@@ -141,13 +285,14 @@ def test_a_rollback_keeps_copies_as_it_keeps_what_is_fossilized() -> None:
 
     assert [verdict.host for verdict in step.verdicts] == [0]
     assert [env.slots[1].stage for env in pool.envs] == [Stage.FOSSILIZED] * 2
-    slot, other = (env.slots[1] for env in pool.envs)
-    assert isinstance(slot, StackSlot) and isinstance(other, StackSlot)
-    pairs = zip(slot.seed.children(), slot.sources("stack"), strict=True)
-    assert all(torch.equal(a, b) for x, y in pairs for a, b in zip(x.parameters(), y.parameters(), strict=True))
-    assert not torch.equal(next(other.seed.parameters()), next(other.sources("stack")[0].parameters())), (
-        "it has learned"
+    copied, learned = (
+        [
+            torch.equal(a, b)
+            for a, b in zip(env.network.blocks[3].parameters(), env.network.blocks[1].parameters(), strict=True)
+        ]
+        for env in pool.envs
     )
+    assert all(copied) and not any(learned)
 
 
 def test_blocks_that_are_built_in_have_weights_of_their_own_and_the_scale_of_the_final_depth() -> None:
@@ -156,11 +301,10 @@ def test_blocks_that_are_built_in_have_weights_of_their_own_and_the_scale_of_the
     deep = (FossilizedSeed("stack1", "stack", "add"),)
     StaticController([deep, ()]).reset(pool)
     built, plain = (env.network for env in pool.envs)
-    slot = pool.envs[0].slots[1]
 
-    assert isinstance(slot, StackSlot) and slot.stage is Stage.FOSSILIZED
-    for block, source in zip(slot.seed.children(), slot.sources("stack"), strict=True):
-        assert not torch.equal(next(iter(block.mlp.parameters())), next(iter(source.mlp.parameters())))
+    assert pool.envs[0].slots[1].stage is Stage.FOSSILIZED and len(built.blocks) == 4
+    for block, source in zip(built.blocks[2:], built.blocks[:2], strict=True):
+        assert not torch.equal(block.mlp[0].weight, source.mlp[0].weight)
     spread = [network.blocks[0].mlp[-1].weight.std().item() for network in (built, plain)]
     assert spread[0] == pytest.approx(spread[1] / 2**0.5, rel=0.1)
     assert pool.step(act(WAIT, WAIT)).metrics.loss.isfinite().all()
@@ -216,7 +360,7 @@ def test_a_network_of_others_becomes_deeper_in_a_pool() -> None:
         Attached,
         network="torchvision.models.VisionTransformer",
         settings={"image_size": 8, "patch_size": 4, "num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32},
-        stacks={"encoder.layers": 2},
+        depth={"encoder.layers": 6},
     )
     pool = HostPool(task, task.load(), host, config=FAST_CONFIG, n_envs=1, device=torch.device("cpu"))
     pool.reset([1])
