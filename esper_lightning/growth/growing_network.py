@@ -301,7 +301,7 @@ class GrowingNetwork:
 
     def gradient_stats_tensor(self) -> Tensor:  # [1 + K, 4] on the device: GradientStats of the host, then of each slot
         """Return statistics of the present gradients without waiting for the device; NO_GRADIENT for an empty slot."""
-        of_seeds = [slot.grown_parameters() for slot in self.slots.values()]
+        of_seeds = [list(slot.seed.parameters()) for slot in self.slots.values()]
         seed_parameter_ids = {id(parameter) for parameters in of_seeds for parameter in parameters}
         host = gradient_stats([p for p in self.module.parameters() if id(p) not in seed_parameter_ids])
         empty = torch.zeros_like(host)  # NO_GRADIENT
@@ -314,7 +314,7 @@ class GrowingNetwork:
         return {
             name: GradientStats(*row)
             for (name, slot), row in zip(self.slots.items(), rows, strict=True)
-            if any(parameter.grad is not None for parameter in slot.grown_parameters())
+            if any(parameter.grad is not None for parameter in slot.seed.parameters())
         }
 
     # State.

@@ -249,7 +249,7 @@ def test_a_grown_host_is_saved_and_loaded_and_copies_behind_a_list_are_refused(t
     assert torch.equal(fresh(tokens), grown(tokens)) and len(fresh.blocks) == 3
 
     earlier = {"stacks.0.seed.0.norm1.weight": torch.ones(16), **host().state_dict()}
-    with pytest.raises(ValueError, match="behind their list, .* as by the callback Stack"):
+    with pytest.raises(ValueError, match=r"behind their list, .* as by the callback Stack"):
         host().load_state_dict(earlier)
     place = {"slot": "blocks.stack1", "module": "blocks.1", "blocks": "blocks"}
     with pytest.raises(ValueError, match="let copies grow behind 'blocks'; train again: the callback Stack"):

@@ -104,27 +104,13 @@ class FusedEpoch:
         device = self.weights.values.device
         column_of_slot = {slot.name: k for k, slot in enumerate(self.envs[0].slots, 1)}
         stats = upload(NO_GRADIENT, device, self.totals.dtype).repeat(len(self.envs), 1 + len(column_of_slot), 1)
-        # Hosts of one depth may have reached it by other growths. By the column of each tensor: rows of the section.
-        alike: dict[tuple[int, ...], list[int]] = {}
-        for host in range(len(self.envs)):
-            grown = self.stack.growth_of_layers(host)
-            columns = tuple(
-                column_of_slot[grown[layer]] if layer in grown else 0 for layer, _ in self.weights.sections[0].targets
-            )
-            alike.setdefault(columns, []).append(host)
-        parts = [(list(range(len(self.envs))), alike)]
-        for section, owners in zip(self.weights.sections[1:], self.stack.seed_slots, strict=True):
-            columns = (column_of_slot[owners[0][1]],) * len(section.targets)
-            parts.append(([host for host, _ in owners], {columns: list(range(len(owners)))}))
-        for (hosts, rows_by_columns), grads in zip(parts, self.weights.views(self.weights.grads), strict=True):
-            flat = [grad.reshape(len(hosts), -1) for grad in grads]
-            norms = torch.stack([torch.linalg.vector_norm(one, dim=1) for one in flat], 1)  # [hosts, tensors]
-            for columns, rows in rows_by_columns.items():
-                for column in set(columns):
-                    chosen = [i for i, own in enumerate(columns) if own == column]
-                    part = norms.index_select(0, upload(rows, device)).index_select(1, upload(chosen, device))
-                    of_part = stats_of_norms(part, sum(flat[i].shape[1] for i in chosen))
-                    stats[upload([hosts[row] for row in rows], device), column] = of_part.to(stats.dtype)
+        owners_by_module = [[(host, None) for host in range(len(self.envs))], *self.stack.seed_slots]
+        for owners, grads in zip(owners_by_module, self.weights.views(self.weights.grads), strict=True):
+            rows = [grad.reshape(len(owners), -1) for grad in grads]
+            norms = torch.stack([torch.linalg.vector_norm(row, dim=1) for row in rows], 1)
+            hosts = upload([host for host, _ in owners], device)
+            module_stats = stats_of_norms(norms, sum(row.shape[1] for row in rows))
+            stats[hosts, column_of_slot.get(owners[0][1], 0)] = module_stats.to(stats.dtype)
         return stats
 
 

@@ -87,17 +87,6 @@ class HostStack:
                 self.assignments.append(Assignment(seeds.stacked, seeds_of_hosts, seed_hosts))
                 self.seed_slots.append([(host, name) for host in seed_hosts])
 
-    def growth_of_layers(self, host: int) -> dict[nn.Module, str]:
-        """Return the depth slots in which the stacked layers of added blocks have grown in a host, by layer."""
-        pairs = [(own, self.host_slots[host][name]) for name, own in self.depth_slots.items()]
-        return {
-            layer: slot.name
-            for own, slot in pairs
-            if isinstance(slot, DepthSlot)
-            for block in own.found.blocks[slot.begin : slot.begin + slot.added]
-            for layer in block.modules()
-        }
-
     def release(self) -> None:
         """Drop the bound weights: copies free their memory, and the arena keeps those of its hosts."""
         for assignment in self.assignments:
