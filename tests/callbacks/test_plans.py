@@ -11,9 +11,12 @@ from lightning.pytorch.cli import LightningCLI
 from torch import Tensor
 from torch.nn import functional as F
 
+from esper_lightning import from_config
 from esper_lightning.callbacks import Stack
 from esper_lightning.callbacks.plans import PolicyPlan, Progress, ScalingPlan, make_plan
+from esper_lightning.evaluation.checkpoints import load_controller
 from tests.callbacks.gpt import BATCHES, EPOCHS, LENGTH, LitGPT, make, train
+from tests.decisions import WAIT, act, germinate
 
 TOTAL = BATCHES * EPOCHS
 
@@ -234,3 +237,24 @@ def test_the_policy_is_asked_at_sixths_and_grows_where_the_budget_is_large(targe
         asked.append(depth)
 
     assert asked == [depth for depth in depths for _ in range(10)][1:]
+
+
+def test_the_policy_sees_a_training_as_it_sees_a_host_of_its_own_training() -> None:
+    budget = "--data.env.family.train=[{training.flops: [2.0e+7]}]"
+    _, data = from_config("depth", "--data.n_envs=2", budget, "--data.host.init_args.width=8")
+    data.build(torch.device("cpu"))
+    pool, plan = data.make_pool(2, sight=load_controller("tamiyo_depth").sight), PolicyPlan("tamiyo_depth")
+    pool.reset([2, 4])
+
+    for action in (germinate(0, 0), WAIT, germinate(1, 0), germinate(2, 0)):
+        for env, rows, masks in zip(pool.envs, pool.observation.features, pool.masks_on_cpu.slot, strict=True):
+            block = sum(p.numel() for p in env.network.blocks[0].parameters())
+            sizes = {depth: env.host_parameters + (depth - 1) * block for depth in (1, 2, 3, 4)}
+            depth = len(env.network.blocks)
+            left = env.targets_per_parameter(sizes[depth]) * sizes[depth]
+            now = progress(share=env.tick / 6, depth=depth, first=1, most=4, targets_left=left, parameters=sizes)
+            places = plan._places(now)
+            torch.testing.assert_close(places.observation.features[0], rows)
+            assert torch.equal(places.masks.slot[0], masks)
+        pool.step(act(action, WAIT))
+    assert [len(env.network.blocks) for env in pool.envs] == [4, 1]
