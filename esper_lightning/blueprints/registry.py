@@ -47,7 +47,7 @@ STACK = "stack"
 """Layout of a place of a list of like blocks, at which copies of them are added."""
 
 COPIES = ("stack", "last")
-"""Blueprints for the layout STACK: copies of the last blocks, as many as there were at first; a copy of the last one."""
+"""Blueprints for the layout STACK: copies of the last blocks, as many as there were at first; one of the last."""
 
 
 def register(

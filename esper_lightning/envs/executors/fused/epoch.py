@@ -104,27 +104,16 @@ class FusedEpoch:
         device = self.weights.values.device
         column_of_slot = {slot.name: k for k, slot in enumerate(self.envs[0].slots, 1)}
         stats = upload(NO_GRADIENT, device, self.totals.dtype).repeat(len(self.envs), 1 + len(column_of_slot), 1)
-        # Hosts of one depth may have reached it by other growths. By the column of each tensor: rows of the section.
-        alike: dict[tuple[int, ...], list[int]] = {}
-        for host in range(len(self.envs)):
-            grown = self.stack.growth_of_layers(host)
-            columns = tuple(
-                column_of_slot[grown[layer]] if layer in grown else 0 for layer, _ in self.weights.sections[0].targets
-            )
-            alike.setdefault(columns, []).append(host)
-        parts = [(list(range(len(self.envs))), alike)]
-        for section, owners in zip(self.weights.sections[1:], self.stack.seed_slots, strict=True):
-            columns = (column_of_slot[owners[0][1]],) * len(section.targets)
-            parts.append(([host for host, _ in owners], {columns: list(range(len(owners)))}))
-        for (hosts, rows_by_columns), grads in zip(parts, self.weights.views(self.weights.grads), strict=True):
-            flat = [grad.reshape(len(hosts), -1) for grad in grads]
-            norms = torch.stack([torch.linalg.vector_norm(one, dim=1) for one in flat], 1)  # [hosts, tensors]
-            for columns, rows in rows_by_columns.items():
-                for column in set(columns):
-                    chosen = [i for i, own in enumerate(columns) if own == column]
-                    part = norms.index_select(0, upload(rows, device)).index_select(1, upload(chosen, device))
-                    of_part = stats_of_norms(part, sum(flat[i].shape[1] for i in chosen))
-                    stats[upload([hosts[row] for row in rows], device), column] = of_part.to(stats.dtype)
+        owners_by_module = [[(host, "") for host in range(len(self.envs))], *self.stack.seed_slots]
+        views = self.weights.views(self.weights.grads)
+        for section, owners, grads in zip(self.weights.sections, owners_by_module, views, strict=True):
+            grown = [owners[0][1] or self.stack.growth.get(layer, "") for layer, _ in section.targets]
+            hosts = upload([host for host, _ in owners], device)
+            for slot in set(grown):
+                rows = [x.reshape(len(owners), -1) for x, own in zip(grads, grown, strict=True) if own == slot]
+                norms = torch.stack([torch.linalg.vector_norm(row, dim=1) for row in rows], 1)
+                part = stats_of_norms(norms, sum(row.shape[1] for row in rows))
+                stats[hosts, column_of_slot.get(slot, 0)] = part.to(stats.dtype)
         return stats
 
 
