@@ -122,12 +122,12 @@ def attach_slots(
         if name not in names:
             raise ValueError(f"channels_last names {name!r}, which gets no slot; {suggest_name(name, list(names))}")
     with evaluation_mode(network), torch.no_grad():
-        features, outputs = features_at(network, names, example_input)
+        features, outputs = _dry_run(network, names, example_input)
         rows = batch_size(example_input)
         if rows < 2:
             raise ValueError("the example has one sample only; give at least two, so that the batch's axis is known")
         try:
-            doubled, _ = features_at(network, names, repeat_rows(example_input, rows, 2))
+            doubled, _ = _dry_run(network, names, repeat_rows(example_input, rows, 2))
         except BATCH_LENGTH_ERRORS as error:
             raise ValueError(
                 f"the network does not run on twice the example's {rows} samples ({error}); if an argument without a "
@@ -187,7 +187,7 @@ def _check_module_name(network: nn.Module, name: str) -> None:
         raise ValueError(f"the network has no module {name!r}; {suggest_name(name, modules)}")
 
 
-def features_at(
+def _dry_run(
     network: nn.Module, names: Sequence[str], example: ExampleInput
 ) -> tuple[dict[str, tuple[KeyPath, Tensor]], Any]:
     """Return path and feature at each new slot, in the order of execution, and the network's output."""
