@@ -41,12 +41,7 @@ from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.action_discovery import probe_action_space
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.growth import GrowingNetwork, SeedEvent, attach_from_state_dict, attach_slots, slots_of
-from esper_lightning.growth.attach import (
-    attach_at,
-    attached_places,
-    check_new_slots,
-    is_compiled,
-)
+from esper_lightning.growth.attach import attach_at, attached_places, check_new_slots, is_compiled
 from esper_lightning.growth.counterfactual import ScoreFunction, judge_seeds
 from esper_lightning.growth.depth import DepthSlot
 from esper_lightning.growth.gates import LifecycleConfig

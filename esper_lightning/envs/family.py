@@ -100,10 +100,7 @@ class HostContext:
     price: float  # of growth
 
     def failing_slots(self, slots: Sequence[SeedSlot], rng_seed: int) -> list[SeedSlot]:
-        """Return the slots whose seed fails, that is, receives no gradient, in the episode with this RNG seed.
-
-        Copies of blocks do not fail.
-        """
+        """Return the slots whose seed fails, that is, receives no gradient; copies of blocks never do."""
         if not self.context.seeds_may_fail:
             return []
         grown = [slot for slot in slots if slot.occupied and slot.is_judged]

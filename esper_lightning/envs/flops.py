@@ -16,7 +16,14 @@ from esper_lightning.blueprints import get_blueprint
 from esper_lightning.growth.blend import GatedSeed
 from esper_lightning.growth.depth import DepthSlot
 from esper_lightning.growth.lifecycle import slots_of
-from esper_lightning.growth.nested import ExampleInput, call_network, iter_tensors, repeat_rows
+from esper_lightning.growth.nested import (
+    ExampleInput,
+    call_network,
+    first_tensor_path,
+    get_at,
+    iter_tensors,
+    repeat_rows,
+)
 from esper_lightning.growth.slot import SeedSlot
 
 FUSED = "_scaled_dot_product_flash_attention_for_cpu"
@@ -173,6 +180,8 @@ def count_flops(host: nn.Module, run: Callable[[], Any]) -> HostFlops:
         return x
 
     def count_block(slot: DepthSlot) -> Iterator[RemovableHandle]:
+        first, *_, last = (slot.found.blocks[0], *slot.found.blocks)
+
         def begin(*_: Any) -> None:
             blocks[slot.name] = -counter.total
 
@@ -180,11 +189,11 @@ def count_flops(host: nn.Module, run: Callable[[], Any]) -> HostFlops:
             blocks[slot.name] += counter.total
 
         def end_list(_: nn.Module, __: Any, output: Any) -> None:
-            record(slot, next(part for part in iter_tensors(output) if part.is_floating_point()))
+            record(slot, get_at(output, first_tensor_path(output) or ()))
 
-        yield slot.block.register_forward_pre_hook(begin)
-        yield slot.block.register_forward_hook(end)
-        yield slot.found.blocks[-1].register_forward_hook(end_list)
+        yield first.register_forward_pre_hook(begin)
+        yield first.register_forward_hook(end)
+        yield last.register_forward_hook(end_list)
 
     host.eval()
     hooks = [hook for slot in slots if isinstance(slot, DepthSlot) for hook in count_block(slot)]

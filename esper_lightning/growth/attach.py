@@ -57,7 +57,7 @@ class AttachedSlots(nn.ModuleDict):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Raise ValueError if the state is of a network whose slots are attached elsewhere; nothing else changes."""
-        for place in _known(decode(state)):
+        for place in decode(state):
             name, own = place["slot"], self.places.get(place["slot"])
             if own is None:
                 raise ValueError(
@@ -122,12 +122,12 @@ def attach_slots(
         if name not in names:
             raise ValueError(f"channels_last names {name!r}, which gets no slot; {suggest_name(name, list(names))}")
     with evaluation_mode(network), torch.no_grad():
-        features, outputs = features_at(network, names, example_input)
+        features, outputs = _dry_run(network, names, example_input)
         rows = batch_size(example_input)
         if rows < 2:
             raise ValueError("the example has one sample only; give at least two, so that the batch's axis is known")
         try:
-            doubled, _ = features_at(network, names, repeat_rows(example_input, rows, 2))
+            doubled, _ = _dry_run(network, names, repeat_rows(example_input, rows, 2))
         except BATCH_LENGTH_ERRORS as error:
             raise ValueError(
                 f"the network does not run on twice the example's {rows} samples ({error}); if an argument without a "
@@ -187,7 +187,7 @@ def _check_module_name(network: nn.Module, name: str) -> None:
         raise ValueError(f"the network has no module {name!r}; {suggest_name(name, modules)}")
 
 
-def features_at(
+def _dry_run(
     network: nn.Module, names: Sequence[str], example: ExampleInput
 ) -> tuple[dict[str, tuple[KeyPath, Tensor]], Any]:
     """Return path and feature at each new slot, in the order of execution, and the network's output."""
@@ -279,23 +279,17 @@ def attach_at(network: nn.Module, places: Iterable[Place]) -> None:
     Raises ValueError, and attaches nothing, if the network lacks a module.
     """
     existing = slots_of(network)
-    missing = [place for place in _known(places) if place["slot"] not in existing]
+    missing = [place for place in places if place["slot"] not in existing]
     for place in missing:
-        _check_module_name(network, place["module"])
-    reference = next(network.parameters(), torch.zeros(()))
-    for place in missing:
-        _attach(network, place, reference)
-
-
-def _known(places: Iterable[Place]) -> list[Place]:
-    """Return where slots are attached. Raises ValueError for copies behind a list, as an earlier version grew them."""
-    for place in (places := list(places)):
         if "blocks" in place:
             raise ValueError(
                 f"slot {place['slot']!r} is of an earlier version, which let copies grow behind {place['blocks']!r}; "
                 f"train again: the callback Stack adds them to the list itself"
             )
-    return places
+        _check_module_name(network, place["module"])
+    reference = next(network.parameters(), torch.zeros(()))
+    for place in missing:
+        _attach(network, place, reference)
 
 
 def attach_from_state_dict(network: nn.Module, state: Mapping[str, Any], prefix: str = "") -> None:

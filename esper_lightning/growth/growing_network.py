@@ -133,14 +133,13 @@ class GrowingNetwork:
         self._sync_blocks()
 
     def _sync_blocks(self) -> None:
-        found = {id(slot.found.modules): slot.found for slot in self.slots.values() if isinstance(slot, DepthSlot)}
-        now = {parameter for each in found.values() for parameter in each.modules.parameters()}
+        lists = [slot.found.blocks for slot in self.slots.values() if isinstance(slot, DepthSlot) and not slot.earlier]
+        now = {parameter for blocks in lists for block in blocks for parameter in block.parameters()}
         remove_parameters(self.optimizer, self._in_lists - now)
         self._in_lists = now
         held = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
-        for each in found.values():
-            first, *_ = blocks = each.blocks
-            sources = [first if held.isdisjoint(block.parameters()) else block for block in blocks]
+        for blocks in lists:
+            sources = [blocks[0] if held.isdisjoint(block.parameters()) else block for block in blocks]
             join_groups(self.optimizer, sources, blocks)
 
     # Operations.

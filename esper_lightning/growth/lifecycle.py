@@ -16,7 +16,7 @@ from esper_lightning.blueprints import Birth, suggest_name
 from esper_lightning.growth import gates
 from esper_lightning.growth.blend import BlendStyle, Ramp, check_ramp
 from esper_lightning.growth.gates import Evidence, LifecycleConfig
-from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.slot import SeedSlot, new_seed
 from esper_lightning.growth.stages import STAGES_TO_FOSSILIZED, Stage, check_transition
 
 
@@ -88,7 +88,8 @@ def germinate(
         raise ValueError(f"unknown style {style!r}; {suggest_name(style, get_args(BlendStyle))}")
     style = style if slot.is_judged else "add"
     # If this fails, the slot is unchanged.
-    slot.fill(blueprint, style, generator=generator, birth=birth, optimizers=optimizers)
+    slot.deepen(blueprint, optimizers)
+    slot.seed = new_seed(slot, blueprint, style, generator=generator, birth=birth)
     slot.blueprint, slot.style, slot.age = blueprint, style, 0
     slot.start_ramp(ramp)
     event = move(slot, Stage.GERMINATED, "germinate")

@@ -168,17 +168,8 @@ class SeedSlot(nn.Module):
         """Number of parameters of what grew in the slot."""
         return sum(parameter.numel() for parameter in self.grown_parameters())
 
-    def fill(
-        self,
-        blueprint: str,
-        style: BlendStyle,
-        *,
-        generator: torch.Generator,
-        birth: Birth,
-        optimizers: Sequence[Optimizer] = (),
-    ) -> None:
-        """Put a new seed in. Copies of blocks, in a `DepthSlot`, join the optimizers at once."""
-        self.seed = new_seed(self, blueprint, style, generator=generator, birth=birth)
+    def deepen(self, blueprint: str, optimizers: Sequence[Optimizer]) -> None:
+        """Add the blocks of a blueprint to the list of the slot; a slot for seeds has none."""
 
     def forward(self, x: Tensor) -> Tensor:  # same shape in and out
         if self.folded is not None:

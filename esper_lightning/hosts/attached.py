@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.growth.attach import LAYOUTS, attach_at, attach_slots, attached_places, features_at
+from esper_lightning.growth.attach import attach_at, attach_slots, attached_places
 from esper_lightning.growth.blocks import find_blocks
 from esper_lightning.growth.depth import depth_slots
 from esper_lightning.growth.lifecycle import slots_of
@@ -117,25 +117,17 @@ def find_slot_records(
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"host Attached: {network} takes no inputs {list(example_shape[1:])}: {reason}") from error
-        widths = [_width_behind(trial, blocks, example) for blocks in lists]
-        if slots or not lists:
-            attach_slots(trial, slots, example, detach_input=isolate, channels_last=channels_last)
+        ends = [f"{blocks}.{[*find_blocks(trial, blocks).modules._modules][-1]}" for blocks in lists]
+        named = [*dict.fromkeys([*slots, *ends])]
+        attach_slots(trial, named, example, detach_input=isolate, channels_last=channels_last)
     if not isinstance(output, Tensor) or output.shape[-1] != outputs:
         found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise ValueError(
             f"host Attached: {network} answers with {found}, the task has {outputs} classes; name the argument that "
             f"takes their number by data.host.init_args.classes_as"
         )
-    return attached_places(trial), widths
-
-
-def _width_behind(network: nn.Module, blocks: str, example: Tensor) -> int:
-    """Return the number of channels of the feature behind a list of blocks."""
-    last = f"{blocks}.{list(find_blocks(network, blocks).modules._modules)[-1]}"
-    with torch.no_grad():
-        features, _ = features_at(network, [last], example)
-    _, feature = features[last]
-    return feature.shape[LAYOUTS[feature.ndim][1] if feature.ndim in LAYOUTS else -1]
+    places = {place["slot"]: place for place in attached_places(trial)}
+    return [place for name, place in places.items() if name in slots], [places[end]["width"] for end in ends]
 
 
 def make_network(path: str, settings: dict[str, Any]) -> nn.Module:

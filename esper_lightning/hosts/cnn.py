@@ -103,8 +103,8 @@ class CNN(nn.Module):
         self.residuals, self.stacks = nn.ModuleList(), nn.ModuleList()
         for i, width in enumerate(widths if depth else ()):
             self.residuals.append(nn.Sequential(*(ResidualBlock(width, kernel) for _ in range(depth))))
-            slots = depth_slots(self, f"residuals.{i}", most, width=width, prefix=f"block{i + 1}.")
-            self.stacks.append(nn.ModuleList(slots))
+            places = depth_slots(self, f"residuals.{i}", most, width=width, prefix=f"block{i + 1}.")
+            self.stacks.append(nn.ModuleList(places))
         self.head = nn.Linear(widths[-1], outputs)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, C, H, W] -> [B, outputs]

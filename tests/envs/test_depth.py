@@ -21,7 +21,6 @@ from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.evaluation.checkpoints import load_controller
 from esper_lightning.evaluation.play import play_episode, play_static
-from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.governor.snapshot import unpack
 from esper_lightning.growth.attach import attach_at
 from esper_lightning.growth.depth import DepthSlot
@@ -89,19 +88,6 @@ def test_depth_slots_of_one_list_are_offered_in_turn() -> None:
         assert possible[1] == [True, False]
 
 
-def test_hosts_of_the_depth_config_spend_their_budgets_up_to_one_minibatch() -> None:
-    budgets = "--data.env.family.train=[{training.flops: [2.0e+8, 5.0e+8]}]"
-    _, data = from_config("depth", "--data.n_envs=3", budgets, "--data.host.init_args.width=8")
-    data.build(torch.device("cpu"))
-    outcome = play_episode(data.pool, "scaling", Scaling(), rng_seeds=[2, 4, 6])
-
-    assert len({env.training.flops for env in data.pool.envs}) == 2
-    assert set(outcome.parameters) > {env.host_parameters for env in data.pool.envs}, "some hosts are deeper, not all"
-    for env in data.pool.envs:
-        left = env.flops_left
-        assert left is not None and 0 <= left < 4 * env.flops.of_step(env.slots)
-
-
 @pytest.mark.parametrize("doublings", [0, 1, 2])
 def test_the_scaling_rule_adds_stacks_as_long_as_the_flops_left_suffice(doublings: int) -> None:
     rule, pool = Scaling(), make_deep(batches=10.0)
@@ -156,7 +142,9 @@ def play_deep(executor: str, kind: str) -> list[Tensor]:
                     step = pool.step(act(*rows))
                 seen += [*tensors(pool), *step.metrics, step.observation[0].clone()]
                 seen += [torch.tensor([list(stats) for env in pool.envs for stats in gradients(env)])]
-        depths = {tuple(slot.depth for slot in env.slots if isinstance(slot, DepthSlot)) for env in pool.envs}
+        depths = {
+            tuple(len(slot.found.blocks) for slot in env.slots if isinstance(slot, DepthSlot)) for env in pool.envs
+        }
         assert len(depths) > 1 or ticks < 20, "hosts differ in depth"
     return seen
 
@@ -248,8 +236,8 @@ def test_a_grown_host_is_saved_and_loaded_and_copies_behind_a_list_are_refused(t
     load(fresh, tmp_path / "grown.safetensors")
     assert torch.equal(fresh(tokens), grown(tokens)) and len(fresh.blocks) == 3
 
-    earlier = {"stacks.0.seed.0.norm1.weight": torch.ones(16), **host().state_dict()}
-    with pytest.raises(ValueError, match=r"behind their list, .* as by the callback Stack"):
+    earlier = {**host().state_dict(), "stacks.0._extra_state": grown.state_dict()["stacks.0._extra_state"]}
+    with pytest.raises(ValueError, match=r"and 3 by its records; copies behind the list, .* or use Stack"):
         host().load_state_dict(earlier)
     place = {"slot": "blocks.stack1", "module": "blocks.1", "blocks": "blocks"}
     with pytest.raises(ValueError, match="let copies grow behind 'blocks'; train again: the callback Stack"):
@@ -275,24 +263,6 @@ def test_an_episode_goes_on_bit_for_bit_at_its_depth(executor: str) -> None:
     for ours, theirs in zip(whole.rows[5:], continued.rows, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def test_a_rollback_keeps_copies_as_it_keeps_what_is_fossilized() -> None:
-    pool = make_deep(governor=GovernorConfig())
-    pool.reset([1, 3])
-    with breaking_epoch(pool, [0]):
-        step = pool.step(act(stacked(pool, 1, "stack"), stacked(pool, 1, "stack")))
-
-    assert [verdict.host for verdict in step.verdicts] == [0]
-    assert [env.slots[1].stage for env in pool.envs] == [Stage.FOSSILIZED] * 2
-    copied, learned = (
-        [
-            torch.equal(a, b)
-            for a, b in zip(env.network.blocks[3].parameters(), env.network.blocks[1].parameters(), strict=True)
-        ]
-        for env in pool.envs
-    )
-    assert all(copied) and not any(learned)
 
 
 def test_blocks_that_are_built_in_have_weights_of_their_own_and_the_scale_of_the_final_depth() -> None:

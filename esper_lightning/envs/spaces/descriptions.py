@@ -87,7 +87,7 @@ def _describe_blueprint(subject: Subject, slot: SeedSlot, name: str) -> tuple[li
     width, n, parameters = slot.width, _positions(subject, slot), slot.seed_parameters(name)
     if isinstance(slot, DepthSlot):
         flops, exponent = slot.num_blocks(name) * subject.flops.blocks.get(slot.name, 0), 1.0
-        kinds, widths = read_layers(slot.block.modules())
+        kinds, widths = read_layers(slot.found.blocks[0].modules())
         widths = widths * slot.num_blocks(name)
     else:
         flops_of_pass = get_blueprint(name, slot.layout).flops

@@ -17,9 +17,6 @@ from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.machine import first_line, is_out_of_memory
 from esper_lightning.tasks import Split, Task
 
-Kind = tuple[str, tuple[int, ...]]
-"""Architecture and depths of hosts; see `HostEnv.kind`."""
-
 MAX_INPUT_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 """Most input elements of one stacked validation pass, by type of device.
 
@@ -52,7 +49,8 @@ class FusedExecutor(LoopExecutor):
 
     def __init__(self, task: Task, training: HostTraining) -> None:
         super().__init__(task, training)
-        self.stacks: dict[tuple[Kind, torch.device], HostStack] = {}  # by kind of host and device
+        self.stacks: dict[tuple[str, torch.device], HostStack] = {}  # by kind of host and device
+        self.checked: set[str] = set()  # architectures
 
     def prepare(self, envs: Sequence[HostEnv], data: Split) -> None:
         for env in envs:
@@ -61,9 +59,9 @@ class FusedExecutor(LoopExecutor):
     def _stack_of(self, envs: Sequence[HostEnv], data: Split) -> HostStack:
         kind, device = envs[0].kind, envs[0].device
         if (kind, device) not in self.stacks:
-            # The check covers every depth.
-            if not any(envs[0].architecture == checked for (checked, _), _ in self.stacks):
+            if envs[0].architecture not in self.checked:
                 check_stack(envs[0], data.batch(slice(N_HOSTS * N_SAMPLES)).inputs)
+                self.checked.add(envs[0].architecture)
             self.stacks[kind, device] = HostStack(envs[0].network)
         return self.stacks[kind, device]
 
@@ -127,7 +125,7 @@ def map_by_kind(
 
     `work` returns one tensor for each group, with a row for each host. The result is on the first host's device.
     """
-    groups_by_kind: dict[tuple[Kind, int], dict[torch.device, list[int]]] = {}
+    groups_by_kind: dict[tuple[str, int], dict[torch.device, list[int]]] = {}
     for i, env in enumerate(envs):
         groups_by_kind.setdefault((env.kind, key(env)), {}).setdefault(env.device, []).append(i)
     rows, order = [], []

@@ -208,10 +208,6 @@ class Resident(Section):
         """Return whether the tensors of all owners still lie here, judged by the first tensor of each owner."""
         return self._addresses == self._first_addresses()
 
-    def holds(self, owner: int) -> bool:
-        """Return whether an owner lives here; a host that has become deeper may live in another arena by now."""
-        return self._addresses[owner] == self.parameters[owner].data_ptr()
-
     def take_back_states(self) -> None:
         """Copy the state of optimizers that have loaded another one, as in a rollback, back into the section.
 
@@ -280,8 +276,8 @@ class Arena(FlatWeights):
         ]
         staying = {id(owner) for assignment in assignments[kept:] for owner in assignment.owners}
         for section in self.residents[kept:]:
-            for i, (owner, optimizer) in enumerate(zip(section.assignment.owners, section.optimizers, strict=True)):
-                if id(owner) not in staying and section.holds(i):
+            for owner, optimizer in zip(section.assignment.owners, section.optimizers, strict=True):
+                if id(owner) not in staying:  # one that has moved to another arena leaves that, and returns to it
                     leave_arena(owner, optimizer)
         gathered = _gather(arriving, state_names) if arriving else {}
         has_moved = self._reserve(kept, arriving, gathered)

@@ -13,7 +13,7 @@ from esper_lightning.envs.executors.fused.layers import StackIndex, stack_inputs
 from esper_lightning.envs.executors.fused.slot import StackedSlot, StackEntries
 from esper_lightning.growth.attach import attach_at, attached_places, detach_slots
 from esper_lightning.growth.counterfactual import SeedVariant
-from esper_lightning.growth.depth import DepthSlot, depths
+from esper_lightning.growth.depth import DepthSlot, added_blocks
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.slot import SeedSlot
 
@@ -33,14 +33,11 @@ class HostStack:
         attach_at(self.network, attached)
         self.stacked_host = StackedModule(self.network)
         self.slots: dict[str, StackedSlot] = {}
-        self.depth_slots: dict[str, DepthSlot] = {}
         for name, slot in slots_of(self.network).items():
-            if isinstance(slot, DepthSlot):
-                self.depth_slots[name] = slot
-                continue
-            slot.empty()
-            self.slots[name] = slot.override = StackedSlot(self.index, self.entries)
-            slot.seed, slot.folded = slot.override.seed_modules, None
+            if not isinstance(slot, DepthSlot):
+                slot.empty()
+                self.slots[name] = slot.override = StackedSlot(self.index, self.entries)
+                slot.seed, slot.folded = slot.override.seed_modules, None
         self.assignments: list[Assignment] = []
         self.arena = Arena()
         self.hosts: list[nn.Module] = []  # of the last assignment; below the slots of each
@@ -73,10 +70,9 @@ class HostStack:
         # `slots_of` walks the network; skip it for the hosts of the last call.
         if len(self.hosts) != len(hosts) or any(a is not b for a, b in zip(hosts, self.hosts, strict=True)):
             self.hosts, self.host_slots = list(hosts), [slots_of(host) for host in hosts]
-        ours = depths(self.depth_slots.values())
-        assert all(depths(slots.values()) == ours for slots in self.host_slots), "hosts of one depth share a stack"
-        lists = [slots[name].found for slots in self.host_slots for name in self.depth_slots]
-        blocks = [block for found in lists for block in found.modules]
+        kind, slots = added_blocks(slots_of(self.network).values()), [[*slots.values()] for slots in self.host_slots]
+        assert all(added_blocks(own) == kind for own in slots), "a stack has hosts of one depth"
+        blocks = [block for own in slots for slot in own if isinstance(slot, DepthSlot) for block in slot.grown]
         self.assignments = [Assignment(self.stacked_host, self.hosts, range(len(hosts)), blocks)]
         self.seed_slots: list[list[tuple[int, str]]] = []  # host and slot of each seed, by stacked seeds
         for name, slot in self.slots.items():

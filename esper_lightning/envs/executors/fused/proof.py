@@ -12,7 +12,7 @@ from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.spaces.actions import STYLES
 from esper_lightning.growth.blend import BlendStyle, Ramp
 from esper_lightning.growth.counterfactual import forward_variants, leave_one_out, mixes_rows
-from esper_lightning.growth.depth import DepthSlot, depths
+from esper_lightning.growth.depth import DepthSlot, added_blocks
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.probe import probe_seeds
 from esper_lightning.growth.stages import Stage
@@ -71,8 +71,9 @@ def check_stack(env: HostEnv, inputs: Tensor) -> None:
                 for style in styles if i == 0 else styles[:1]:
                     trial.germinate(blueprints[i:] + blueprints[:i], style)
                     trial.compare(stack, f"{style} seeds {first}")
-            if trial.deepen():
-                trial.compare(HostStack(trial.hosts[0]), "more blocks")
+            if added_blocks(env.slots):
+                trial.deepen()
+                trial.compare(HostStack(trial.hosts[0]), "all blocks")
     except HOST_ERRORS as error:
         reason, *_ = str(error).splitlines() or [type(error).__name__]
         raise ValueError(
@@ -132,15 +133,12 @@ class Trial:
                     for stage in stages:
                         slot.move_to(stage)
 
-    def deepen(self) -> bool:
-        """Let all lists that can grow in depth grow as far as they can; returns whether there is one."""
-        for host in self.hosts:
-            for slot in slots_of(host).values():
-                if isinstance(slot, DepthSlot):
-                    germinate(slot, "stack", generator=self.generator)
-                    for block in slot.grown:
-                        self._randomise(block)
-        return bool(depths(slots_of(self.hosts[0]).values()))
+    def deepen(self) -> None:
+        """Let all lists of blocks grow as far as they can."""
+        for slot in (slot for host in self.hosts for slot in slots_of(host).values() if isinstance(slot, DepthSlot)):
+            germinate(slot, "stack", generator=self.generator)
+            for block in slot.grown:
+                self._randomise(block)
 
     def compare(self, stack: HostStack, seeds: str) -> None:
         """Raise ValueError if the stack cannot compute these hosts, or computes something else."""
