@@ -159,3 +159,31 @@ class DropoutByBatch(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         torch.manual_seed(trainer.current_epoch * BATCHES + batch_idx)
+
+
+class EachBatch(Callback):
+    """Notes the number of blocks and the loss of each batch, and saves a checkpoint behind it if a folder is given."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+        self.depths: list[int] = []
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: object) -> None:
+        self.depths.append(len(pl_module.net.blocks))
+        self.losses.append(float(trainer.callback_metrics["train_loss"]))
+        if self.folder is not None:
+            trainer.save_checkpoint(self.path(len(self.depths)))
+
+    def path(self, batches: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{batches}.ckpt"
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return the state of a module, compiled or not."""
+    return {name.replace("_orig_mod.", ""): value for name, value in module.state_dict().items()}
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)

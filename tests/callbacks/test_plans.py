@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning import Callback, Trainer
 from lightning.pytorch.cli import LightningCLI
-from torch import Tensor
-from torch.nn import functional as F
 
 from esper_lightning import from_config
 from esper_lightning.callbacks import Stack
-from esper_lightning.callbacks.plans import PolicyPlan, Progress, ScalingPlan, make_plan
+from esper_lightning.callbacks.plans import PolicyPlan, Progress, ScalingPlan
 from esper_lightning.evaluation.checkpoints import load_controller
-from tests.callbacks.gpt import BATCHES, EPOCHS, LENGTH, LitGPT, make, train
+from tests.callbacks.gpt import BATCHES, EPOCHS, LENGTH, EachBatch, LitGPT, equal, make, train, weights
 from tests.decisions import WAIT, act, germinate
 
 TOTAL = BATCHES * EPOCHS
@@ -25,18 +22,6 @@ def progress(**given: Any) -> Progress:
     parameters = {depth: 100 * depth for depth in range(1, 9)}
     defaults = {"share": 0.5, "depth": 2, "first": 2, "most": 6, "parameters": parameters, "targets_left": 1e5}
     return Progress(**{**defaults, "flops_spent": 0, "metrics": {}, **given})
-
-
-class Watched(Callback):
-    """Notes the number of blocks in each batch, and saves a checkpoint behind it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.depths: list[int] = []
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: object) -> None:
-        self.depths.append(len(pl_module.net.blocks))
-        trainer.save_checkpoint(self.folder / f"{len(self.depths)}.ckpt")
 
 
 class Patient:
@@ -95,17 +80,16 @@ PLANS: dict[str, tuple[Callable[[], Any], list[int]]] = {
 @pytest.mark.parametrize("name", PLANS)
 def test_a_training_resumed_with_a_plan_ends_as_the_whole_one(name: str, tmp_path: Path) -> None:
     plan, depths = PLANS[name]
-    whole, watched, first = make(), Watched(tmp_path), Stack("net.blocks", start=1, plan=plan())
-    train(whole, first, watched)
-    assert watched.depths == depths
+    whole, seen, first = make(), EachBatch(tmp_path), Stack("net.blocks", start=1, plan=plan())
+    train(whole, first, seen)
+    assert seen.depths == depths
 
     for batches in range(1, TOTAL):
         if name == "a function" and batches == BATCHES:
             continue  # Lightning does not make up for the validation behind this batch, of which the plan would know
         module, callback = make(), Stack("net.blocks", start=1, plan=plan())
-        train(module, callback, resume_from=tmp_path / f"{batches}.ckpt")
-        both = zip(module.state_dict().values(), whole.state_dict().values(), strict=True)
-        assert all(torch.equal(*pair) for pair in both), f"resumed after {batches} batches"
+        train(module, callback, resume_from=seen.path(batches))
+        assert equal(weights(module), weights(whole)), f"resumed after {batches} batches"
         assert (callback.depths, callback.flops_spent) == (first.depths, first.flops_spent)
 
 
@@ -138,93 +122,44 @@ def test_the_rule_grows_as_long_as_the_targets_to_come_suffice() -> None:
 
 
 def test_a_network_that_has_not_grown_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    train(make(), Stack("net.blocks", start=2, plan="scaling"))
+    train(module := make(), Stack("net.blocks", start=2, plan="scaling"))
 
     (line,) = [line for line in capsys.readouterr().out.splitlines() if " of 4 blocks, as " in line]
     assert line.startswith("Stack: net.blocks has 2 of 4 blocks, as 4 blocks would have 0.")
     assert "; build the class with 2 to load the last checkpoint; 10 training batches cost " in line
-    assert LitGPT(2).load_state_dict(make(2).state_dict()).missing_keys == []
-
-
-class ByHand(LitGPT):
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        logits = self.net(torch.zeros(1, LENGTH, dtype=torch.int64))
-        return -F.log_softmax(logits, -1)[..., 0].mean()
-
-
-@pytest.mark.parametrize("plan", ["scaling", "tamiyo_depth"])
-def test_a_plan_that_needs_targets_is_refused_where_the_loss_does_not_tell_them(plan: str) -> None:
-    with pytest.raises(ValueError, match=r"the plan needs the number of targets of a batch, .*; give at, or a plan"):
-        train(ByHand(), Stack("net.blocks", plan=plan))
-
-
-def too_deep(progress: Progress) -> int:
-    return 5
-
-
-def half(progress: Progress) -> Any:
-    return 2.5
-
-
-@pytest.mark.parametrize("plan", [too_deep, half])
-def test_a_number_of_blocks_that_the_class_has_not_built_is_refused(plan: Any) -> None:
-    with pytest.raises(ValueError, match=r"the plan asks for (5|2.5) blocks of 'net.blocks', and the module builds 4"):
-        train(make(), Stack("net.blocks", plan=plan))
+    assert LitGPT(2).load_state_dict(module.state_dict()).missing_keys == []
 
 
 @pytest.mark.parametrize(
-    ("settings", "reason"),
+    ("settings", "plan", "depths"),
     [
-        ({"plan": "scaling", "at": 0.3}, "at is a plan of its own; give at or plan"),
-        ({"plan": "scalling"}, "there is no plan 'scalling'; give scaling, tamiyo_depth"),
-        ({"plan": 4}, "plan must be a function of the progress, got int"),
-        ({"plan": "tests.callbacks.test_plans.nobody"}, "Stack: plan: tests.callbacks.test_plans has no 'nobody'"),
-        ({"plan": "tamiyo"}, "the policy 'tamiyo' grows seeds and not blocks"),
-        ({"plan": "missing.safetensors"}, "missing.safetensors"),
-        ({"plan": "scaling", "order": [0, 0]}, "sources one by one are those of a single change"),
-        ({"at": {0.1: 3, 0.2: 4}, "order": "0-1, 0"}, "sources one by one are those of a single change"),
+        ("start: 1, at: {0.2: 2, 0.6: 4}, order: interleave", "Shares", [1, 2, 4]),
+        ("start: 2, order: '0-1, 0-1'", "Shares", [2, 4]),
+        ("plan: scaling", "ScalingPlan", [1]),
+        ("plan: tamiyo_depth", "PolicyPlan", [1]),
+        (f"plan: {__name__}.late", "function", [1, 4]),
+        (f"plan: {__name__}.Patient", "Patient", [1, 2, 3, 4]),
     ],
 )
-def test_plans_that_there_are_not_are_refused(settings: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason) as refusal:
-        Stack("net.blocks", **settings)
-
-    assert "\n" not in str(refusal.value)
-
-
-def test_sources_one_by_one_must_be_those_of_the_whole_network() -> None:
-    with pytest.raises(ValueError, match="Stack: order lists 3 blocks, and to is 4"):
-        train(make(), Stack("net.blocks", start=2, order=[0, 1, 1]))
-
-    callback, module = Stack("net.blocks", start=2, order="0-1, 0-1"), make()
-    train(module, callback)
-    assert callback.depths == [2, 4]
-
-
-@pytest.mark.parametrize("plan", ["scaling", "tamiyo_depth", f"{__name__}.late", f"{__name__}.Patient"])
-def test_a_plan_is_named_in_a_config_and_on_the_command_line(plan: str, tmp_path: Path) -> None:
+def test_it_is_named_in_a_config_and_a_plan_on_the_command_line(
+    settings: str, plan: str, depths: list[int], tmp_path: Path
+) -> None:
     config = tmp_path / "stack.yaml"
-    config.write_text(
-        f"""
+    config.write_text(f"""
 trainer:
-  accelerator: cpu
-  max_epochs: 2
-  logger: false
-  enable_checkpointing: false
-  enable_progress_bar: false
   callbacks:
     - class_path: esper_lightning.callbacks.Stack
-      init_args: {{blocks: net.blocks, plan: {plan}}}
-"""
-    )
-    of_file = ["fit", "--config", str(config)]
+      init_args: {{blocks: net.blocks, {settings}}}
+""")
+    plain = ["fit", "--trainer.max_epochs=2", "--trainer.logger=false", "--trainer.enable_checkpointing=false"]
     switches = ["--trainer.callbacks=esper_lightning.callbacks.Stack", "--trainer.callbacks.blocks=net.blocks"]
-    of_line = ["fit", "--trainer.max_epochs=2", "--trainer.logger=false", "--trainer.enable_checkpointing=false"]
+    of_file, of_line = ["--config", str(config)], [*switches, f"--trainer.callbacks.{settings.replace(': ', '=')}"]
 
-    for args in (of_file, [*of_line, *switches, f"--trainer.callbacks.plan={plan}"]):
-        cli = LightningCLI(LitGPT, args=args, save_config_callback=None)
+    for args in (of_file, of_line) if settings.startswith("plan") else (of_file,):
+        cli = LightningCLI(LitGPT, args=[plain[0], *args, *plain[1:]], save_config_callback=None)
         (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, Stack)]
-        assert type(callback.plan) is type(make_plan(plan))
+        assert (type(callback.plan).__name__, callback.depths) == (plan, depths)
+        assert len(cli.model.net.blocks) == depths[-1]
 
 
 @pytest.mark.parametrize(("targets", "depths"), [(20, [1] * 6), (80, [1, 1, 2, 2, 2, 2])])

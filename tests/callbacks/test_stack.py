@@ -8,24 +8,38 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning import Callback, LightningModule, Trainer
+from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
+    LambdaCallback,
     LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper_lightning.callbacks import Grow, Stack
-from tests.callbacks.gpt import BATCHES, EPOCHS, GPT, LENGTH, LitGPT, make, small, train, trainer
+from tests.callbacks.gpt import (
+    BATCHES,
+    EPOCHS,
+    GPT,
+    LENGTH,
+    EachBatch,
+    LitGPT,
+    equal,
+    make,
+    small,
+    train,
+    trainer,
+    weights,
+)
 
 AT = 0.6
 """Share of the training after which networks grow: in the middle of the second epoch."""
@@ -38,35 +52,15 @@ def stacked(at: Any = AT, start: int = 2, **settings: Any) -> Stack:
     return Stack("net.blocks", start=start, at=at, **settings)
 
 
-class EachStep(Callback):
-    """Saves a checkpoint after each batch, and notes the number of blocks in each."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.depths: list[int] = []
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
-        self.depths.append(depth(pl_module))
-        trainer.save_checkpoint(self.path(len(self.depths)))
-
-    def path(self, batches: int) -> Path:
-        return self.folder / f"{batches}.ckpt"
-
-
 def depth(module: Any) -> int:
     return len(module.net.blocks)
 
 
-def weights(module: LightningModule) -> dict[str, Tensor]:
-    return {name.replace("_orig_mod.", ""): value for name, value in module.state_dict().items()}
-
-
-def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
-
-
 def fp16() -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10))
+
+
+ACCUMULATED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
 
 
 class Translator(LitGPT):
@@ -83,8 +77,12 @@ class Translator(LitGPT):
         return loss
 
 
+def seeds() -> Grow:
+    return Grow(["norm"], blueprints=["norm"], monitor="val_loss", mode="min", decider="periodic", batches=1, horizon=8)
+
+
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], list[Callback]], Callable[[], dict[str, Any]]]] = {
-    "plain": (make, lambda: [stacked()], dict),
+    "seeds": (make, lambda: [seeds(), stacked()], dict),
     "two changes": (make, lambda: [stacked({0.3: 3, 0.6: 4})], dict),
     "from one block": (make, lambda: [stacked(start=1)], dict),
     "interleave": (make, lambda: [stacked(order="interleave")], dict),
@@ -92,11 +90,7 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], list[Callback]], Calla
     "zero": (make, lambda: [stacked(new="zero", zero=["project", "mlp.2"])], dict),
     "fresh": (make, lambda: [stacked(new="fresh", order="last")], dict),
     "reset": (make, lambda: [stacked(state="reset")], dict),
-    "accumulation and clipping": (
-        make,
-        lambda: [stacked(0.5)],
-        lambda: {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
-    ),
+    "accumulation and clipping": (make, lambda: [stacked(0.5)], lambda: ACCUMULATED),
     "bf16-mixed": (make, lambda: [stacked()], lambda: {"precision": "bf16-mixed"}),
     "bf16-true": (make, lambda: [stacked()], lambda: {"precision": "bf16-true"}),
     "fp16": (make, lambda: [stacked()], lambda: {"plugins": [fp16()], "gradient_clip_val": 0.1}),
@@ -104,21 +98,15 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], list[Callback]], Calla
     "compiled network": (lambda: make(compiled="net"), lambda: [stacked()], dict),
     "compiled blocks": (lambda: make(compiled="blocks"), lambda: [stacked()], dict),
     "compiled module": (lambda: torch.compile(make(), backend="eager"), lambda: [stacked()], dict),
-    "two lists": (
-        lambda: Translator(),
-        lambda: [stacked(), Stack("decoder.blocks", start=1, at=0.3, order="interleave")],
-        dict,
-    ),
+    "two lists": (Translator, lambda: [stacked(), Stack("decoder.blocks", start=1, at=0.3, order="interleave")], dict),
     "EMA": (make, lambda: [EMAWeightAveraging(decay=0.7), stacked()], dict),
     "EMA behind": (make, lambda: [stacked(order="interleave"), EMAWeightAveraging(decay=0.7)], dict),
     "SWA": (make, lambda: [stacked(0.4), StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)], dict),
     "SWA ahead": (make, lambda: [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2), stacked()], dict),
     "EMA of zero": (make, lambda: [stacked(new="zero", zero=["project", "mlp.2"]), EMAWeightAveraging()], dict),
+    "plain": (make, lambda: [stacked()], dict),
+    "seeds behind": (make, lambda: [stacked(), seeds()], dict),
 }
-
-
-def unwrapped(module: Any) -> LightningModule:
-    return getattr(module, "_orig_mod", module)
 
 
 @pytest.mark.thinned(4)
@@ -127,23 +115,22 @@ def unwrapped(module: Any) -> LightningModule:
 )
 def test_a_training_resumed_before_at_and_after_the_change_ends_as_the_whole_one(name: str, tmp_path: Path) -> None:
     build, callbacks, settings = SETTINGS[name]
-    whole, steps = build(), EachStep(tmp_path)
+    whole, steps = build(), EachBatch(tmp_path)
     train(whole, *callbacks(), steps, **settings())
     assert steps.depths[0] < 4 and steps.depths[-1] == 4
+    assert any("seed" in key for key in weights(whole)) == ("seeds" in name)
     change = steps.depths.index(4)
 
     for batches in (2, 4, change, change + 2, change + 4):
         torch._dynamo.reset()
         resumed = build()
         train(resumed, *callbacks(), resume_from=steps.path(batches), **settings())
-        assert equal(weights(unwrapped(resumed)), weights(unwrapped(whole))), f"resumed after {batches} batches"
+        assert equal(weights(resumed), weights(whole)), f"resumed after {batches} batches"
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}]
-)
+@pytest.mark.parametrize("settings", [{}, ACCUMULATED, {"precision": "bf16-mixed"}])
 def test_until_the_change_the_training_is_that_of_the_small_network(settings: dict[str, Any], tmp_path: Path) -> None:
-    steps, alone = EachStep(tmp_path / "stacked"), EachStep(tmp_path / "alone")
+    steps, alone = EachBatch(tmp_path / "stacked"), EachBatch(tmp_path / "alone")
     train(make(), stacked(), steps, **settings)
     train(small(2), alone, **settings)
 
@@ -156,28 +143,25 @@ def test_until_the_change_the_training_is_that_of_the_small_network(settings: di
 
 
 @pytest.mark.parametrize(("final", "start"), [(6, 2), (5, 1), (2, 1)])
-def test_left_to_itself_it_begins_with_a_third_of_the_blocks_for_three_tenths(
-    final: int, start: int, tmp_path: Path
-) -> None:
-    saved = EachStep(tmp_path)
-    train(LitGPT(final), Stack("net.blocks"), saved)
+def test_left_to_itself_it_begins_with_a_third_of_the_blocks_for_three_tenths(final: int, start: int) -> None:
+    seen = EachBatch()
+    train(LitGPT(final), Stack("net.blocks"), seen)
 
-    assert saved.depths == [start] * 3 + [final] * 7
+    assert seen.depths == [start] * 3 + [final] * 7
 
 
 def test_copies_are_averaged_and_trained_like_their_sources() -> None:
     module, ema = make(), EMAWeightAveraging(decay=0.9)
     grown: dict[str, Any] = {}
 
-    class Look(Callback):
-        def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: object) -> None:
-            if trainer.global_step == CHANGE:
-                grown["blocks"] = [[x.clone() for x in block.parameters()] for block in pl_module.net.blocks]
-                average: Any = ema._average_model
-                grown["average"] = [[x.clone() for x in b.parameters()] for b in average.module.net.blocks]
-                grown["group"] = [len(group["params"]) for group in trainer.optimizers[0].param_groups]
+    def look(trainer: Trainer, *_: object) -> None:
+        if trainer.global_step == CHANGE:
+            average: Any = ema._average_model
+            for name, each in ("blocks", module), ("average", average.module):
+                grown[name] = [[x.clone() for x in block.parameters()] for block in each.net.blocks]
+            grown["group"] = [len(group["params"]) for group in trainer.optimizers[0].param_groups]
 
-    train(module, ema, stacked(), Look())
+    train(module, ema, stacked(), LambdaCallback(on_train_batch_start=look))
 
     for blocks in (grown["blocks"], grown["average"]):
         assert [sum(map(torch.equal, blocks[i], blocks[i % 2])) for i in range(4)] == [len(blocks[0])] * 4
@@ -197,7 +181,7 @@ def test_the_last_checkpoint_is_that_of_the_plain_class_and_the_best_one_is_test
     train(continued, resume_from=Path(best.last_model_path), max_epochs=3)
     assert depth(continued) == 4, "the plain class goes on without the callback"
 
-    first = EachStep(tmp_path)
+    first = EachBatch(tmp_path)
     train(make(), stacked(), first, max_epochs=1, limit_train_batches=3, max_steps=2)
     (scores,) = trainer(stacked()).test(make(), ckpt_path=first.path(1), verbose=False)
     assert scores["val_loss"] > 0.0
@@ -216,25 +200,15 @@ def test_a_second_fit_goes_on_and_a_new_trainer_begins_with_the_small_network() 
     assert callback.depths == [2]
 
 
-class Losses(Callback):
-    """Losses of all training batches as the module logs them."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
-        self.values.append(float(trainer.callback_metrics["train_loss"]))
-
-
 @pytest.mark.parametrize(("accumulated", "batches", "steps"), [(1, CHANGE, CHANGE), (2, CHANGE + 1, 4)])
 def test_the_change_is_told_with_the_losses_of_the_batches_around_it(
     accumulated: int, batches: int, steps: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    losses = Losses()
+    seen = EachBatch()
 
-    train(make(), stacked(), losses, accumulate_grad_batches=accumulated)
+    train(make(), stacked(), seen, accumulate_grad_batches=accumulated)
 
-    before, after = losses.values[batches - 1 : batches + 1]
+    before, after = seen.losses[batches - 1 : batches + 1]
     told = f"Stack, step {steps}: net.blocks 2 → 4, training loss {before:.3f} → {after:.3f}"
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("Stack, ")] == [told]
 
@@ -250,22 +224,18 @@ def test_the_loggers_get_the_number_of_blocks_at_each_change(tmp_path: Path) -> 
     assert [(e.step, e.value) for e in events] == [(0, 2.0), (CHANGE, 2.0), (CHANGE, 4.0), (total, 4.0)]
 
 
-class Look(Callback):
-    """Runs the network itself, as one does to look at it."""
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: object) -> None:
-        with torch.no_grad():
-            pl_module.loss([0, 1, 2, 3])
-
-    on_train_batch_end = on_before_optimizer_step = on_train_batch_start
-
-
 def test_flops_of_other_callbacks_are_not_counted_and_steps_are_those_of_max_steps(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    @torch.no_grad()
+    def look(trainer: Trainer, pl_module: Any, *_: object) -> None:
+        pl_module.loss([0, 1, 2, 3])
+
+    places = ("on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step")
+    ahead, behind = (LambdaCallback(**dict.fromkeys(places, look)) for _ in range(2))
     alone, beside = stacked(), stacked()
     train(make(), alone)
-    train(make(), Look(), beside, Look())
+    train(make(), ahead, beside, behind)
     assert beside.cost == alone.cost
 
     capsys.readouterr()
@@ -286,7 +256,7 @@ def flops_of(depth: int) -> int:
 def test_the_flops_of_a_training_are_told_in_batches_of_a_fixed_depth(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    callback, steps, total = stacked(), EachStep(tmp_path), BATCHES * EPOCHS
+    callback, steps, total = stacked(), EachBatch(tmp_path), BATCHES * EPOCHS
     train(make(), callback, steps)
 
     spent = CHANGE * flops_of(2) + (total - CHANGE) * flops_of(4)
@@ -337,77 +307,31 @@ def test_the_share_of_a_training_that_a_timer_ends_is_that_of_its_time() -> None
     assert callback.depths == [2, 4]
 
 
-def test_the_network_may_be_built_in_configure_model() -> None:
-    class Late(LitGPT):
-        def __init__(self) -> None:
-            super().__init__()
-            del self.net
-
-        def configure_model(self) -> None:
-            if not hasattr(self, "net"):
-                self.net = make().net
-
-    module = Late()
-    train(module, stacked())
-
-    assert depth(module) == 4
-
-
-def test_seeds_grow_in_the_same_training(tmp_path: Path) -> None:
-    def callbacks(first: bool) -> list[Callback]:
-        grow = Grow(
-            ["norm"], blueprints=["norm"], monitor="val_loss", mode="min", decider="periodic", batches=1, horizon=8
-        )
-        return [grow, stacked()] if first else [stacked(), grow]
-
-    for first in (True, False):
-        folder = tmp_path / str(first)
-        whole, steps = make(), EachStep(folder)
-        train(whole, *callbacks(first), steps)
-        assert depth(whole) == 4 and any("seed" in name for name in weights(whole))
-        for batches in (2, CHANGE, CHANGE + 2):
-            resumed = make()
-            train(resumed, *callbacks(first), resume_from=steps.path(batches))
-            assert equal(weights(resumed), weights(whole))
-
-
-def test_it_is_named_in_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tmp_path / "stack.yaml"
-    config.write_text(
-        """
-trainer:
-  accelerator: cpu
-  max_epochs: 2
-  logger: false
-  enable_checkpointing: false
-  enable_progress_bar: false
-  callbacks:
-    - class_path: esper_lightning.callbacks.Stack
-      init_args: {blocks: net.blocks, start: 1, at: {0.2: 2, 0.6: 4}, order: interleave}
-"""
-    )
-
-    cli = LightningCLI(LitGPT, args=["fit", "--config", str(config)], save_config_callback=None)
-
-    (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, Stack)]
-    assert callback.depths == [1, 2, 4] and depth(cli.model) == 4
-
-
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
         ({"at": 0.0}, "at must lie between 0 and 1, got 0.0"),
         ({"at": 1.0}, "at must lie between 0 and 1"),
         ({"at": {}}, "at must lie between 0 and 1"),
-        ({"at": {0.2: 4, 0.1: 8}}, "must increase from start = 2 on"),
-        ({"at": {0.1: 8, 0.2: 4}}, "must increase from start = 2 on"),
-        ({"at": {0.1: 2}}, "must increase from start = 2 on"),
+        ({"at": {0.2: 4, 0.1: 8}, "start": 2}, "must increase from start = 2 on"),
+        ({"at": {0.1: 8, 0.2: 4}, "start": 2}, "must increase from start = 2 on"),
+        ({"at": {0.1: 2}, "start": 2}, "must increase from start = 2 on"),
         ({"start": 0}, "start must be at least 1 block, got 0"),
+        ({"plan": "scaling", "at": 0.3}, "at is a plan of its own; give at or plan"),
+        ({"plan": "scalling"}, "there is no plan 'scalling'; give scaling, tamiyo_depth"),
+        ({"plan": 4}, "plan must be a function of the progress, got int"),
+        ({"plan": "tests.callbacks.test_plans.nobody"}, "Stack: plan: tests.callbacks.test_plans has no 'nobody'"),
+        ({"plan": "tamiyo"}, "the policy 'tamiyo' grows seeds and not blocks"),
+        ({"plan": "missing.safetensors"}, "missing.safetensors"),
+        ({"plan": "scaling", "order": [0, 0]}, "sources one by one are those of a single change"),
+        ({"at": {0.1: 3, 0.2: 4}, "order": "0-1, 0"}, "sources one by one are those of a single change"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], reason: str) -> None:
+def test_settings_that_there_are_not_and_that_contradict_each_other_are_refused(
+    settings: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(ValueError, match=reason) as refusal:
-        stacked(**settings)
+        Stack("net.blocks", **settings)
 
     assert "\n" not in str(refusal.value)
 
@@ -429,50 +353,43 @@ class Forgetful(LitGPT):
         return torch.optim.SGD(self.net.tokens.parameters(), lr=0.1)
 
 
+class ByHand(LitGPT):
+    """Its loss is not one of torch's, so that no targets are known."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        logits = self.net(torch.zeros(1, LENGTH, dtype=torch.int64))
+        return -F.log_softmax(logits, -1)[..., 0].mean()
+
+
 @pytest.mark.parametrize(
-    ("module", "callbacks", "settings", "reason"),
+    ("module", "settings", "of_trainer", "reason"),
     [
-        (
-            LitGPT,
-            lambda: [Stack("net.layers", start=1, at=0.5)],
-            {},
-            "no 'net.layers' in LitGPT; lists in it: net.blocks",
-        ),
-        (
-            LitGPT,
-            lambda: [stacked(start=4)],
-            {},
-            "start must be below 4, the number of blocks that the module builds in 'net.blocks', got 4",
-        ),
-        (LitGPT, lambda: [stacked({0.5: 3})], {}, "at ends with 3; build the final network"),
-        (
-            lambda: LitGPT(6),
-            lambda: [Stack("net.blocks", at={0.2: 2, 0.5: 6})],
-            {},
-            "at must begin with more than 2 blocks",
-        ),
-        (Unlike, lambda: [stacked()], {}, "blocks 0 and 3 differ in their parameters or shapes"),
-        (Forgetful, lambda: [stacked()], {}, "no optimizer holds parameter 'norm1.weight' of block 0"),
-        (Averaging, lambda: [stacked()], {}, "AveragedModel, which does not grow along"),
-        (LitGPT, lambda: [stacked(), LearningRateFinder()], {}, "LearningRateFinder does not follow"),
-        (LitGPT, lambda: [stacked()], {"max_epochs": -1}, "has no end to take a share of"),
-        (LitGPT, lambda: [stacked()], {"strategy": "fsdp"}, "FSDPStrategy keeps parameters in a form that cannot grow"),
+        (LitGPT, {"blocks": "net.layers"}, {}, "there is no 'net.layers' in LitGPT; lists in it: net.blocks"),
+        (LitGPT, {"start": 4}, {}, "start must be below 4, the number of .* module builds in 'net.blocks', got 4"),
+        (LitGPT, {"at": {0.5: 3}}, {}, ".*at ends with 3; build the final network"),
+        (lambda: LitGPT(6), {"start": None, "at": {0.2: 2, 0.5: 6}}, {}, "at must begin with more than 2 blocks"),
+        (LitGPT, {"order": [0, 1, 1]}, {}, "order lists 3 blocks, and to is 4"),
+        (Unlike, {}, {}, "'net.blocks' .*blocks 0 and 3 differ in their parameters or shapes"),
+        (Forgetful, {}, {}, "no optimizer holds parameter 'norm1.weight' of block 0"),
+        (Averaging, {}, {}, ".*AveragedModel, which does not grow along"),
+        (LitGPT, {}, {"beside": [LearningRateFinder()]}, ".*LearningRateFinder does not follow"),
+        (LitGPT, {}, {"max_epochs": -1}, "the training has no end to take a share of"),
+        (LitGPT, {}, {"strategy": "fsdp"}, "FSDPStrategy keeps parameters in a form that cannot grow"),
+        (ByHand, {"plan": "scaling"}, {}, "the plan needs the number of targets of a batch, .*; give at, or a plan"),
+        (ByHand, {"plan": "tamiyo_depth"}, {}, "the plan needs the number of targets of a batch"),
+        (LitGPT, {"plan": lambda _: 5}, {}, "the plan asks for 5 blocks of 'net.blocks', and the module builds 4"),
+        (LitGPT, {"plan": lambda _: 2.5}, {}, "the plan asks for 2.5 blocks of 'net.blocks', and the module builds 4"),
     ],
 )
 def test_what_cannot_grow_is_refused_in_one_line(
-    module: Callable[[], LightningModule],
-    callbacks: Callable[[], list[Callback]],
-    settings: dict[str, Any],
-    reason: str,
-    monkeypatch: pytest.MonkeyPatch,
+    module: Any, settings: dict[str, Any], of_trainer: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if "strategy" in settings:
-        monkeypatch.setattr(
-            L.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector,
-            "_check_strategy_and_fallback",
-            lambda self: None,
-        )
-    with pytest.raises(ValueError, match=reason) as refusal:
-        train(module(), *callbacks(), **settings)
+    connector = L.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector
+    monkeypatch.setattr(connector, "_check_strategy_and_fallback", lambda self: None)  # FSDP on a CPU
+    settings = {"blocks": "net.blocks", "start": 2, **({} if "plan" in settings else {"at": AT}), **settings}
+    options = {name: value for name, value in of_trainer.items() if name != "beside"}
+
+    with pytest.raises(ValueError, match=f"^Stack: {reason}") as refusal:
+        train(module(), Stack(**settings), *of_trainer.get("beside", []), **options)
 
     assert "\n" not in str(refusal.value)

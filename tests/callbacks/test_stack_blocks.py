@@ -3,8 +3,10 @@
 import pickle
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import lightning as L
 import pytest
 import torch
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
@@ -24,6 +26,9 @@ from tests.callbacks.gpt import trainer
 
 WIDTH, DEPTH, STEPS = 8, 6, 32
 
+GROWN = [2] * 16 + [6] * 16
+"""Blocks after each step of a training that begins with two and grows in its middle."""
+
 
 class Block(nn.Module):
     """Residual block, which its class builds for its place `i`."""
@@ -32,8 +37,12 @@ class Block(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
+    def see(self, x: Tensor) -> Tensor:
+        """Return what the layer of the block gets."""
+        return x
+
     def forward(self, x: Tensor) -> Tensor:  # [B, C] -> [B, C]
-        return x + torch.tanh(self.linear(x))
+        return x + torch.tanh(self.linear(self.see(x)))
 
 
 class Lit(LightningModule):
@@ -41,13 +50,14 @@ class Lit(LightningModule):
 
     Args:
         block: Class of the blocks, called with their place.
-        depth: Number of blocks.
     """
 
-    def __init__(self, block: Callable[[int], nn.Module] = Block, depth: int = DEPTH) -> None:
+    rate = 0.01
+
+    def __init__(self, block: Callable[[int], nn.Module] = Block) -> None:
         super().__init__()
         self.depths: list[int] = []
-        self.blocks = nn.ModuleList(block(i) for i in range(depth))
+        self.blocks = nn.ModuleList(map(block, range(DEPTH)))
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, C] -> [B, 1]
@@ -62,11 +72,22 @@ class Lit(LightningModule):
         self.depths.append(len(self.blocks))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
+        return torch.optim.Adam(self.parameters(), lr=self.rate)
 
 
-def data(width: int = WIDTH) -> DataLoader:
-    x = torch.randn(64, width, generator=torch.Generator().manual_seed(0))
+def doing(hook: str, action: Callable[[Any], Any]) -> type[Lit]:
+    """Return a class whose modules do something in one of their hooks."""
+
+    def does(self: Lit, *args: Any, **given: Any) -> Any:
+        action(self)
+        return getattr(super(kind, self), hook)(*args, **given)
+
+    kind = type("Doing", (Lit,), {hook: does})
+    return kind
+
+
+def data() -> DataLoader:
+    x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0))
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 4)
 
 
@@ -76,9 +97,9 @@ def train(module: LightningModule, *callbacks: Callback, loader: Any = None, **s
     return made
 
 
-def make(*args: Any, kind: type[Lit] = Lit, **settings: Any) -> Any:
+def make(*args: Any, kind: type[Lit] = Lit) -> Any:
     torch.manual_seed(0)
-    return kind(*args, **settings)
+    return kind(*args)
 
 
 def begins_with(start: int = 2, **settings: Any) -> Stack:
@@ -94,61 +115,30 @@ def deep_forward(module: Lit) -> Tensor:
 # What the class gives a block at its place.
 
 
-class Masked(Block):
-    """Every second block sees every second channel, by a buffer that no state dict holds."""
+class Placed(Block):
+    """A block whose settings depend on its place: a buffer that no state dict holds, a number, a tensor, a list, the
+    number of an inner part, counted from 1, and the classes of its activation and its dropout."""
 
     def __init__(self, i: int) -> None:
         super().__init__(i)
         self.register_buffer("mask", (torch.arange(WIDTH) % 2 == i % 2).float(), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x * self.mask))
-
-
-class Windowed(Block):
-    """A block whose settings depend on its place: a number, a tensor, a list."""
-
-    def __init__(self, i: int) -> None:
-        super().__init__(i)
         self.scale, self.shift, self.order = 1.0 / (i + 1), torch.full((WIDTH,), float(i % 3)), [i % 2, 1 - i % 2]
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = x.chunk(2, 1)
-        return x + self.scale * torch.tanh(self.linear(torch.cat([parts[k] for k in self.order], 1) + self.shift))
-
-
-class Numbered(Block):
-    """A block whose inner part knows its place, counted from 1."""
-
-    def __init__(self, i: int) -> None:
-        super().__init__(i)
-        self.inner = nn.Module()
-        self.inner.layer_number = i + 1  # type: ignore[assignment]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x)) / self.inner.layer_number  # type: ignore[operator]
-
-
-class Activated(Block):
-    """Its activation is of another class in every second block, and its dropout is missing in the first."""
-
-    def __init__(self, i: int) -> None:
-        super().__init__(i)
+        self.inner: Any = nn.Module()
+        self.inner.layer_number = i + 1
         self.act, self.drop = (nn.ReLU() if i % 2 else nn.Tanh()), (nn.Dropout(0.05 * i) if i else nn.Identity())
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.act(self.linear(x)))
+    def see(self, x: Tensor) -> Tensor:
+        parts = (x * self.mask).chunk(2, 1)
+        x = self.scale * torch.cat([parts[k] for k in self.order], 1) + self.shift
+        return self.drop(self.act(x)) / self.inner.layer_number
 
 
 @pytest.mark.parametrize("order", ["stack", "interleave", "middle"])
-@pytest.mark.parametrize("block", [Masked, Windowed, Numbered, Activated])
-def test_the_plain_class_with_the_last_weights_gives_the_outputs_of_the_grown_network(
-    block: type[Block], order: Any
-) -> None:
-    module = make(block)
+def test_the_plain_class_with_the_last_weights_gives_the_outputs_of_the_grown_network(order: Any) -> None:
+    module = make(Placed)
     train(module, begins_with(3, order=order))
 
-    plain = Lit(block)
+    plain = Lit(Placed)
     plain.load_state_dict(module.state_dict())
 
     assert module.depths == [3] * 16 + [6] * 16
@@ -158,22 +148,14 @@ def test_the_plain_class_with_the_last_weights_gives_the_outputs_of_the_grown_ne
 def test_blocks_that_are_one_object_in_the_class_stay_one_and_are_not_overwritten() -> None:
     a, b, c = Block(0), Block(1), Block(2)
     module = make(lambda i: [a, a, b, b, c, c][i])
+    module.rate = 0.0
     before = [block.linear.weight.clone() for block in (a, b)]
 
-    class Look(Callback):
-        def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: object) -> None:
-            if len(pl_module.blocks) == 6 and not self.seen:
-                self.seen = [block.linear.weight.clone() for block in pl_module.blocks]
-
-        seen: list[Tensor] = []  # noqa: RUF012
-
-    look = Look()
-    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.0)
-    made = train(module, begins_with(3), look)
+    made = train(module, begins_with(3))
 
     assert list(module.blocks) == [a, a, b, b, c, c]
-    assert [torch.equal(w, before[k]) for w, k in zip(look.seen, (0, 0, 1, 1), strict=False)] == [True] * 4
-    assert any(torch.equal(look.seen[4], w) for w in before)
+    assert torch.equal(a.linear.weight, before[0]) and torch.equal(b.linear.weight, before[1])
+    assert any(torch.equal(c.linear.weight, weight) for weight in before)
     held = [id(p) for group in made.optimizers[0].param_groups for p in group["params"]]
     assert len(held) == len(set(held)) == len(list(module.parameters()))
 
@@ -192,109 +174,66 @@ class Ranged(Block):
     def set_extra_state(self, state: dict[str, float]) -> None:
         self.amax = state["amax"]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def see(self, x: Tensor) -> Tensor:
         self.amax = max(self.amax, float(x.abs().max()))
-        return x + torch.tanh(self.linear(x / self.amax))
+        return x / self.amax
 
 
 class Meter:
-    def __init__(self) -> None:
-        self.count = 0
+    count = 0
 
 
 class Furnished(Ranged):
     def __init__(self, i: int) -> None:
         super().__init__(i)
         self.dropout, self.checkpointing, self.meter = nn.Dropout(0.1), False, Meter()
+        self.register_buffer("gain", torch.ones(()), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def see(self, x: Tensor) -> Tensor:
         self.meter.count += 1
-        return super().forward(self.dropout(x))
+        self.gain.mul_(0.9)
+        return self.gain * super().see(self.dropout(x))
 
 
-class Changes(Callback):
-    """Changes the first block in the training, and looks at its copy right after growth."""
+def test_a_new_block_is_its_source_in_all_that_has_changed_since_the_class_built_them() -> None:
+    module, seen = make(Furnished), []
 
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-        self.copy: dict[str, Any] = {}
-
-    def see(self, module: nn.Module, *_: object) -> None:
-        self.seen.append(id(module))
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        first = pl_module.blocks[0]
+    def change_and_look(trainer: Trainer, *_: object) -> None:
+        first = module.blocks[0]
         if trainer.global_step == 3:
             first.dropout.p, first.checkpointing = 0.3, True
             first.linear.bias.requires_grad_(False)
             first.linear.eval()
-            first.register_forward_hook(self.see)
-        if len(pl_module.blocks) == 6 and not self.copy:
-            copied = pl_module.blocks[2]
-            self.copy = {
-                "dropout": copied.dropout.p,
-                "checkpointing": copied.checkpointing,
-                "bias learns": copied.linear.bias.requires_grad,
-                "mode": copied.linear.training,
-                "range": copied.amax == first.amax > 1.0,
-                "calls": copied.meter.count == first.meter.count > 0 and copied.meter is not first.meter,
-                "second": pl_module.blocks[3].dropout.p,
-            }
-            self.seen.clear()
+            first.register_forward_hook(lambda part, *_: seen.append(id(part)))
+        if trainer.global_step == STEPS // 2:
+            copied = module.blocks[2]
+            assert copied.dropout.p == 0.3 and copied.checkpointing
+            assert not copied.linear.bias.requires_grad and not copied.linear.training
+            assert copied.amax == first.amax > 1.0 and copied.gain == first.gain < 1.0
+            assert copied.meter.count == first.meter.count > 0 and copied.meter is not first.meter
+            assert module.blocks[3].dropout.p == 0.1
+            seen.clear()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: object) -> None:
-        if self.copy and "hooks" not in self.copy:
-            self.copy["hooks"] = set(self.seen) == {id(pl_module.blocks[i]) for i in (0, 2, 4)}
+    train(module, begins_with(), LambdaCallback(on_train_batch_start=change_and_look))
+
+    assert Counter(seen) == {id(module.blocks[i]): STEPS // 2 for i in (0, 2, 4)}
 
 
-def test_a_new_block_is_its_source_in_all_that_has_changed_since_the_class_built_them() -> None:
-    changes = Changes()
-
-    train(make(Furnished), begins_with(), changes)
-
-    assert changes.copy == {
-        "dropout": 0.3,
-        "checkpointing": True,
-        "bias learns": False,
-        "mode": False,
-        "range": True,
-        "calls": True,
-        "second": 0.1,
-        "hooks": True,
-    }
-
-
-class Rotary(Block):
-    """Its cache takes the size of the data in the first forward pass."""
+class Restless(Block):
+    """Its cache, and its observer, which a state dict holds, take the size of the data in the first forward pass, and
+    it keeps its activation."""
 
     def __init__(self, i: int) -> None:
         super().__init__(i)
         self.register_buffer("cache", torch.ones(1), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) > len(self.cache):
-            self.cache = torch.ones(len(x))
-        return x + torch.tanh(self.linear(x * self.cache[: len(x), None]))
-
-
-class Observed(Block):
-    """Its observer takes the size of the channels in the first forward pass, and a state dict holds it."""
-
-    def __init__(self, i: int) -> None:
-        super().__init__(i)
         self.register_buffer("largest", torch.zeros(0))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def see(self, x: Tensor) -> Tensor:
+        if len(x) > len(self.cache):
+            self.cache = torch.ones(len(x))
         seen = x.detach().abs().amax(0)
         self.largest = torch.maximum(self.largest, seen) if len(self.largest) else seen
-        return x + torch.tanh(self.linear(x))
-
-
-class Kept(Block):
-    """Keeps its activation."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.last = super().forward(x)
+        self.last = x * self.cache[: len(x), None]
         return self.last
 
 
@@ -303,24 +242,23 @@ class Double(nn.Module):
         return 2.0 * x
 
 
-class Parametrize(Callback):
-    """Changes the structure of the blocks that train."""
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == 3:
-            for block in pl_module.blocks:
-                parametrize.register_parametrization(block.linear, "weight", Double())
+def parametrize_all(trainer: Trainer, pl_module: Any, *_: object) -> None:
+    if trainer.global_step == 3:
+        for block in pl_module.blocks:
+            parametrize.register_parametrization(block.linear, "weight", Double())
 
 
-@pytest.mark.parametrize(("block", "callbacks"), [(Rotary, []), (Observed, []), (Kept, []), (Block, [Parametrize()])])
-def test_blocks_that_change_themselves_in_training_are_grown(block: type[Block], callbacks: list[Callback]) -> None:
+@pytest.mark.parametrize(("block", "change"), [(Restless, None), (Block, parametrize_all)])
+def test_blocks_that_change_themselves_in_training_are_grown(
+    block: type[Block], change: Callable[..., None] | None
+) -> None:
     module = make(block)
 
-    train(module, *callbacks, begins_with())
+    train(module, LambdaCallback(on_train_batch_start=change), begins_with())
 
-    assert len(module.blocks) == DEPTH and len(module.depths) == STEPS
+    assert module.depths == GROWN
     last = module.blocks[5].linear
-    assert parametrize.is_parametrized(last) == bool(callbacks)
+    assert parametrize.is_parametrized(last) == (change is not None)
     assert all(p.grad is not None and p.grad.any() for p in last.parameters())
 
 
@@ -331,53 +269,17 @@ def load(module: Any) -> None:
     module.load_state_dict(make().state_dict())
 
 
-class LoadsInSetup(Lit):
-    def setup(self, stage: str) -> None:
-        load(self)
-
-
-class LoadsInConfigureModel(Lit):
-    def configure_model(self) -> None:
-        if not self.depths:
-            load(self)
-
-
-class LoadsInConfigureOptimizers(Lit):
-    def configure_optimizers(self) -> Any:
-        load(self)
-        return super().configure_optimizers()
-
-
-class LoadsInFitStart(Lit):
-    def on_fit_start(self) -> None:
-        load(self)
-
-
-class LoadsInTrainStart(Lit):
-    def on_train_start(self) -> None:
-        load(self)
-
-
-LOADERS = [LoadsInSetup, LoadsInConfigureModel, LoadsInConfigureOptimizers, LoadsInFitStart, LoadsInTrainStart]
-
-
-@pytest.mark.parametrize("kind", LOADERS)
-def test_weights_that_a_module_loads_itself_are_no_resume(kind: type[Lit]) -> None:
+@pytest.mark.parametrize("hook", ["setup", "configure_model", "configure_optimizers", "on_fit_start", "on_train_start"])
+def test_weights_that_a_module_loads_itself_are_no_resume_and_not_dropped_without_being_asked(hook: str) -> None:
     torch.manual_seed(3)
-    module = kind()
-    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.0)  # type: ignore[method-assign]
-    if kind is LoadsInConfigureOptimizers:
-        del module.configure_optimizers
+    module = doing(hook, load)()
+    module.rate = 0.0
     train(module, begins_with(), limit_train_batches=1, max_epochs=1)
+
     assert len(module.blocks) == 2 and module.depths == [2]
-    if kind is not LoadsInConfigureOptimizers:
-        assert torch.equal(module.blocks[1].linear.weight, make().blocks[1].linear.weight)
-
-
-@pytest.mark.parametrize("kind", LOADERS)
-def test_loaded_weights_are_not_dropped_without_being_asked(kind: type[Lit]) -> None:
+    assert torch.equal(module.blocks[1].linear.weight, make().blocks[1].linear.weight)
     with pytest.raises(ValueError, match=r"the 6 blocks of 'blocks' hold trained weights.*; give start=2 if that"):
-        train(kind(), Stack("blocks"))
+        train(doing(hook, load)(), Stack("blocks"))
 
 
 class RMS(nn.Module):
@@ -392,25 +294,19 @@ class RMS(nn.Module):
 
 
 class Normed(Block):
-    def __init__(self, i: int) -> None:
+    def __init__(self, i: int, norm: Callable[[], nn.Module]) -> None:
         super().__init__(i)
-        self.norm: nn.Module = nn.LayerNorm(WIDTH)
+        self.norm = norm()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.norm(x))
-
-
-class NormedByHand(Normed):
-    def __init__(self, i: int) -> None:
-        super().__init__(i)
-        self.norm = RMS()
+    def see(self, x: Tensor) -> Tensor:
+        return self.norm(x)
 
 
-@pytest.mark.parametrize("block", [Normed, NormedByHand])
+@pytest.mark.parametrize("norm", [partial(nn.LayerNorm, WIDTH), RMS])
 def test_a_network_that_was_trained_before_is_not_cut_down_without_being_asked(
-    block: type[Block], capsys: pytest.CaptureFixture[str]
+    norm: Callable[[], nn.Module], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = make(block)
+    module = make(partial(Normed, norm=norm))
     train(module, max_steps=3)
 
     with pytest.raises(ValueError, match="hold trained weights, and all but the first 2 would be lost"):
@@ -420,63 +316,41 @@ def test_a_network_that_was_trained_before_is_not_cut_down_without_being_asked(
     assert "Stack: blocks begins with 2 of 6 blocks" in capsys.readouterr().out
 
 
-class BuiltInSetup(Lit):
-    def setup(self, stage: str) -> None:
-        self.blocks = nn.ModuleList(map(Block, range(DEPTH)))
+def build(module: Any) -> None:
+    module.blocks = nn.ModuleList(map(Block, range(DEPTH)))
 
 
-class BuiltInConfigureModel(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        del self.blocks
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "blocks"):
-            self.blocks = nn.ModuleList(map(Block, range(DEPTH)))
-
-
-class BuiltAnew(Lit):
-    def configure_model(self) -> None:
-        self.blocks = nn.ModuleList(map(Block, range(DEPTH)))
-
-
-class BuiltLate(Lit):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        self.blocks = nn.ModuleList(map(Block, range(DEPTH)))
-        return super().configure_optimizers()
-
-
-@pytest.mark.parametrize("kind", [BuiltInSetup, BuiltInConfigureModel, BuiltAnew])
-def test_the_list_may_be_built_in_setup(kind: type[Lit]) -> None:
-    module = kind()
+@pytest.mark.parametrize(
+    ("hook", "is_there_before"), [("setup", True), ("configure_model", True), ("configure_model", False)]
+)
+def test_the_list_may_be_built_in_setup(hook: str, is_there_before: bool) -> None:
+    module = doing(hook, build)()
+    if not is_there_before:
+        del module.blocks
 
     train(module, begins_with())
 
-    assert module.depths == [2] * 16 + [6] * 16
+    assert module.depths == GROWN
 
 
-def test_a_list_that_is_built_with_the_optimizer_is_refused() -> None:
-    with pytest.raises(ValueError, match="'blocks' was built a second time after setup; build it in __init__"):
-        train(BuiltLate(), begins_with())
+def test_the_module_may_be_copied_before_its_setup_without_the_trainer_and_in_the_middle_of_a_training() -> None:
+    def copy(trainer: Trainer, pl_module: Any, *_: object, **__: object) -> None:
+        copied = deepcopy(pl_module)
+        copied.load_state_dict(pl_module.state_dict())
 
+    module, callback = make(), LambdaCallback(setup=copy, on_train_batch_end=copy)
+    callback.lock = threading.Lock()  # a copy of the trainer would copy its callbacks
+    train(module, begins_with(), callback)
 
-def test_a_copy_of_the_module_before_its_setup_does_not_copy_the_trainer() -> None:
-    class Copies(Callback):
-        def __init__(self) -> None:
-            self.lock = threading.Lock()  # a copy of the trainer would copy its callbacks
-
-        def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-            assert deepcopy(pl_module) is not pl_module
-
-    train(make(), begins_with(), Copies())
+    assert isinstance(module, L.LightningModule) and module.depths == GROWN
 
 
 class Counts(Lit):
     """Its forward pass goes by a number that it keeps."""
 
-    def __init__(self, block: Callable[[int], nn.Module] = Block, depth: int = DEPTH) -> None:
-        super().__init__(block, depth)
-        self.num_layers = depth
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_layers = DEPTH
 
     def forward(self, x: Tensor) -> Tensor:
         for i in range(self.num_layers):
@@ -488,9 +362,7 @@ class Forgets(Lit):
     """Its forward pass goes by a number that nobody can find."""
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks[:2]:
-            x = block(x)
-        return self.head(x)
+        return self.head(self.blocks[1](self.blocks[0](x)))
 
 
 def test_a_network_that_keeps_its_depth_is_told_of_it() -> None:
@@ -498,7 +370,7 @@ def test_a_network_that_keeps_its_depth_is_told_of_it() -> None:
 
     train(module, begins_with())
 
-    assert module.num_layers == 6 and module.depths == [2] * 16 + [6] * 16
+    assert module.num_layers == 6 and module.depths == GROWN
     assert all(block.linear.weight.grad.any() for block in module.blocks)
 
 
@@ -523,17 +395,16 @@ class Stream(IterableDataset):
 def test_a_training_that_ends_before_the_network_has_grown_says_so(
     settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Stop(Callback):
-        def on_train_epoch_end(self, trainer: Trainer, *_: object) -> None:
-            trainer.should_stop = True
+    def stop(trainer: Trainer, *_: object) -> None:
+        trainer.should_stop = True
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        train(make(), begins_with(), Stop(), loader=DataLoader(Stream(), 4), **settings)
+        stops = LambdaCallback(on_train_epoch_end=stop)
+        train(make(), begins_with(), stops, loader=DataLoader(Stream(), 4), **settings)
 
-    assert (
-        "blocks has 2 of 6 blocks, as no batch was due after at=0.5; build the class with 2" in capsys.readouterr().out
-    )
+    told = "blocks has 2 of 6 blocks, as no batch was due after at=0.5; build the class with 2"
+    assert told in capsys.readouterr().out
 
 
 def test_a_loader_without_a_length_is_warned_of_if_epochs_alone_count() -> None:
@@ -552,15 +423,22 @@ class Steep(Lit):
 
 
 class Checkpointed(Lit):
+    reentrant = False
+
     def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_() if self.reentrant else x
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)  # type: ignore[assignment]
+            x = checkpoint(block, x, use_reentrant=self.reentrant)  # type: ignore[assignment]
         return self.head(x)
 
 
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
 class ByHand(Lit):
-    def __init__(self, block: Callable[[int], nn.Module] = Block, depth: int = DEPTH) -> None:
-        super().__init__(block, depth)
+    def __init__(self) -> None:
+        super().__init__()
         self.automatic_optimization = False
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -589,52 +467,59 @@ def test_flops_are_those_of_the_step_without_what_is_computed_again() -> None:
 
 
 def test_a_step_that_cannot_run_on_a_copy_is_told_once_and_trains_on() -> None:
-    class Locked(Lit):
-        def on_fit_start(self) -> None:
-            self.steps = (i for i in range(100))  # cannot be copied
-
-    module = make(kind=Locked)
+    locked = doing("on_fit_start", lambda module: setattr(module, "steps", (i for i in range(100))))  # not copied
+    module = make(kind=locked)
     with pytest.warns(UserWarning, match="the FLOPs of a training step are not known, because") as said:
         train(module, begins_with())
 
     assert len(module.depths) == STEPS and sum("FLOPs" in str(warning.message) for warning in said) == 1
 
 
-def test_counting_is_not_noticed_by_the_training() -> None:
-    class Noted(Lit):
-        def __init__(self, block: Callable[[int], nn.Module] = Block, depth: int = DEPTH) -> None:
-            super().__init__(block, depth)
-            self.calls: list[Any] = []
-            self.head.register_forward_hook(self.note)
+class Noted(ByHand):
+    """Counts its calls and its batches in many places."""
 
-        def note(self, *_: object) -> None:
-            self.calls.append(torch.rand(()))
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+        self.head.register_forward_hook(lambda *_: self.calls.append(torch.rand(())))
 
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            assert "training_step" not in vars(self)
-            batch[0] += 1.0
-            return super().training_step(batch, batch_idx)
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.99)]
 
-    module = make(kind=Noted)
-    train(module, begins_with())
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        assert "training_step" not in vars(self)
+        batch[0] += 1.0
+        super().training_step(batch, batch_idx)
+        self.trainer.lr_scheduler_configs[0].scheduler.step()
+        self.trainer.datamodule.seen += 1
 
+
+class Data(L.LightningDataModule):
+    seen = 0
+
+    def train_dataloader(self) -> DataLoader:
+        return data()
+
+
+def test_counting_leaves_hooks_batches_schedulers_and_the_data_as_they_are() -> None:
+    module, loader = make(kind=Noted), Data()
+    made = train(module, begins_with(), loader=loader)
+
+    assert (made.lr_scheduler_configs[0].scheduler.last_epoch, loader.seen) == (STEPS, STEPS)
     assert len(module.calls) == STEPS
-
-
-class SavesItself(Lit):
-    def on_train_epoch_start(self) -> None:
-        self.sizes = [len(pickle.dumps(self.blocks))]
-
-    def on_train_batch_end(self, *_: object) -> None:
-        self.sizes.append(len(pickle.dumps(self.blocks)))
+    assert made.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.99**STEPS)
 
 
 def test_the_network_can_be_pickled_in_training_and_holds_nothing_of_the_callback() -> None:
-    module = make(kind=SavesItself)
+    module, sizes = make(), []
 
-    train(module, begins_with())
+    def save(*_: object) -> None:
+        sizes.append(len(pickle.dumps(module.blocks)))
 
-    assert len(module.sizes) > STEPS / 2 and b"esper" not in pickle.dumps(module.blocks)
+    train(module, begins_with(), LambdaCallback(on_train_epoch_start=save, on_train_batch_end=save))
+
+    assert len(sizes) > STEPS and b"esper" not in pickle.dumps(module.blocks)
 
 
 def test_blocks_that_differ_are_left_out_and_an_average_grows_along(tmp_path: Path) -> None:
@@ -655,31 +540,12 @@ def test_blocks_that_differ_are_left_out_and_an_average_grows_along(tmp_path: Pa
     plain.load_state_dict(torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"])
 
 
-def test_the_module_itself_may_be_copied_in_the_middle_of_a_training() -> None:
-    class Copies(Callback):
-        def on_train_batch_end(
-            self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-        ) -> None:
-            copied = deepcopy(pl_module)
-            copied.load_state_dict(pl_module.state_dict())
-
-    module = make()
-    train(module, Copies(), begins_with())
-
-    assert isinstance(module, L.LightningModule) and len(module.blocks) == 6
-
-
 # What changes between setup and growth.
 
 
-class Late(Callback):
-    """Changes a module before its first batch."""
-
-    def __init__(self, change: Callable[[Any], None]) -> None:
-        self.change = change
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.change(pl_module)
+def late(change: Callable[[Any], None]) -> Callback:
+    """Return a callback that changes a module before its first batch."""
+    return LambdaCallback(on_train_start=lambda trainer, module: change(module))
 
 
 def share_one_layer(module: Lit) -> None:
@@ -695,13 +561,7 @@ def tie_within(module: Lit) -> None:
 
 
 def test_what_is_shared_since_setup_is_shared_with_new_blocks() -> None:
-    class Tied(Lit):
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            self.change(self)
-            return super().configure_optimizers()
-
-    shared, tied = make(kind=Tied), make(kind=Tied)
-    shared.change, tied.change = share_one_layer, tie_within
+    shared, tied = (make(kind=doing("configure_optimizers", change)) for change in (share_one_layer, tie_within))
     for module in (shared, tied):
         train(module, begins_with())
 
@@ -711,33 +571,10 @@ def test_what_is_shared_since_setup_is_shared_with_new_blocks() -> None:
 
 
 def test_a_block_that_moves_leaves_its_own_changes_behind() -> None:
-    def change(module: Any) -> None:
-        module.blocks[1].dropout.p = 0.5
-
-    module = make(Furnished)
-    train(module, Late(change), begins_with(3, order="interleave"))
+    module, change = make(Furnished), late(lambda module: setattr(module.blocks[1].dropout, "p", 0.5))
+    train(module, change, begins_with(3, order="interleave"))
 
     assert [block.dropout.p for block in module.blocks] == [0.1, 0.1, 0.5, 0.5, 0.1, 0.1]
-
-
-class Fading(Block):
-    """A number outside of checkpoints that the training changes."""
-
-    def __init__(self, i: int) -> None:
-        super().__init__(i)
-        self.register_buffer("gain", torch.ones(()), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.gain.mul_(0.9)
-        return x + self.gain * torch.tanh(self.linear(x))
-
-
-def test_a_buffer_outside_of_checkpoints_that_the_training_changes_is_taken_along() -> None:
-    module = make(Fading)
-    train(module, begins_with())
-
-    assert len({round(block.gain.item(), 4) for block in module.blocks}) == 1
 
 
 def hook_each(module: Any) -> None:
@@ -755,56 +592,42 @@ def wrap_each(module: Any) -> None:
         module.blocks[i] = nn.Sequential(block)
 
 
+def holding(what: Callable[[Any], Any]) -> type[Lit]:
+    return doing("setup", lambda module: setattr(module, "held", what(module)))
+
+
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("kind", "callbacks", "reason"),
     [
-        (hook_each, "_forward_hooks of Block holds a function that refers to its own block"),
-        (patch_each, "forward of Block holds a function that refers to its own block"),
-        (wrap_each, "blocks of 'blocks' were replaced or added after setup"),
+        (Lit, [begins_with(), late(hook_each)], "_forward_hooks of Block holds a function that refers to its own"),
+        (Lit, [begins_with(), late(patch_each)], "forward of Block holds a function that refers to its own block"),
+        (Lit, [begins_with(), late(wrap_each)], "blocks of 'blocks' were replaced or added after setup"),
+        (doing("configure_optimizers", build), [begins_with()], "'blocks' was built a second time after setup; build"),
+        (holding(lambda module: nn.ModuleList(module.blocks)), [begins_with()], ".* are also in 'held.0'"),
+        (holding(lambda module: list(module.blocks)), [begins_with()], "blocks of 'blocks' are also in 'held'"),
+        (Lit, [Stack("blocks[:3]"), Stack("blocks[3:]")], r"'blocks\[3:\]' and 'blocks\[:3\]' are one list"),
     ],
 )
-def test_late_changes_that_a_new_block_cannot_have_are_refused(change: Callable[[Any], None], reason: str) -> None:
+def test_what_new_blocks_cannot_have_or_cannot_be_kept_out_of_is_refused(
+    kind: type[Lit], callbacks: list[Callback], reason: str
+) -> None:
     with pytest.raises(ValueError, match=f"^Stack: {reason}") as refusal:
-        train(make(), begins_with(), Late(change))
+        train(kind(), *callbacks)
 
     assert "\n" not in str(refusal.value)
 
 
-class Twice(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.every = nn.ModuleList([*self.blocks, self.head])
-
-
-class Ordered(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.order = list(self.blocks)
-
-
-@pytest.mark.parametrize(("kind", "place"), [(Twice, "every.0"), (Ordered, "order")])
-def test_blocks_that_the_network_also_has_elsewhere_are_refused(kind: type[Lit], place: str) -> None:
-    with pytest.raises(ValueError, match=f"^Stack: blocks of 'blocks' are also in '{place}'"):
-        train(kind(), begins_with())
-
-
-def test_two_callbacks_for_one_list_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^Stack: 'blocks\[3:\]' and 'blocks\[:3\]' are one list"):
-        train(make(), Stack("blocks[:3]", start=1), Stack("blocks[3:]", start=1))
-
-
 def test_the_rest_of_an_interrupted_training_is_not_taken_for_the_whole_network() -> None:
-    class Stop(Callback):
-        def on_train_batch_end(self, *_: object) -> None:
-            raise RuntimeError("interrupted")
-
     class Predicts(Lit):
         def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             return self(batch[0])
 
+    def stop(*_: object) -> None:
+        raise RuntimeError("interrupted")
+
     module = make(kind=Predicts)
     with pytest.raises(RuntimeError, match="interrupted"):
-        train(module, begins_with(3), Stop())
+        train(module, begins_with(3), LambdaCallback(on_train_batch_end=stop))
 
     (predicted,) = {len(part) for part in trainer(begins_with()).predict(module, data())}
     assert predicted == 4 and len(module.blocks) == 3, "a prediction needs no whole network"
@@ -813,37 +636,6 @@ def test_the_rest_of_an_interrupted_training_is_not_taken_for_the_whole_network(
 
 
 def test_blocks_that_are_checkpointed_one_after_the_other_are_seen_to_learn() -> None:
-    class Reentrant(Lit):
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.requires_grad_()
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=True)  # type: ignore[assignment]
-            return self.head(x)
-
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*got no gradient.*")
         train(make(kind=Reentrant), begins_with())
-
-
-def test_counting_leaves_schedulers_and_the_data_as_they_are() -> None:
-    class Scheduled(ByHand):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.99)]
-
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-            super().training_step(batch, batch_idx)
-            self.trainer.lr_scheduler_configs[0].scheduler.step()
-            self.trainer.datamodule.seen += 1
-
-    class Data(L.LightningDataModule):
-        seen = 0
-
-        def train_dataloader(self) -> DataLoader:
-            return data()
-
-    loader = Data()
-    made = train(make(kind=Scheduled), begins_with(), loader=loader)
-
-    assert (made.lr_scheduler_configs[0].scheduler.last_epoch, loader.seen) == (STEPS, STEPS)
-    assert made.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.99**STEPS)

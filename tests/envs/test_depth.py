@@ -1,6 +1,7 @@
 """Hosts that grow in depth within a pool: budgets, resuming, rollbacks, and what the policy sees."""
 
 import io
+from collections.abc import Iterable
 from functools import partial
 from itertools import permutations
 from pathlib import Path
@@ -40,14 +41,23 @@ STACK, LAST = 0, 1
 
 
 def make_deep(executor: str = "loop", batches: float | None = None, **settings: object) -> HostPool:
-    """Return two GPTs of two blocks that grow to six; `batches`: host epochs of so many minibatches' FLOPs."""
+    """Return two GPTs of two blocks that grow to six, reset; `batches`: host epochs of so many minibatches' FLOPs."""
     pool = make("loop", "gpt, depth", 2, actions=FAST_CONFIG.actions)
     training = HostTraining(batches=2, batch_size=16, lr=0.02)
     if batches is not None:
         training = HostTraining(flops=batches * 16 * pool.envs[0].flops.of_step([]), batch_size=16, lr=0.02)
     pool = make(executor, "gpt, depth", 2, training=training, **settings)
+    pool.reset([1, 3])
     assert pool.space.slot == ["layer2", "stack1", "stack2"] and {"stack", "last"} <= set(pool.space.blueprint)
     return pool
+
+
+def same(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def depth_slots_of(env: HostEnv) -> list[DepthSlot]:
+    return [slot for slot in env.slots if isinstance(slot, DepthSlot)]
 
 
 def stacked(pool: HostPool, slot: int, blueprint: str) -> tuple[int, ...]:
@@ -56,16 +66,11 @@ def stacked(pool: HostPool, slot: int, blueprint: str) -> tuple[int, ...]:
 
 def test_a_deeper_host_trains_on_fewer_minibatches_of_the_same_flops() -> None:
     pool = make_deep(batches=10.0)
-    pool.reset([1, 3])
     counts: list[list[int]] = [[], []]
     for host, env in enumerate(pool.envs):
         env.on_batches = partial(lambda counts, batches: counts.append(len(batches.indices)), counts[host])
-    budgets = []
-    for rows in (
-        [WAIT, WAIT],
-        [stacked(pool, 1, "stack"), stacked(pool, 1, "last")],
-        [WAIT, stacked(pool, 2, "stack")],
-    ):
+    budgets, both = [], (stacked(pool, 1, "stack"), stacked(pool, 1, "last"))
+    for rows in (WAIT, WAIT), both, (WAIT, stacked(pool, 2, "stack")):
         pool.step(act(*rows))
         budgets.append(pool.envs[1].flops_left)
 
@@ -80,7 +85,6 @@ def test_a_deeper_host_trains_on_fewer_minibatches_of_the_same_flops() -> None:
 
 def test_depth_slots_of_one_list_are_offered_in_turn() -> None:
     pool = make_deep()
-    pool.reset([1, 3])
     for row, offered in (WAIT, ["stack1"]), (stacked(pool, 1, "stack"), ["stack2"]), (stacked(pool, 2, "last"), []):
         pool.step(act(row, WAIT))
         possible = pool.masks_on_cpu.slot[:, Op.GERMINATE, 1:].tolist()
@@ -91,7 +95,6 @@ def test_depth_slots_of_one_list_are_offered_in_turn() -> None:
 @pytest.mark.parametrize("doublings", [0, 1, 2])
 def test_the_scaling_rule_adds_stacks_as_long_as_the_flops_left_suffice(doublings: int) -> None:
     rule, pool = Scaling(), make_deep(batches=10.0)
-    pool.reset([1, 3])
     env, block = pool.envs[0], sum(p.numel() for p in pool.envs[0].network.blocks[0].parameters())
     sizes = [env.host_parameters + 2 * blocks * block for blocks in (1, 2)]
     budgets = [pool.config.horizon * env.training.flops / (6 * size**2) for size in sizes]  # tokens per parameter
@@ -107,8 +110,7 @@ def test_the_scaling_rule_adds_stacks_as_long_as_the_flops_left_suffice(doubling
 @pytest.mark.parametrize(("kind", "targets"), [("gpt, depth", 8), ("cnn, depth", 1)])
 def test_a_text_has_a_target_for_each_token_and_an_image_one_for_all_pixels(kind: str, targets: int) -> None:
     env = make("loop", kind, 2, training=HostTraining(flops=1e8)).envs[0]
-    stack = next(slot for slot in env.slots if isinstance(slot, DepthSlot))
-    [positions] = env.flops.positions[stack.name]
+    [positions] = env.flops.positions[depth_slots_of(env)[0].name]
 
     assert env.flops.targets == targets and env.flops_left is not None
     assert env.targets_per_parameter(100) == pytest.approx(env.flops_left / 6e4 * targets / positions)
@@ -142,9 +144,7 @@ def play_deep(executor: str, kind: str) -> list[Tensor]:
                     step = pool.step(act(*rows))
                 seen += [*tensors(pool), *step.metrics, step.observation[0].clone()]
                 seen += [torch.tensor([list(stats) for env in pool.envs for stats in gradients(env)])]
-        depths = {
-            tuple(len(slot.found.blocks) for slot in env.slots if isinstance(slot, DepthSlot)) for env in pool.envs
-        }
+        depths = {tuple(len(slot.found.blocks) for slot in depth_slots_of(env)) for env in pool.envs}
         assert len(depths) > 1 or ticks < 20, "hosts differ in depth"
     return seen
 
@@ -167,7 +167,7 @@ def test_a_state_is_restored_exactly_at_every_other_depth(kind: str) -> None:
     pool = make("loop", kind, 1, torch.float32)
     pool.reset([1])
     (env,) = pool.envs
-    slots, states = [slot.name for slot in env.slots if isinstance(slot, DepthSlot)], []
+    slots, states = [slot.name for slot in depth_slots_of(env)], []
     for name in (None, *slots):
         if name is not None:
             env.growing.germinate(name, "stack")
@@ -178,7 +178,7 @@ def test_a_state_is_restored_exactly_at_every_other_depth(kind: str) -> None:
         env.take_snapshot()
         saved = list(iter_tensors(unpack(after)))
         env.load_state_dict(unpack(after))
-        assert all(torch.equal(a, b) for a, b in zip(iter_tensors(env.state_dict()), saved, strict=True))
+        assert same(iter_tensors(env.state_dict()), saved)
         (group,) = env.optimizer.param_groups
         assert [*map(id, group["params"])] == [*map(id, env.network.parameters())]
         assert {*env.optimizer.state} == {*group["params"]}, "of no removed block"
@@ -189,7 +189,7 @@ def test_a_state_is_restored_exactly_at_every_other_depth(kind: str) -> None:
                 env.growing.germinate(name, "last")
         env.roll_back(False, "test")
         saved = list(iter_tensors(unpack(before)["growing"]["network"]))
-        assert all(torch.equal(a, b) for a, b in zip(iter_tensors(env.network.state_dict()), saved, strict=True))
+        assert same(iter_tensors(env.network.state_dict()), saved)
         assert {*env.optimizer.state} == {*env.network.parameters()}
 
 
@@ -199,15 +199,13 @@ def test_copies_have_the_optimizer_state_and_flops_of_their_sources(kind: str) -
     pool.reset([1])
     pool.train_without_actions(2)
     inputs = pool.data.validation.inputs[:1]
-    for slot in (slot for slot in env.slots if isinstance(slot, DepthSlot)):
+    for slot in depth_slots_of(env):
         env.growing.germinate(slot.name, "stack")
         source, grown = slot.found.blocks[slot.begin - 1], slot.grown[-1]
         for ours, theirs in zip(grown.parameters(), source.parameters(), strict=True):
             state, of_source = env.optimizer.state[ours], env.optimizer.state[theirs]
             assert of_source and torch.equal(ours, theirs)
-            assert all(
-                torch.equal(state[name], value) and state[name] is not value for name, value in of_source.items()
-            )
+            assert all(torch.equal(state[name], x) and state[name] is not x for name, x in of_source.items())
         with FlopCounter() as counter, torch.no_grad(), plain_operators():
             env.network.eval()(inputs)
         assert counter.total == env.flops.with_seeds(env.slots) > env.flops.host
@@ -261,13 +259,11 @@ def test_an_episode_goes_on_bit_for_bit_at_its_depth(executor: str) -> None:
     whole.play(4)
 
     for ours, theirs in zip(whole.rows[5:], continued.rows, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
-            assert len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        assert all(same(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_blocks_that_are_built_in_have_weights_of_their_own_and_the_scale_of_the_final_depth() -> None:
     pool = make_deep()
-    pool.reset([1, 3])
     deep = (FossilizedSeed("stack1", "stack", "add"),)
     StaticController([deep, ()]).reset(pool)
     built, plain = (env.network for env in pool.envs)
@@ -292,7 +288,6 @@ def test_with_a_budget_the_network_built_in_has_the_flops_of_the_grown_one() -> 
 
 def test_the_policy_sees_the_size_of_copies_and_the_budget() -> None:
     limited, free = make_deep(batches=10.0), make_deep()
-    limited.reset([1, 3])
     place = limited.feature_names.index("budget")
     before = limited.step(act(WAIT, WAIT)).observation[0][:, 0, place].clone()
     after = limited.step(act(stacked(limited, 1, "stack"), WAIT)).observation[0][:, 0, place]
@@ -336,8 +331,6 @@ def test_a_network_of_others_becomes_deeper_in_a_pool() -> None:
     pool.reset([1])
     step = pool.step(act(germinate(0, LAST)))
 
-    assert pool.space.slot == ["encoder.layers.stack1", "encoder.layers.stack2"] and pool.space.blueprint == [
-        "stack",
-        "last",
-    ]
+    assert pool.space.slot == ["encoder.layers.stack1", "encoder.layers.stack2"]
+    assert pool.space.blueprint == ["stack", "last"]
     assert [slot.occupied for slot in pool.envs[0].slots] == [True, False] and step.metrics.loss.isfinite().all()

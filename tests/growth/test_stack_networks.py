@@ -1,8 +1,16 @@
-"""stack and Stack on networks of transformers and timm, with tiny configurations and random weights."""
+"""stack and Stack on networks of transformers and timm, with tiny configurations and random weights.
+
+The training of one of them is grown by each plan, and killed at twenty random moments.
+"""
 
 import copy
+import json
+import random
+import subprocess
+import sys
+import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,55 +20,40 @@ import timm
 import torch
 import transformers as hf
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from esper_lightning.callbacks import Stack
+from esper_lightning.callbacks.plans import Progress
 from esper_lightning.growth import stack
 from tests.callbacks.gpt import DropoutByBatch, trainer
+from tests.processes import forked
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 WORDS: dict[str, Any] = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
-def llama(depth: int) -> nn.Module:
-    config = hf.LlamaConfig(**SIZES, **WORDS, num_hidden_layers=depth, num_key_value_heads=2, tie_word_embeddings=True)
-    return hf.LlamaForCausalLM(config)
+def of(network: Any, depth: str = "num_hidden_layers", **settings: Any) -> Callable[[int], Any]:
+    """Return a function that builds a network of transformers, whose configuration calls its number of blocks so."""
+    return lambda blocks: network(network.config_class(**{depth: blocks}, **settings))
 
 
-def gemma(depth: int) -> nn.Module:
-    """Windows in every second block, named for each block in the configuration."""
-    config = hf.Gemma2Config(
-        **SIZES, **WORDS, num_hidden_layers=depth, num_key_value_heads=2, head_dim=8, sliding_window=4
-    )
-    return hf.Gemma2ForCausalLM(config)
+LLAMA = of(hf.LlamaForCausalLM, **SIZES, **WORDS, num_key_value_heads=2, tie_word_embeddings=True)
+# Windows in every second block, named for each block in the configuration.
+GEMMA = of(hf.Gemma2ForCausalLM, **SIZES, **WORDS, num_key_value_heads=2, head_dim=8, sliding_window=4)
+GPT2 = of(hf.GPT2LMHeadModel, "n_layer", **WORDS, n_embd=32, n_head=4, n_positions=64)
+BERT = of(hf.BertForMaskedLM, **SIZES, **WORDS)
+VIT = of(hf.ViTForImageClassification, **SIZES, image_size=16, patch_size=4, num_labels=5)
+T5_SIZES = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4}
+T5 = of(hf.T5ForConditionalGeneration, "num_layers", **T5_SIZES, decoder_start_token_id=0)
 
 
-def gpt2(depth: int) -> nn.Module:
-    return hf.GPT2LMHeadModel(hf.GPT2Config(**WORDS, n_embd=32, n_layer=depth, n_head=4, n_positions=64))
-
-
-def neo(depth: int) -> nn.Module:
+def neo(depth: int) -> Any:
     """Masks that alternate, in buffers that no checkpoint holds."""
+    sizes = {"hidden_size": 32, "num_heads": 4, "window_size": 4, "max_position_embeddings": 64}
     types = [[["global", "local"], depth // 2]]
-    config = hf.GPTNeoConfig(**WORDS, hidden_size=32, num_layers=depth, num_heads=4, attention_types=types)
-    config.window_size, config.max_position_embeddings = 4, 64
-    return hf.GPTNeoForCausalLM(config)
-
-
-def bert(depth: int) -> nn.Module:
-    return hf.BertForMaskedLM(hf.BertConfig(**SIZES, **WORDS, num_hidden_layers=depth))
-
-
-def vit(depth: int) -> nn.Module:
-    config = hf.ViTConfig(**SIZES, num_hidden_layers=depth, image_size=16, patch_size=4, num_labels=5)
-    return hf.ViTForImageClassification(config)
-
-
-def t5(depth: int) -> nn.Module:
-    config = hf.T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=depth, num_heads=4)
-    config.decoder_start_token_id = 0
-    return hf.T5ForConditionalGeneration(config)
+    return of(hf.GPTNeoForCausalLM, "num_layers", **WORDS, **sizes, attention_types=types)(depth)
 
 
 class TimmViT(nn.Module):
@@ -95,14 +88,14 @@ class Case(NamedTuple):
 
 SEEN = {"pixel_values": IMAGES, "labels": torch.tensor([0, 3])}
 CASES = {
-    "llama": Case(llama, "model.layers", generates=True),
-    "gemma": Case(gemma, "model.layers", generates=True),
-    "gpt2": Case(gpt2, "transformer.h", generates=True),
+    "llama": Case(LLAMA, "model.layers", generates=True),
+    "gemma": Case(GEMMA, "model.layers", generates=True),
+    "gpt2": Case(GPT2, "transformer.h", generates=True),
     "gpt-neo": Case(neo, "transformer.h", generates=True),
-    "bert": Case(bert, "bert.encoder.layer"),
-    "vit": Case(vit, "vit.layers", SEEN),
-    "t5 encoder": Case(t5, "encoder.block[1:]", generates=True, left_out=1),
-    "t5 decoder": Case(t5, "decoder.block[1:]", left_out=1),
+    "bert": Case(BERT, "bert.encoder.layer"),
+    "vit": Case(VIT, "vit.layers", SEEN),
+    "t5 encoder": Case(T5, "encoder.block[1:]", generates=True, left_out=1),
+    "t5 decoder": Case(T5, "decoder.block[1:]", left_out=1),
     "timm": Case(TimmViT, "vit.blocks", SEEN),
 }
 START, END = 4, 6
@@ -129,7 +122,7 @@ def step(network: nn.Module, optimizer: torch.optim.Optimizer, case: Case) -> No
     optimizer.step()
 
 
-def assert_same_with_a_cache(network: Any, case: Case) -> None:
+def assert_same_with_a_cache(network: Any) -> None:
     settings = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     with torch.no_grad():
         cached, plain = (network.eval().generate(TEXT, use_cache=use, **settings) for use in (True, False))
@@ -146,12 +139,17 @@ def assert_saved(network: Any, case: Case, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("order", ["stack", "interleave"])
-def test_a_grown_network_trains_generates_and_is_read_again(case: Case, order: Any, tmp_path: Path) -> None:
+def test_a_grown_network_is_whole_in_a_copy_trains_generates_and_is_read_again(
+    case: Case, order: Any, tmp_path: Path
+) -> None:
     network = small(case)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
     step(network, optimizer, case)
 
     stack(network, case.blocks, to=END - case.left_out, optimizer=optimizer, order=order)
+    torch.save(network, tmp_path / "net.pt")
+    for other in (copy.deepcopy(network), torch.load(tmp_path / "net.pt", weights_only=False)):
+        assert torch.equal(logits(other, case), logits(network, case))
     step(network, optimizer, case)
 
     blocks = network.get_submodule(case.path)
@@ -162,7 +160,7 @@ def test_a_grown_network_trains_generates_and_is_read_again(case: Case, order: A
         assert not tied or network.get_output_embeddings().weight is network.get_input_embeddings().weight
         assert_saved(network, case, tmp_path)
     if case.generates:
-        assert_same_with_a_cache(network, case)
+        assert_same_with_a_cache(network)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
@@ -198,23 +196,6 @@ class Lit(LightningModule):
         return DataLoader(range(6))  # type: ignore[arg-type]
 
 
-class Saves(Callback):
-    """Saves the network and the training at some batches."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.depths: list[int] = []
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: object) -> None:
-        case, network = pl_module.case, pl_module.net
-        self.depths.append(len(network.get_submodule(case.path)))
-        if trainer.global_step in (2, 4):
-            if hasattr(network, "save_pretrained"):
-                assert_saved(network, case, self.folder / str(trainer.global_step))
-                network.train()
-            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
-
-
 def configuration(network: Any) -> dict[str, Any]:
     """Return what the configuration says of the network; saving it adds the name of the class and the dtype."""
     config = network.config.to_dict() if hasattr(network, "config") else {}
@@ -229,12 +210,22 @@ def fit(case: Case, *callbacks: Callback, resume_from: Path | None = None) -> An
 
 
 def test_stack_keeps_a_network_what_its_class_reads_at_every_moment(case: Case, tmp_path: Path) -> None:
-    saves = Saves(tmp_path)
-    module = fit(case, saves)
+    depths: list[int] = []
 
-    assert saves.depths == [START] * 3 + [END] * 3
+    def save(trainer: Trainer, pl_module: Any, *_: object) -> None:
+        network = pl_module.net
+        depths.append(len(network.get_submodule(case.path)))
+        if trainer.global_step in (2, 4):
+            if hasattr(network, "save_pretrained"):
+                assert_saved(network, case, tmp_path / str(trainer.global_step))
+                network.train()
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+
+    module = fit(case, LambdaCallback(on_train_batch_end=save))
+
+    assert depths == [START] * 3 + [END] * 3
     if case.generates:
-        assert_same_with_a_cache(module.net, case)
+        assert_same_with_a_cache(module.net)
     plain = case.make(END)
     plain.load_state_dict(module.net.state_dict())
     assert torch.equal(logits(plain, case), logits(module.net, case))
@@ -242,16 +233,6 @@ def test_stack_keeps_a_network_what_its_class_reads_at_every_moment(case: Case, 
         resumed = fit(case, resume_from=tmp_path / f"{batches}.ckpt")
         assert all(map(torch.equal, resumed.state_dict().values(), module.state_dict().values()))
         assert configuration(resumed.net) == configuration(module.net)
-
-
-def test_a_copy_of_a_grown_network_and_one_in_a_file_are_whole(tmp_path: Path) -> None:
-    case = CASES["llama"]
-    network = small(case)
-    stack(network, case.blocks, to=END)
-    torch.save(network, tmp_path / "net.pt")
-
-    for other in (copy.deepcopy(network), torch.load(tmp_path / "net.pt", weights_only=False)):
-        assert torch.equal(logits(other, case), logits(network, case))
 
 
 @dataclass(frozen=True)
@@ -275,39 +256,119 @@ class Frozen:
     ],
 )
 def test_a_number_of_blocks_is_found_in_any_configuration_and_other_numbers_stay(config: Any, expected: Any) -> None:
-    network: Any = nn.Module()
+    network, of_blocks = nn.Module(), Namespace(n_layer=2)
     network.config, network.num_blocks, network.heads = config, 2, 2
     network.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    for block in network.blocks:
+        block.config = of_blocks
 
     stack(network, "blocks", to=5)
 
     assert (config if isinstance(config, dict) else vars(config)) == expected
-    assert (network.num_blocks, network.heads) == (5, 2)
+    assert (network.num_blocks, network.heads, of_blocks.n_layer) == (5, 2, 5)
+    assert all(block.config is of_blocks for block in network.blocks)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
 def test_checkpointing_that_begins_in_the_training_goes_on_in_new_blocks(name: str) -> None:
-    class Enables(Callback):
-        def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-            pl_module.net.gradient_checkpointing_enable({"use_reentrant": False})
+    def enable(trainer: Trainer, pl_module: Any) -> None:
+        pl_module.net.gradient_checkpointing_enable({"use_reentrant": False})
 
-    module = fit(CASES[name], Enables())
+    module = fit(CASES[name], LambdaCallback(on_train_start=enable))
 
     flags = [part.gradient_checkpointing for part in module.net.modules() if hasattr(part, "gradient_checkpointing")]
     assert len(flags) >= END and all(flags)
-    functions = {part._gradient_checkpointing_func for part in module.net.get_submodule(CASES[name].path)}
-    assert len(functions) == 1 and all(
-        p.grad is not None for p in module.net.get_submodule(CASES[name].path)[5].parameters()
-    )
+    blocks = module.net.get_submodule(CASES[name].path)
+    assert len({block._gradient_checkpointing_func for block in blocks}) == 1
+    assert all(p.grad is not None for p in blocks[5].parameters())
 
 
-def test_a_configuration_that_blocks_alone_hold_is_followed() -> None:
-    network: Any = nn.Module()
-    config = Namespace(n_layer=2)
-    network.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
-    for block in network.blocks:
-        block.config = config
+# Trainings that are killed.
 
-    stack(network, "blocks", to=5)
+STEPS, KILLS, LENGTH, BATCH = 800, 20, 64, 16
 
-    assert config.n_layer == 5 and all(block.config is config for block in network.blocks)
+CONFIG: dict[str, Any] = {"n_embd": 16, "n_head": 2, "vocab_size": 64, "n_positions": LENGTH, "bos_token_id": 0}
+DROPOUT = dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
+
+PLAIN = """
+import sys
+sys.modules["esper_lightning"] = None
+import json, torch, transformers
+network = transformers.GPT2LMHeadModel(transformers.GPT2Config(**json.loads(sys.argv[1])))
+state = torch.load(sys.argv[2], weights_only=True)["state_dict"]
+network.load_state_dict({name.removeprefix("net."): value for name, value in state.items()})
+"""
+
+
+class Text:
+    """Sequences in which each token follows from the one before, most of the time. Goes on where it was saved."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.position < STEPS:
+            self.position += 1
+            drawn = torch.randint(64, (BATCH, LENGTH), generator=torch.Generator().manual_seed(self.position))
+            yield torch.where(drawn < 50, 5, drawn).cumsum(1) % 64
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class LitText(Lit):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch, labels=batch).loss
+
+
+def by_the_flops(progress: Progress) -> int:
+    return 1 + int(progress.share >= 0.2) + 2 * int(progress.flops_spent > 5e10)
+
+
+def run(folder: Path, plan: Any) -> None:
+    """Train, from the last checkpoint in a folder on, and save the end there with the optimizer."""
+    torch.set_num_threads(1)
+    saved = ModelCheckpoint(folder, save_last=True, every_n_train_steps=20, save_on_train_epoch_end=False)
+    callbacks = [Stack("net.transformer.h", start=1, **plan), saved]
+    made = trainer(*callbacks, enable_checkpointing=True, max_epochs=-1, max_steps=STEPS)
+    module = LitText(Case(of(hf.GPT2LMHeadModel, "n_layer", **CONFIG, **DROPOUT), "transformer.h"), START)
+    last = folder / "last.ckpt"
+    made.fit(module, Text(), ckpt_path=last if last.exists() else None)
+    made.save_checkpoint(folder / "end.ckpt")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "plan",
+    [{"at": {0.3: 2, 0.6: 4}}, {"plan": "scaling"}, {"plan": "tamiyo_depth"}, {"plan": by_the_flops}],
+    ids=["at", "scaling", "tamiyo_depth", "function"],
+)
+def test_a_training_killed_at_twenty_random_moments_ends_as_the_whole_one(plan: Any, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    began = time.perf_counter()
+    with forked(lambda: run(whole, plan)) as fork:
+        assert fork.wait() == 0
+    seconds, chance = time.perf_counter() - began, random.Random(0)
+
+    for _ in range(KILLS):
+        with forked(lambda: run(killed, plan)):
+            time.sleep(chance.uniform(0.02, 0.25) * seconds)
+    with forked(lambda: run(killed, plan)) as fork:
+        assert fork.wait() == 0
+
+    ours, theirs = (torch.load(folder / "end.ckpt", weights_only=True) for folder in (whole, killed))
+    weights, states = ours["state_dict"], ours["optimizer_states"][0]["state"]
+    depth = len({name.split(".")[3] for name in weights if ".h." in name})
+    assert depth > 1 and list(weights) == list(theirs["state_dict"])
+    assert all(torch.equal(value, theirs["state_dict"][name]) for name, value in weights.items())
+    for i, state in states.items():
+        assert all(torch.equal(x, theirs["optimizer_states"][0]["state"][i][name]) for name, x in state.items())
+    config = json.dumps({**CONFIG, "n_layer": depth})
+    subprocess.run([sys.executable, "-c", PLAIN, config, str(killed / "end.ckpt")], check=True)
