@@ -213,7 +213,7 @@ def test_grow_prints_the_lines_of_its_page_and_its_checkpoint_is_loaded_without_
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["seeds", "depth"])
 def test_a_config_grows_with_lightnings_own_command_line(name: str, open_guide: OpenGuide) -> None:
-    page = open_guide(name)
+    open_guide(name)
     mine = importlib.import_module("mine")
     small = ["--trainer.accelerator=cpu", "--trainer.logger=false"]
     if name == "seeds":
