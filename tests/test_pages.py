@@ -1,5 +1,6 @@
 """Pages of the documentation: programs run as they stand, commands parse, and links lead somewhere."""
 
+import ast
 import csv
 import importlib
 import json
@@ -21,10 +22,12 @@ from torchvision.utils import save_image
 
 from esper_lightning.__main__ import main
 from esper_lightning.callbacks import Grow, Stack
+from esper_lightning.callbacks.plans import Progress
 from esper_lightning.cli import COMMANDS, command_parser, make_cli
 from esper_lightning.controllers.schedules import read_schedule
 from esper_lightning.growth import Stage, stack
 from esper_lightning.growth.lifecycle import slots_of
+from esper_lightning.growth.stack import listed_order, sources_of
 from esper_lightning.registry import find_config
 from esper_lightning.rewards import RewardConfig, SlotStatus, compute_terms
 from tests.rewards.ticks import EMPTY, host_step, slot_step
@@ -123,6 +126,8 @@ class Programs(NamedTuple):
     needs: tuple[str, ...] = ()
     said: tuple[str, ...] = ()
     """Texts that the programs print."""
+    file: str = ""
+    """Name of the file whose blocks are the programs; empty for those without a name."""
 
 
 SLOW_PROGRAMS = [
@@ -132,7 +137,7 @@ SLOW_PROGRAMS = [
 ]
 FAST_PROGRAMS = [
     Programs("README.md", slice(1), said=("norm PROBATIONARY → FOSSILIZED", "built in, equal FLOPs: ")),
-    Programs("docs/guides/growing.md", said=(*guide("growing").blocks(""), "target_layer='2', reason='')")),
+    Programs("docs/guides/seeds.md", file="by_hand.py", said=(*guide("seeds").blocks(""), "layer='2', reason='')")),
     Programs("docs/guides/your_own.md", said=("'layer1', 'layer2'", "[320, 3, 32, 32]")),
 ]
 
@@ -150,7 +155,7 @@ def test_the_programs_of_a_page_run(
     source = Page(ROOT / programs.page)
     for title, text in source.files.items():
         Path(title).write_text(text)
-    texts = source.blocks("python")[programs.which]
+    texts = source.blocks("python", programs.file)[programs.which]
     assert texts
     torch.manual_seed(0)
     page: dict[str, object] = {}
@@ -185,7 +190,7 @@ def test_the_command_line_of_a_page_trains_from_its_config(
 def test_grow_prints_the_lines_of_its_page_and_its_checkpoint_is_loaded_without_a_trainer(
     open_guide: OpenGuide, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page, names = open_guide("grow"), {}
+    page, names = open_guide("seeds"), {}
     L.seed_everything(0, verbose=False)
 
     exec(page.files["train.py"].replace("max_epochs=12", f"max_epochs=12, {', '.join(CPU)}"), names)
@@ -194,28 +199,26 @@ def test_grow_prints_the_lines_of_its_page_and_its_checkpoint_is_loaded_without_
     assert "\n".join(line for line in printed if line.startswith("Grow, tick")).startswith(lines.strip())
     (saved,), images = tmp_path.rglob("*.ckpt"), torch.rand(4, 1, 8, 8)
     expected = names["trainer"].lightning_module.eval().model(images)
-    for start, find in (
-        ("import torch\n", lambda: names["model"].eval().model(images)),
-        ("class GrownClassifier", lambda: names["model"].eval().model(images)),
-        ("example = ", lambda: torch.export.load("grown.pt2").module()(images)),
-    ):
-        (program,) = (text for text in page.blocks("python") if text.startswith(start))
-        exec(program.replace("best.ckpt", str(saved)), names)
-        torch.testing.assert_close(find(), expected)
+    controls, hook = page.blocks("python")
+    exec(hook.replace("best.ckpt", str(saved)), names)
+    torch.testing.assert_close(names["model"].eval().model(images), expected)
+    exec(controls.replace("max_epochs=12", f"max_epochs=1, {', '.join(CPU)}"), names)
+    told = [line.split()[0] for line in capsys.readouterr().out.splitlines() if " tensor(" in line]
+    assert told == ["ungrown", "built"]
     (tmp_path / "schedule.json").write_text(page.blocks("json")[0])
     schedule = read_schedule(tmp_path / "schedule.json")
     assert [(entry.tick, entry.op) for entry in schedule.entries] == [(1, "GERMINATE"), (9, "FOSSILIZE")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["grow", "stack"])
+@pytest.mark.parametrize("name", ["seeds", "depth"])
 def test_a_config_grows_with_lightnings_own_command_line(name: str, open_guide: OpenGuide) -> None:
-    page = open_guide(name)
+    open_guide(name)
     mine = importlib.import_module("mine")
     small = ["--trainer.accelerator=cpu", "--trainer.logger=false"]
-    if name == "grow":
+    if name == "seeds":
         args = ["fit", "--config", "grow.yaml", "--trainer.max_epochs=2", *small]
-        made = LightningCLI(mine.LitClassifier, mine.Digits, args=args)
+        made = LightningCLI(mine.LitClassifier, mine.digits, args=args)
         (callback,) = (each for each in made.trainer.callbacks if isinstance(each, Grow))
         assert callback.growing.lifecycle.embargo_ticks == 2 and callback.growing.slots["2"].occupied
         return
@@ -227,19 +230,19 @@ def test_a_config_grows_with_lightnings_own_command_line(name: str, open_guide: 
     args = ["fit", "--config", "stack.yaml", "--trainer.max_steps=20", *small]
     made = LightningCLI(Data, args=args, save_config_callback=None)
     (callback,) = (each for each in made.trainer.callbacks if isinstance(each, Stack))
-    assert callback.depths == [2, 4, 6] and "stack.yaml" in page.files
+    assert callback.depths == [1, 2, 4, 6]
 
 
-def test_stack_prints_the_line_of_its_page_and_its_checkpoint_is_that_of_the_plain_class(
+def test_stack_prints_the_lines_of_its_page_and_its_checkpoint_is_that_of_the_plain_class(
     open_guide: OpenGuide, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page, names = open_guide("stack"), {}
+    page, names = open_guide("depth"), {}
 
     exec(page.files["train.py"].replace("max_steps=100", f"max_steps=100, {', '.join(CPU)}"), names)
 
-    begins, told, costs = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Stack"))
-    expected_begins, expected_told = page.blocks("text")[0].strip().splitlines()
-    assert (begins, costs) == (expected_begins, page.blocks("text")[1].strip())
+    begins, told, ends = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Stack"))
+    expected_begins, expected_told, expected_ends = page.blocks("text")[0].splitlines()
+    assert (begins, ends) == (expected_begins, expected_ends)
     (words, numbers), (told_words, told_numbers) = (line.split("loss ") for line in (expected_told, told))
     found, expected = ([float(one) for one in text.split(" → ")] for text in (told_numbers, numbers))
     assert told_words == words and found == pytest.approx(expected, abs=0.05)
@@ -247,20 +250,54 @@ def test_stack_prints_the_line_of_its_page_and_its_checkpoint_is_that_of_the_pla
     assert all(torch.equal(x, y) for x, y in pairs)
 
 
+def test_a_rule_says_on_the_page_why_it_does_not_grow(
+    open_guide: OpenGuide, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, (call,) = open_guide("depth"), re.findall(r"`(Stack\(.*?\))` in the training above", guide("depth").text)
+    program = re.sub(r"Stack\(.*?\)", call, page.files["train.py"].split("plain = ")[0])
+
+    exec(program.replace("max_steps=100", f"max_steps=100, {', '.join(CPU)}"), {})
+
+    *_, line = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Stack"))
+    assert line == page.blocks("text")[1].strip()
+
+
+def test_a_plan_of_the_page_grows_when_the_loss_stands_still_and_remembers(open_guide: OpenGuide) -> None:
+    open_guide("depth")
+    mine = importlib.import_module("mine")
+
+    def ask(plan: Any, share: float, metrics: dict[str, float]) -> int:
+        return plan(Progress(share, 2, 2, 6, {}, None, 0, metrics))
+
+    plan = mine.Patience()
+    losses = [(0.2, {}), (0.25, {"val_loss": 3.0}), (0.4, {"val_loss": 2.0}), (0.45, {"val_loss": 2.0})]
+    assert [ask(plan, share, metrics) for share, metrics in losses] == [2, 2, 2, 2]
+    resumed = mine.Patience()
+    resumed.load_state_dict(plan.state_dict())
+    assert ask(resumed, 0.51, {"val_loss": 2.5}) == 6
+    assert ask(resumed, 0.51, {"val_loss": 1.5}) == 2
+
+
 def test_the_loop_of_stack_prints_its_sources_and_the_named_layers_change_nothing(
     open_guide: OpenGuide, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = open_guide("stack")
+    page = open_guide("depth")
     (loop,) = page.blocks("python")
     exec(loop, {})
     assert capsys.readouterr().out.strip() in loop
 
     mine = importlib.import_module("mine")
-    (names,) = re.findall(r"the last layers of the branches: `(\(.*?\))`", page.text)
+    (names,) = re.findall(r"`zero=(\(.*?\))`", page.text)
     model, batch = mine.LitGPT(depth=3), next(iter(mine.text()))
     before = model.loss(batch)
     stack(model, "blocks", to=6, new="zero", zero=eval(names))
     torch.testing.assert_close(model.loss(batch), before)
+
+
+@pytest.mark.parametrize("order", re.findall(r"`(\[[\d, ]+\]|\"[\d, -]+\")`", guide("depth").text))
+def test_the_orders_of_the_page_are_ones(order: str) -> None:
+    sources = listed_order(ast.literal_eval(order))
+    assert sources is not None and sources_of(len(set(sources)), len(sources), sources) == sources
 
 
 # Extending
