@@ -16,7 +16,7 @@ from esper_lightning.envs.spaces.actions import STYLES, ActionConfig, ActionSpac
 from esper_lightning.governor.judge import EpochStats, HostMonitor, Judgement, Verdict, veto_reasons
 from esper_lightning.governor.snapshot import clone_tensors, pack, unpack
 from esper_lightning.growth.counterfactual import SeedVariant
-from esper_lightning.growth.depth import DepthSlot, added_blocks
+from esper_lightning.growth.depth import DepthSlot, depths
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.growing_network import GrowingNetwork, SeedMeasurements
@@ -288,8 +288,8 @@ class HostEnv(Subject):
 
     @property
     def kind(self) -> str:
-        """Architecture and number of blocks in each depth slot, which hosts in one stack have in common."""
-        return f"{self.architecture} {added_blocks(self.slots)}"
+        """Architecture and depths, which hosts in one stack have in common."""
+        return f"{self.architecture} {depths(self.slots)}"
 
     def end(self) -> None:
         """End the episode before the horizon; the host stays idle until the next reset."""

@@ -97,9 +97,9 @@ class DepthSlot(SeedSlot):
             shorten(self.found, depth)
 
 
-def added_blocks(slots: Iterable[SeedSlot]) -> list[int]:
-    """Return the number of blocks that grew in each depth slot among the slots of a network."""
-    return [slot.added for slot in slots if isinstance(slot, DepthSlot)]
+def depths(slots: Iterable[SeedSlot]) -> list[int]:
+    """Return the present number of blocks in the list of each depth slot among the slots of a network."""
+    return [len(slot.found.blocks) for slot in slots if isinstance(slot, DepthSlot)]
 
 
 def depth_slots(

@@ -13,7 +13,7 @@ from esper_lightning.envs.executors.fused.layers import StackIndex, stack_inputs
 from esper_lightning.envs.executors.fused.slot import StackedSlot, StackEntries
 from esper_lightning.growth.attach import attach_at, attached_places, detach_slots
 from esper_lightning.growth.counterfactual import SeedVariant
-from esper_lightning.growth.depth import DepthSlot, added_blocks
+from esper_lightning.growth.depth import DepthSlot, depths
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.slot import SeedSlot
 
@@ -32,6 +32,7 @@ class HostStack:
         self.network = stack_layers(network, self.index).eval()
         attach_at(self.network, attached)
         self.stacked_host = StackedModule(self.network)
+        self.depths = depths(slots_of(self.network).values())
         self.slots: dict[str, StackedSlot] = {}
         for name, slot in slots_of(self.network).items():
             if not isinstance(slot, DepthSlot):
@@ -70,8 +71,8 @@ class HostStack:
         # `slots_of` walks the network; skip it for the hosts of the last call.
         if len(self.hosts) != len(hosts) or any(a is not b for a, b in zip(hosts, self.hosts, strict=True)):
             self.hosts, self.host_slots = list(hosts), [slots_of(host) for host in hosts]
-        kind, slots = added_blocks(slots_of(self.network).values()), [[*slots.values()] for slots in self.host_slots]
-        assert all(added_blocks(own) == kind for own in slots), "a stack has hosts of one depth"
+        slots = [[*slots.values()] for slots in self.host_slots]
+        assert all(depths(own) == self.depths for own in slots), "a stack has hosts of one depth"
         blocks = [block for own in slots for slot in own if isinstance(slot, DepthSlot) for block in slot.grown]
         self.assignments = [Assignment(self.stacked_host, self.hosts, range(len(hosts)), blocks)]
         self.seed_slots: list[list[tuple[int, str]]] = []  # host and slot of each seed, by stacked seeds

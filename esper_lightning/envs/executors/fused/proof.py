@@ -12,7 +12,7 @@ from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.spaces.actions import STYLES
 from esper_lightning.growth.blend import BlendStyle, Ramp
 from esper_lightning.growth.counterfactual import forward_variants, leave_one_out, mixes_rows
-from esper_lightning.growth.depth import DepthSlot, added_blocks
+from esper_lightning.growth.depth import DepthSlot, depths
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.probe import probe_seeds
 from esper_lightning.growth.stages import Stage
@@ -71,7 +71,7 @@ def check_stack(env: HostEnv, inputs: Tensor) -> None:
                 for style in styles if i == 0 else styles[:1]:
                     trial.germinate(blueprints[i:] + blueprints[:i], style)
                     trial.compare(stack, f"{style} seeds {first}")
-            if added_blocks(env.slots):
+            if depths(env.slots):
                 trial.deepen()
                 trial.compare(HostStack(trial.hosts[0]), "all blocks")
     except HOST_ERRORS as error:
