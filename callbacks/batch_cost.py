@@ -3,7 +3,7 @@
 import copy
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from esper_lightning.envs.flops import FlopCounter
 from esper_lightning.growth.blocks import find_blocks
 from esper_lightning.growth.nested import copy_module, hooks_of
 from esper_lightning.growth.slot import pass_on
-from esper_lightning.growth.stack import deepen
+from esper_lightning.growth.stack import deepen, sources_of
 
 COUNT_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ArithmeticError)
 """Exceptions of a training step that does not run on a copy of its module."""
@@ -29,45 +29,49 @@ COUNT_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError
 class BatchCost(NamedTuple):
     """What a training batch costs: its FLOPs, forward and backward, as a linear function of the depth of each list."""
 
-    fixed: int
+    fixed: float
     """FLOPs outside of the blocks."""
-    per_block: dict[str, int]
-    """FLOPs of one block, by the name of its list."""
+    per_block: dict[str, float]
+    """FLOPs of one block, by the name of its list; the mean where they differ."""
     targets: int
     """Labels, or tokens to predict; 0 if torch's losses do not tell."""
 
     def flops(self, depths: Mapping[str, int]) -> int:
         """Return the FLOPs of a batch for the number of blocks in each list."""
-        return self.fixed + sum(flops * depths[name] for name, flops in self.per_block.items())
+        return round(self.fixed + sum(flops * depths[name] for name, flops in self.per_block.items()))
 
 
 def measure_batch(
-    trainer: Trainer, module: LightningModule, depths: Mapping[str, int], *, batch: Any, batch_idx: int
+    trainer: Trainer, module: LightningModule, depths: Mapping[str, range], *, batch: Any, batch_idx: int
 ) -> BatchCost:
     """Measure what a training batch costs, without what checkpointed parts compute again.
 
-    Its step runs on copies of the module and of the batch, as it is and with one more block in each list, with the
-    module's optimizers and loggers replaced, so that the training does not notice. `depths` are the present numbers of
-    blocks by the names of lists. Raises an exception of COUNT_ERRORS if the step does not run there.
+    Its step runs on copies of the module and of the batch, as it is and with each list at its largest depth, with the
+    module's optimizers and loggers replaced, so that the training does not notice. `depths` are the numbers of blocks
+    by the names of lists, from the present to the largest one. Raises an exception of COUNT_ERRORS if the step does not
+    run there.
     """
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ValueError("training_step takes batches from the loader itself")
 
-    def count(deeper: str = "") -> FlopCounter:
+    def count(deeper: str = "", to: int = 0) -> FlopCounter:
         try:
-            return _count_on_copy(trainer, module, batch, batch_idx, deeper=deeper, hooked=False)
+            return _count_on_copy(trainer, module, batch, batch_idx, deeper=(deeper, to), hooked=False)
         except COUNT_ERRORS:  # a step may need what hooks on its modules collect
-            return _count_on_copy(trainer, module, batch, batch_idx, deeper=deeper, hooked=True)
+            return _count_on_copy(trainer, module, batch, batch_idx, deeper=(deeper, to), hooked=True)
 
-    now = count()
-    per_block = {name: count(name).total - now.total for name in depths}
-    return BatchCost(now.total - sum(per_block[name] * depths[name] for name in depths), per_block, now.targets)
+    now, per_block = count(), {}
+    for name, every in depths.items():
+        most = max(every.stop - 1, every.start + 1)
+        per_block[name] = (count(name, most).total - now.total) / (most - every.start)
+    fixed = now.total - sum(per_block[name] * every.start for name, every in depths.items())
+    return BatchCost(fixed, per_block, now.targets)
 
 
 def _count_on_copy(
-    trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, *, deeper: str, hooked: bool
+    trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, *, deeper: tuple[str, int], hooked: bool
 ) -> FlopCounter:
-    """Count a step on a copy, in which the list named `deeper` has one more block; empty for none.
+    """Count a step on a copy, in which a list has more blocks: `deeper` is its name, empty for none, and their number.
 
     Without `hooked`, hooks that are not torch's or ours do not run.
     """
@@ -77,26 +81,30 @@ def _count_on_copy(
     foreign = [hook for hook in foreign if not str(getattr(hook, "__module__", "")).startswith(ours)]
     memo = {id(x): x for x in (trainer, *outside)} | {id(hook): pass_on for hook in foreign}
     copied: Any = copy_module(module, memo)
-    if deeper:
-        found = find_blocks(copied, deeper)
-        deepen(found, [*range(len(found.blocks)), len(found.blocks) - 1], [])
+    name, to = deeper
+    if name:
+        found = find_blocks(copied, name)
+        deepen(found, sources_of(len(found.blocks), to, "stack"), [])
     observer = copy.copy(trainer)
     observer.loggers = [DummyLogger() for _ in trainer.loggers]
     copied.trainer = observer
     counter = FlopCounter()
 
-    def backward(loss: Tensor, *_: object, **__: object) -> None:
+    def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         counter.final_backward = True
-        loss.backward()
+        loss.backward(*args, **kwargs)
         counter.final_backward = False
 
     def nothing(*_: object, **__: object) -> None:
         pass
 
     idle = [IdleOptimizer(optimizer) for optimizer in trainer.optimizers]
+    waiting = [IdleOptimizer(config.scheduler.optimizer) for config in trainer.lr_scheduler_configs]
     replaced: dict[str, Any] = dict.fromkeys(("log", "log_dict", "print", "clip_gradients"), nothing)
     replaced |= dict.fromkeys(("toggle_optimizer", "untoggle_optimizer"), nothing)
-    replaced |= dict.fromkeys(("optimizers", "lr_schedulers"), lambda *_, **__: idle if len(idle) > 1 else idle[0])
+    for name, stands in (("optimizers", idle), ("lr_schedulers", waiting)):
+        chosen: Any = stands if len(stands) > 1 else next(iter(stands), None)
+        replaced[name] = lambda *_, chosen=chosen, **__: chosen
     vars(copied).update(replaced | {"manual_backward": backward})
     arguments = [copy.deepcopy(batch)]
     if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):
@@ -112,7 +120,9 @@ def _count_on_copy(
             with eager, counter, torch.enable_grad(), trainer.precision_plugin.train_step_context():
                 outputs = copied.training_step(*arguments)
                 loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-                if module.automatic_optimization and isinstance(loss, Tensor):
+                if module.automatic_optimization:
+                    if not isinstance(loss, Tensor):
+                        raise ValueError("the first training step gave no loss")
                     backward(loss)
         except COUNT_ERRORS as error:
             failure = error  # raised below: `isolate_rng` restores random numbers only where nothing is raised
@@ -132,6 +142,12 @@ class IdleOptimizer:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.param_groups = [dict(group) for group in optimizer.param_groups]
+
+    def get_last_lr(self) -> list[float]:
+        return [float(group["lr"]) for group in self.param_groups]
+
+    def toggle_model(self, *_: object, **__: object) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -32,7 +32,7 @@ class Progress(NamedTuple):
     most: int
     """Number of blocks that the class has built."""
     parameters: Mapping[int, int]
-    """Parameters of the module by number of blocks, from the first to the largest one."""
+    """Parameters of the module by number of blocks, from the smallest to the largest one of the training."""
     targets_left: float | None
     """Targets of the batches to come: labels, or tokens to predict. None if the loss does not tell how many a batch
     has."""
@@ -220,8 +220,9 @@ def make_plan(plan: str | Plan) -> Plan:
                 f"Stack: there is no plan {plan!r}; give {', '.join(PLANS)}, tamiyo_depth, the file of a policy, an "
                 f"import path, or a function"
             )
-        found = import_object(plan, "Stack: plan")
-        plan = found() if isinstance(found, type) else found
+        plan = import_object(plan, "Stack: plan")
+    if isinstance(plan, type):
+        plan = plan()
     if not callable(plan):
         raise ValueError(f"Stack: plan must be a function of the progress, got {type(plan).__name__}")
     return plan

@@ -161,11 +161,21 @@ def reachable(roots: Sequence[Any]) -> Iterator[Any]:
 
 @contextmanager
 def kept_attributes(*things: Any) -> Iterator[None]:
-    """Restore the attributes of these objects afterwards, and remove new ones."""
+    """Restore the attributes of these objects afterwards, and remove new ones; generators get their state again."""
     kept = [dict(vars(thing)) for thing in things]
+    values = [value for attributes in kept for value in attributes.values()]
+    python = [(x, x.getstate()) for x in values if isinstance(x, random.Random)]
+    numpy = [(x, x.bit_generator.state) for x in values if isinstance(x, np.random.Generator)]
+    torches = [(x, x.get_state()) for x in values if isinstance(x, torch.Generator)]
     try:
         yield
     finally:
+        for generator, state in python:
+            generator.setstate(state)
+        for generator, state in numpy:
+            generator.bit_generator.state = state
+        for generator, state in torches:
+            generator.set_state(state)
         for thing, attributes in zip(things, kept, strict=True):
             vars(thing).clear()
             vars(thing).update(attributes)

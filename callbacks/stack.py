@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from numbers import Integral
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -117,8 +118,9 @@ class Stack(Callback):
             raise ValueError(f"Stack: shares and numbers of blocks must increase from start = {depths[0]} on, got {at}")
         self.name = blocks
         self._given_start = start
-        self._given_plan = Shares(at) if plan is None else plan
-        self.plan = make_plan(self._given_plan)
+        self.plan: Any = make_plan(Shares(at) if plan is None else plan)
+        self._plan_name = plan if isinstance(plan, str) else type(self.plan).__name__
+        self._first_plan = copy.deepcopy(self.plan.state_dict()) if hasattr(self.plan, "state_dict") else None
         if listed_order(order) is not None and (plan is not None or len(shares) > 1):
             raise ValueError("Stack: sources one by one are those of a single change; give order by its name")
         self.options: dict[str, Any] = {"order": order, "new": new, "state": state, "zero": zero}
@@ -145,8 +147,9 @@ class Stack(Callback):
         """Training batches so far."""
         self._metrics: dict[str, float] = {}  # of the last validation
         self._parameters: dict[int, int] = {}  # of the module, by number of blocks
-        self._leader = self  # of all callbacks of this class, the one that knows what they have in common
-        self._batch_flops = 0  # of a batch now, in all processes; 0 if it is not known, or if another one leads
+        self._batch_flops = 0  # of a batch now, in all processes; 0 if it is not known
+        self._clock = 0.0, 0  # share of the training, and batches when it was reached
+        self._stacks: list[Stack] = []  # all callbacks of this class
         self._log: EventLog | None = None
 
     @property
@@ -181,9 +184,10 @@ class Stack(Callback):
             self._check(trainer, module)
             self.depths, self.lr_peak, self._steps = [], 0.0, -1
             self._loaded, self._told, self._loss = None, None, None
-            self.plan = make_plan(self._given_plan)
+            if hasattr(self.plan, "load_state_dict"):  # what it remembers is of an earlier training
+                self.plan.load_state_dict(copy.deepcopy(self._first_plan))
             self.cost, self.flops_spent, self.batches = None, 0, 0
-            self._metrics, self._parameters, self._batch_flops = {}, {}, 0
+            self._metrics, self._parameters, self._batch_flops, self._clock = {}, {}, 0, (0.0, 0)
         for each in self._lists:
             self._handles += LoadHook(self).register(each.found.modules)
             SHALLOW[each.found.modules] = max(len(each.whole), SHALLOW.get(each.found.modules, 0))
@@ -199,6 +203,11 @@ class Stack(Callback):
         with in_own_name():
             found = find_blocks(module, self.name)
         for each in stacks_of(trainer):
+            if each is not self and each.plan is self.plan and hasattr(self.plan, "load_state_dict"):
+                raise ValueError(
+                    f"Stack: {self.name!r} and {each.name!r} have one plan, which remembers something; give each "
+                    f"a plan of its own"
+                )
             if each is not self and any(found.modules is other.found.modules for other in each._lists):
                 raise ValueError(
                     f"Stack: {self.name!r} and {each.name!r} are one list, and one Stack grows it; give at={{share: "
@@ -281,7 +290,6 @@ class Stack(Callback):
         self._handles, self._loading = [], None
 
     def state_dict(self) -> dict[str, Any]:
-        plan: Any = self.plan
         return {
             "depths": self.depths,
             "lr_peak": self.lr_peak,
@@ -289,7 +297,8 @@ class Stack(Callback):
             "flops_spent": self.flops_spent,
             "batches": self.batches,
             "metrics": self._metrics,
-            "plan": plan.state_dict() if hasattr(plan, "state_dict") else None,
+            "clock": list(self._clock),
+            "plan": (self._plan_name, self.plan.state_dict() if hasattr(self.plan, "state_dict") else None),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -299,8 +308,11 @@ class Stack(Callback):
         self.cost = BatchCost(**state_dict["cost"]) if state_dict.get("cost") else None
         self.flops_spent, self.batches = state_dict.get("flops_spent", 0), state_dict.get("batches", 0)
         self._metrics = dict(state_dict.get("metrics", {}))
-        if state_dict.get("plan") is not None and hasattr(self.plan, "load_state_dict"):
-            self.plan.load_state_dict(state_dict["plan"])  # pyright: ignore[reportFunctionMemberAccess]
+        share, batches = state_dict.get("clock", self._clock)
+        self._clock = share, batches
+        name, remembered = state_dict.get("plan", ("", None))
+        if name == self._plan_name and hasattr(self.plan, "load_state_dict"):
+            self.plan.load_state_dict(remembered)
         if len(self.depths) > 1:  # the optimizer is made for the first depth, as it was, and takes the rest again
             saved = self.built.found.modules.state_dict()
             self._loaded = {name: x.clone() if isinstance(x, Tensor) else copy.deepcopy(x) for name, x in saved.items()}
@@ -358,13 +370,17 @@ class Stack(Callback):
         self._steps = trainer.global_step
         if first:
             self._first_batch(trainer)
-            self._leader = leader = stacks_of(trainer)[0]
+            self._stacks = stacks_of(trainer)
+            leader, *_ = self._stacks
             if self is leader:
                 self._measure(trainer, pl_module, batch, batch_idx)
-            if not (leader.cost and leader.cost.targets) and getattr(self.plan, "needs_targets", False):
+            self.cost = leader.cost
+            self._set_batch_flops(trainer)
+            if not (self.cost and self.cost.targets) and getattr(self.plan, "needs_targets", False):
                 raise ValueError(
                     "Stack: the plan needs the number of targets of a batch, which torch's cross-entropy, MSE, Huber "
-                    "and binary losses tell, and this training_step does not; give at, or a plan of your own"
+                    "and binary losses tell, in a training_step that runs on a copy of the module; give at, or a plan "
+                    "of your own"
                 )
         depth, most = self.built.depth, self.built.most
         if depth < most:
@@ -373,25 +389,30 @@ class Stack(Callback):
             share = round(share_of_training(trainer, batch_idx), DIGITS)
             if between_steps and share > 0.0:
                 asked = self.plan(self._progress(trainer, share))
-                if not isinstance(asked, int) or asked > most:
+                if not isinstance(asked, Integral) or isinstance(asked, bool) or asked > most:
                     raise ValueError(
                         f"Stack: the plan asks for {asked!r} blocks of {self.name!r}, and the module builds {most}; "
                         f"return a whole number up to that"
                     )
                 if asked > depth:
-                    self._grow(trainer, asked, lr)
-        self.batches += 1
-        self.flops_spent += self._batch_flops
+                    self._grow(trainer, int(asked), lr)
+        *_, last = self._stacks
+        for each in self._stacks if self is last else ():  # all lists have grown
+            each.batches += 1
+            each.flops_spent += each._batch_flops
 
     def _progress(self, trainer: Trainer, share: float) -> Progress:
         """Return what the plan sees."""
-        leader = self._leader
         if not self._parameters:
-            self._parameters = self.built.count_parameters(range(self.start, self.built.most + 1))
+            depths = range(min(self.start, self.depths[0]), self.built.most + 1)
+            self._parameters = self.built.count_parameters(depths)
+        done = trainer.fit_loop.epoch_loop.total_batch_idx
+        if share != self._clock[0]:  # that of a loader of unknown length is known between epochs alone
+            self._clock = share, done
         targets_left = None
-        if leader.cost is not None and leader.cost.targets:
-            batches = trainer.fit_loop.epoch_loop.total_batch_idx / share * (1.0 - share)
-            targets_left = batches * leader.cost.targets * trainer.world_size
+        if self.cost is not None and self.cost.targets:
+            batches = self._clock[1] / share - done
+            targets_left = max(0.0, batches) * self.cost.targets * trainer.world_size
         return Progress(
             share=share,
             depth=self.built.depth,
@@ -399,7 +420,7 @@ class Stack(Callback):
             most=self.built.most,
             parameters=self._parameters,
             targets_left=targets_left,
-            flops_spent=leader.flops_spent,
+            flops_spent=self.flops_spent,
             metrics=self._metrics,
         )
 
@@ -419,7 +440,7 @@ class Stack(Callback):
 
     def _measure(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Measure what a batch costs, or warn that it is not known."""
-        depths = depths_of(trainer)
+        depths = {each.name: range(each.built.depth, each.built.most + 1) for each in stacks_of(trainer)}
         if self.cost is None or self.cost.per_block.keys() != depths.keys():
             try:
                 cost = measure_batch(trainer, module, depths, batch=batch, batch_idx=batch_idx)
@@ -430,7 +451,6 @@ class Stack(Callback):
                     f"module ({type(error).__name__}: {reason:.200}); the training goes on without them"
                 )
             self.cost = trainer.strategy.broadcast(cost)  # batches of processes may differ in length
-        self._set_batch_flops(trainer)
 
     def _set_batch_flops(self, trainer: Trainer) -> None:
         if self.cost is not None:
@@ -456,7 +476,7 @@ class Stack(Callback):
         self.depths.append(to)
         for each in stacks_of(trainer):
             each._parameters = {}
-        self._leader._set_batch_flops(trainer)
+            each._set_batch_flops(trainer)
         if self._log is not None:
             self._log.write([Stacked(trainer.global_step, self.name, before, to)])
         self._told = f"Stack, step {trainer.global_step}: {self.name} {before} → {to}, training loss "
@@ -507,7 +527,8 @@ class Stack(Callback):
         if self is not stacks[0] or self.cost is None or not self.flops_spent:
             print_status(line)
             return
-        batches, steps = self.batches, trainer.global_step
+        batches, every = self.batches, trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        steps = round(trainer.global_step * batches / every)  # the training may have begun without this callback
         # What max_steps counts: batches, or steps of several ones.
         number = steps if pl_module.automatic_optimization and 0 < steps < batches else batches
         unit = "training batches" if number == batches else f"steps of {batches / number:.3g} batches"

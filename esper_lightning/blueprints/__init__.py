@@ -9,7 +9,6 @@ A custom blueprint takes three lines:
 
 from esper_lightning.blueprints.initialise import build_on, initialise
 from esper_lightning.blueprints.registry import (
-    COPIES,
     STACK,
     Birth,
     Blueprint,
@@ -25,7 +24,6 @@ from esper_lightning.blueprints.seeds import Residual  # importing this module r
 from esper_lightning.registry import suggest_name
 
 __all__ = [
-    "COPIES",
     "STACK",
     "Birth",
     "Blueprint",

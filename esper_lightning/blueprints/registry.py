@@ -44,10 +44,8 @@ Builder = TypeVar("Builder", bound=Callable[[int], nn.Module])
 _BLUEPRINTS: dict[tuple[str, str], Blueprint] = {}  # by (layout, name)
 
 STACK = "stack"
-"""Layout of a place of a list of like blocks, at which copies of them are added."""
-
-COPIES = ("stack", "last")
-"""Blueprints for the layout STACK: copies of the last blocks, as many as there were at first; one of the last."""
+"""Layout of a place of a list of like blocks, and its only blueprint: copies of the last blocks, as many as there were
+at first."""
 
 
 def register(
@@ -77,7 +75,7 @@ def register(
 def blueprint_names(layout: str) -> list[str]:
     """Return the names of the blueprints for `layout`, in the order of registration."""
     if layout == STACK:
-        return list(COPIES)
+        return [STACK]
     return [name for known_layout, name in _BLUEPRINTS if known_layout == layout]
 
 
@@ -104,9 +102,9 @@ def find_blueprint(name: str) -> str:
 
 def check_blueprint_name(name: str) -> None:
     """Raise ValueError, with a suggestion, if no layout has a blueprint called `name`, not even an installed one."""
-    if name not in {*COPIES, *(known for _, known in _BLUEPRINTS)}:
+    if name not in {STACK, *(known for _, known in _BLUEPRINTS)}:
         import_installed()
-    known_names = list(dict.fromkeys([*(known for _, known in _BLUEPRINTS), *COPIES]))
+    known_names = list(dict.fromkeys([*(known for _, known in _BLUEPRINTS), STACK]))
     if name not in known_names:
         raise ValueError(f"unknown blueprint {name!r}; {suggest_name(name, known_names)}")
 

@@ -109,8 +109,21 @@ class FlopCounter(TorchDispatchMode):
     supports_higher_order_operators = True
     total = 0
     """FLOPs so far."""
-    targets = 0
-    """Elements of the targets of torch's losses so far; a class index that a loss ignores is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Targets of torch's losses so far with their numbers. Tensors are held, as another one could take their memory.
+        self._labels: list[tuple[Tensor, int]] = []
+        self._values: list[tuple[Tensor, int]] = []
+
+    @property
+    def targets(self) -> int:
+        """Number of the targets of losses: labels that no loss ignores, else rows of values, such as one-hot classes.
+
+        Losses of the same labels, such as one that is logged beside one that is trained, count once.
+        """
+        return sum({(x.data_ptr(), x.shape): number for x, number in self._labels or self._values}.values())
+
     final_backward = False
     """True during a step's own backward pass, in which nothing is counted that checkpointed parts compute again."""
 
@@ -130,9 +143,9 @@ class FlopCounter(TorchDispatchMode):
             self.total += formula(*args, **(kwargs or {}), out_val=output)
         if operator in CLASS_LOSSES:
             _, classes, _, _, ignored = args
-            self.targets += int((classes != ignored).sum())
+            self._labels.append((classes, int((classes != ignored).sum())))
         elif operator in VALUE_LOSSES:
-            self.targets += args[1].numel()
+            self._values.append((args[1], args[1].shape[:-1].numel() if args[1].ndim > 1 else args[1].numel()))
         return output
 
 

@@ -119,7 +119,7 @@ class Subject:
         """
         assert self.flops_left is not None, "it has a budget"
         stacks = [slot for slot in self.slots if isinstance(slot, DepthSlot)]
-        sizes = [(n, slot.seed_parameters("last")) for slot in stacks for n in self.flops.positions[slot.name]]
+        sizes = [(n, slot.seed_parameters()) for slot in stacks for n in self.flops.positions[slot.name]]
         positions = sum(n * size for n, size in sizes) / max(1, sum(size for _, size in sizes))
         share = min(1.0, self.flops.targets / max(1.0, positions))
         return share * positions_per_parameter(max(1.0, self.flops_left), parameters)

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from esper_lightning.blueprints import COPIES, STACK
+from esper_lightning.blueprints import STACK
 from esper_lightning.growth.blocks import BlockList, find_blocks
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stack import deepen, shorten
@@ -41,7 +41,7 @@ class DepthSlot(SeedSlot):
     @property
     def added(self) -> int:
         """Number of blocks that grew here."""
-        return 0 if self.blueprint is None else self.num_blocks(self.blueprint)
+        return self.count if self.occupied else 0
 
     @property
     def begin(self) -> int:
@@ -53,24 +53,25 @@ class DepthSlot(SeedSlot):
         """Blocks that grew here."""
         return self.found.blocks[self.begin : self.begin + self.added]
 
-    def num_blocks(self, blueprint: str) -> int:
-        """Return the number of blocks that a blueprint adds. Raises ValueError for one that is no copy."""
-        if blueprint not in COPIES:
-            raise ValueError(f"blueprint {blueprint!r} does not grow in depth slots; these do: {', '.join(COPIES)}")
-        return min(self.first, self.most - self.first * (1 + len(self.earlier))) if blueprint == "stack" else 1
+    @property
+    def count(self) -> int:
+        """Number of blocks that grow here: as many as there were at first, or fewer up to the largest number."""
+        return min(self.first, self.most - self.first * (1 + len(self.earlier)))
 
-    def seed_parameters(self, blueprint: str) -> int:
-        return self.num_blocks(blueprint) * sum(p.numel() for p in self.found.blocks[0].parameters())
+    def seed_parameters(self, blueprint: str = STACK) -> int:
+        return self.count * sum(p.numel() for p in self.found.blocks[0].parameters())
 
     def grown_parameters(self) -> list[nn.Parameter]:
         return [parameter for block in self.grown for parameter in block.parameters()]
 
     def deepen(self, blueprint: str, optimizers: Sequence[Optimizer]) -> None:
         """Add copies of the last blocks to the list, with their state in the optimizers."""
-        count, depth = self.num_blocks(blueprint), len(self.found.blocks)
+        depth = len(self.found.blocks)
+        if blueprint != STACK:
+            raise ValueError(f"slot {self.name!r} is one of depth, where {STACK!r} grows, and no {blueprint!r}")
         if closed := [slot.name for slot in self.earlier if not slot.occupied]:
             raise ValueError(f"slot {self.name!r}: its list grows by {closed[0]!r} before")
-        deepen(self.found, [*range(depth), *range(depth - count, depth)], optimizers)
+        deepen(self.found, [*range(depth), *range(depth - self.count, depth)], optimizers)
 
     def empty(self) -> None:
         """Remove the blocks that grew here and behind them."""
@@ -92,7 +93,10 @@ class DepthSlot(SeedSlot):
         names = {key.removeprefix(prefix).split(".")[0] for key in state if key.startswith(prefix)}
         depth, now = len(names) - self.found.before - self.found.behind, len(self.found.blocks)
         if now < depth <= self.most:
-            deepen(self.found, [*range(now), *[now - 1] * (depth - now)], ())
+            order = list(range(now))
+            while len(order) < depth:  # the sources of these blocks, whose settings no state dict holds
+                order += order[-min(self.first, self.most - len(order)) :]
+            deepen(self.found, order[:depth], ())
         elif self.first <= depth < now:
             shorten(self.found, depth)
 
@@ -121,6 +125,8 @@ def depth_slots(
     first = len(found.blocks)
     if most < first:
         raise ValueError(f"{blocks!r} has {first} blocks from the start; let it grow to at least as many, got {most}")
+    if len(list(found.modules.parameters())) < sum(len(list(block.parameters())) for block in found.modules):
+        raise ValueError(f"the blocks of {blocks!r} share parameters, which a host that grows in depth cannot have")
     if any(isinstance(part, SeedSlot) for part in found.modules.modules()):
         raise ValueError(f"the blocks of {blocks!r} have slots, which copies would lack; attach slots from outside")
     while first * (1 + len(slots)) < most:

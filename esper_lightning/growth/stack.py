@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
 from functools import partial
 from itertools import chain
+from numbers import Integral
 from types import CellType, FunctionType, MethodType
 from typing import Any, Literal, get_args
 from weakref import ref
@@ -176,15 +177,16 @@ def listed_order(order: Order) -> list[int] | None:
 
     Raises ValueError if it is none of these.
     """
-    if order in get_args(OrderName):
+    if isinstance(order, str) and order in get_args(OrderName):
         return None
     if not isinstance(order, str):
-        sources: list[Any] = list(order) if isinstance(order, Sequence) else [order]
-        if all(isinstance(source, int) for source in sources):
-            return sources
+        sources: list[Any] = list(order) if isinstance(order, Iterable) else [order]
+        if all(isinstance(source, Integral) and not isinstance(source, bool) for source in sources):
+            return [int(source) for source in sources]
     elif re.fullmatch(r"\s*\d+(\s*-\s*\d+)?(\s*,\s*\d+(\s*-\s*\d+)?)*\s*", order):
         ends = [[int(number) for number in part.split("-")] for part in order.split(",")]
-        return [source for part in ends for source in range(part[0], part[-1] + 1)]
+        if all(part[0] <= part[-1] for part in ends):
+            return [source for part in ends for source in range(part[0], part[-1] + 1)]
     raise ValueError(
         f"stack: order must be one of {', '.join(get_args(OrderName))}, sources such as [0, 1, 1, 2], or ranges such "
         f"as '0-3, 2-5', got {order!r}"
@@ -508,7 +510,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], blocks: Iterable[nn.Module
             raise ValueError(f"stack: {kind} cannot take new parameters; use SGD, Adam or AdamW")
         shapes = [[p.shape for p in group["params"]] for group in optimizer.param_groups]
         attributes = {k: v for k, v in vars(optimizer).items() if k != "param_groups" and not isinstance(v, Optimizer)}
-        in_groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        known = ("params", "param_names")
+        in_groups = [{k: v for k, v in group.items() if k not in known} for group in optimizer.param_groups]
         for name, value in chain(attributes.items(), *(group.items() for group in in_groups)):
             if any(value is table for table in _tables(optimizer)):
                 continue
@@ -560,8 +563,10 @@ def join_groups(optimizer: Optimizer, origins: list[nn.Module], grown: list[nn.M
                 if id(parameter) in places:
                     i, name = places[id(parameter)]
                     names[k] = _renamed(names[k], name, before[id(grown[i])], i)
+        order = {id(p): k for k, p in enumerate(params)}  # of parameters within a block, as the user has them
         for i, (origin, block) in enumerate(zip(origins, grown, strict=True)):
-            for name, source in origin.named_parameters() if block is not origin else ():
+            named = sorted(origin.named_parameters(), key=lambda pair: order.get(id(pair[1]), 0))
+            for name, source in named if block is not origin else ():
                 target = block.get_parameter(name)
                 if target is source or not any(source is p for p in params) or any(target is p for p in params):
                     continue

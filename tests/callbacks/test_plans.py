@@ -1,18 +1,38 @@
 """Plans of Stack: functions that decide the depth of a network by the progress of its training."""
 
+import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from lightning import LightningDataModule
 from lightning.pytorch.cli import LightningCLI
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset
 
 from esper_lightning import from_config
 from esper_lightning.callbacks import Stack
 from esper_lightning.callbacks.plans import PolicyPlan, Progress, ScalingPlan
+from esper_lightning.envs.flops import FlopCounter
 from esper_lightning.evaluation.checkpoints import load_controller
-from tests.callbacks.gpt import BATCHES, EPOCHS, LENGTH, EachBatch, LitGPT, equal, make, train, weights
+from tests.callbacks.gpt import (
+    BATCHES,
+    EPOCHS,
+    LENGTH,
+    WORDS,
+    EachBatch,
+    LitGPT,
+    equal,
+    make,
+    sentences,
+    train,
+    trainer,
+    weights,
+)
 from tests.decisions import WAIT, act, germinate
 
 TOTAL = BATCHES * EPOCHS
@@ -193,3 +213,135 @@ def test_the_policy_sees_a_training_as_it_sees_a_host_of_its_own_training() -> N
             assert torch.equal(places.masks.slot[0], masks)
         pool.step(act(action, WAIT))
     assert [len(env.network.blocks) for env in pool.envs] == [4, 1]
+
+
+def test_a_plan_with_a_memory_begins_anew_in_each_training_and_belongs_to_one_stack() -> None:
+    stack = Stack("net.blocks", start=1, plan=Eager())
+    for _ in range(2):
+        train(make(), stack)
+        assert stack.depths == [1, 2, 3, 4]
+
+    plan = Patient()
+    with pytest.raises(ValueError, match=r"'net.blocks' and 'net.\w+' have one plan, which remembers something"):
+        train(make(), Stack("net.blocks", plan=plan), Stack("net.others", plan=plan))
+
+
+def test_a_training_goes_on_with_another_plan(tmp_path: Path) -> None:
+    seen = EachBatch(tmp_path)
+    train(make(), Stack("net.blocks", start=1, plan=Patient), seen)
+    for plan in ("scaling", "tamiyo_depth", late):
+        callback = Stack("net.blocks", start=2, plan=plan)
+        train(make(), callback, resume_from=seen.path(2))
+        assert callback.depths[0] == 1, "the plan sees a network of fewer blocks than its own start"
+
+
+def word_logits(module: LitGPT, seeds: Any) -> tuple[Tensor, Tensor]:
+    x = torch.cat([sentences(seed) for seed in seeds])
+    return module.net(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "an auxiliary loss": lambda y, t: F.cross_entropy(y, t) + 0.1 * F.cross_entropy(y / 2, t),
+    "a loss that is looked at": lambda y, t: F.cross_entropy(y, t, label_smoothing=0.1) + 0 * F.cross_entropy(y, t),
+    "a penalty": lambda y, t: F.cross_entropy(y, t) + 1e-4 * F.mse_loss(y, torch.zeros_like(y)),
+    "one-hot labels": lambda y, t: F.binary_cross_entropy_with_logits(y, F.one_hot(t, WORDS).float()),
+    "two chunks": lambda y, t: F.cross_entropy(y[:40], t[:40]) + F.cross_entropy(y[40:], t[40:]),
+    "an ignored label": lambda y, t: F.cross_entropy(y, torch.cat([t[:-3], t.new_full((3,), -100)])),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_each_label_is_a_target_once(name: str) -> None:
+    class Lit(LitGPT):
+        def loss(self, seeds: Any) -> Tensor:
+            return LOSSES[name](*word_logits(self, seeds))
+
+    train(Lit(), stack := Stack("net.blocks", start=2))
+
+    assert stack.cost is not None and stack.cost.targets == 16 * LENGTH - 3 * (name == "an ignored label")
+
+
+class Dense(LitGPT):
+    """Each block reads those before it, so that the FLOPs are no linear function of the depth."""
+
+    def loss(self, seeds: Any) -> Tensor:
+        x = torch.cat([sentences(seed) for seed in seeds])
+        features = [self.net.tokens(x[:, :-1])]
+        for block in self.net.blocks:
+            features.append(sum(map(block, features)))
+        return F.cross_entropy(self.net.head(features[-1]).flatten(0, 1), x[:, 1:].flatten())
+
+
+def test_flops_are_right_at_the_first_and_at_the_full_depth() -> None:
+    train(Dense(), stack := Stack("net.blocks", start=1))
+    assert stack.cost is not None
+    for depth in (1, 4):
+        with FlopCounter() as counter:
+            Dense(depth).loss([0, 1]).backward()
+        assert stack.cost.flops({"net.blocks": depth}) == counter.total
+
+
+BY_HAND: dict[str, Callable[[Any, Any, Tensor], object]] = {
+    "twice": lambda module, _, loss: (module.manual_backward(loss, retain_graph=True), module.manual_backward(loss)),
+    "toggled": lambda module, optimizer, loss: toggled(module, optimizer, loss),
+    "a rate": lambda module, _, loss: module.manual_backward(loss * module.lr_schedulers().get_last_lr()[0]),
+}
+
+
+def toggled(module: Any, optimizer: Any, loss: Tensor) -> None:
+    with optimizer.toggle_model(sync_grad=True):
+        module.manual_backward(loss)
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_usual_lines_of_manual_optimization_are_counted(name: str) -> None:
+    class Manual(LitGPT):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            BY_HAND[name](self, optimizer, self.loss([2 * batch_idx, 2 * batch_idx + 1]))
+            optimizer.step()
+
+    train(Manual(manual=True), stack := Stack("net.blocks", start=2))
+
+    assert stack.cost is not None and stack.cost.targets == 16 * LENGTH
+
+
+def test_counting_does_not_draw_from_generators_of_the_data() -> None:
+    class Noisy(LitGPT):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+            drawn = [data.python.random(), data.numpy.random(), float(torch.rand((), generator=data.torch))]
+            self.drawn = [*getattr(self, "drawn", []), drawn]
+            return super().training_step(batch, batch_idx)
+
+    class Data(LightningDataModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.python, self.numpy = random.Random(0), np.random.default_rng(0)
+            self.torch = torch.Generator().manual_seed(0)
+
+        def train_dataloader(self) -> Any:
+            return make().train_dataloader()
+
+    found = []
+    for callbacks in ([], [Stack("net.blocks", start=2)]):
+        module = Noisy()
+        trainer(*callbacks, max_steps=3, limit_val_batches=0).fit(module, datamodule=Data())
+        found.append(module.drawn)
+    assert found[0] == found[1]
+
+
+def test_the_targets_left_of_a_stream_fall_from_batch_to_batch() -> None:
+    class Five(IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(torch.arange(5).unsqueeze(1))
+
+    class Stream(LitGPT):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Five(), batch_size=None)
+
+    plan = Patient()
+    train(Stream(), Stack("net.blocks", start=1, plan=plan))
+    words = 16 * LENGTH
+    assert [seen.targets_left for seen in plan.seen] == [words * left for left in (5, 4, 3, 2, 1)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from esper_lightning import from_config
 from esper_lightning.blueprints import build_on
@@ -37,8 +37,6 @@ from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
 from tests.envs.episodes import Episode
 from tests.envs.executors.fused.hosts import FAST_CONFIG, HOSTS, make, precision
 
-STACK, LAST = 0, 1
-
 
 def make_deep(executor: str = "loop", batches: float | None = None, **settings: object) -> HostPool:
     """Return two GPTs of two blocks that grow to six, reset; `batches`: host epochs of so many minibatches' FLOPs."""
@@ -48,7 +46,7 @@ def make_deep(executor: str = "loop", batches: float | None = None, **settings: 
         training = HostTraining(flops=batches * 16 * pool.envs[0].flops.of_step([]), batch_size=16, lr=0.02)
     pool = make(executor, "gpt, depth", 2, training=training, **settings)
     pool.reset([1, 3])
-    assert pool.space.slot == ["layer2", "stack1", "stack2"] and {"stack", "last"} <= set(pool.space.blueprint)
+    assert pool.space.slot == ["layer2", "stack1", "stack2"] and "stack" in pool.space.blueprint
     return pool
 
 
@@ -60,8 +58,8 @@ def depth_slots_of(env: HostEnv) -> list[DepthSlot]:
     return [slot for slot in env.slots if isinstance(slot, DepthSlot)]
 
 
-def stacked(pool: HostPool, slot: int, blueprint: str) -> tuple[int, ...]:
-    return germinate(slot, pool.space.blueprint.index(blueprint))
+def stacked(pool: HostPool, slot: int) -> tuple[int, ...]:
+    return germinate(slot, pool.space.blueprint.index("stack"))
 
 
 def test_a_deeper_host_trains_on_fewer_minibatches_of_the_same_flops() -> None:
@@ -69,8 +67,8 @@ def test_a_deeper_host_trains_on_fewer_minibatches_of_the_same_flops() -> None:
     counts: list[list[int]] = [[], []]
     for host, env in enumerate(pool.envs):
         env.on_batches = partial(lambda counts, batches: counts.append(len(batches.indices)), counts[host])
-    budgets, both = [], (stacked(pool, 1, "stack"), stacked(pool, 1, "last"))
-    for rows in (WAIT, WAIT), both, (WAIT, stacked(pool, 2, "stack")):
+    budgets = []
+    for rows in (WAIT, WAIT), (stacked(pool, 1),) * 2, (WAIT, stacked(pool, 2)):
         pool.step(act(*rows))
         budgets.append(pool.envs[1].flops_left)
 
@@ -79,13 +77,13 @@ def test_a_deeper_host_trains_on_fewer_minibatches_of_the_same_flops() -> None:
     assert counts[0][:2] == [10, int(10 * share)] and counts[1][0] == 10 > counts[1][1] > counts[1][2]
     assert budgets == sorted(budgets, reverse=True) and budgets[0] is not None
     assert [slot.stage for slot in pool.envs[0].slots] == [Stage.DORMANT, Stage.FOSSILIZED, Stage.DORMANT]
-    assert [len(env.network.blocks) for env in pool.envs] == [4, 5]
+    assert [len(env.network.blocks) for env in pool.envs] == [4, 6]
     assert [record.contribution for record in pool.envs[1].records] == [None] * 3, "no copy is judged by its absence"
 
 
 def test_depth_slots_of_one_list_are_offered_in_turn() -> None:
     pool = make_deep()
-    for row, offered in (WAIT, ["stack1"]), (stacked(pool, 1, "stack"), ["stack2"]), (stacked(pool, 2, "last"), []):
+    for row, offered in (WAIT, ["stack1"]), (stacked(pool, 1), ["stack2"]), (stacked(pool, 2), []):
         pool.step(act(row, WAIT))
         possible = pool.masks_on_cpu.slot[:, Op.GERMINATE, 1:].tolist()
         assert [name for name, may in zip(pool.space.slot[1:], possible[0], strict=True) if may] == offered
@@ -128,13 +126,9 @@ def play_deep(executor: str, kind: str) -> list[Tensor]:
     in which one is deeper from the first tick on."""
     pool = make(executor, kind, 4, governor=ONLY_NAN_DIVERGES)
     k, seen = next(k for k, slot in enumerate(pool.envs[0].slots) if isinstance(slot, DepthSlot)), list[Tensor]()
-    deeper, further = ((stacked(pool, slot, "stack"), stacked(pool, slot, "last")) for slot in (k, k + 1))
-    script = {
-        2: [deeper[0], WAIT, WAIT, WAIT],
-        4: [WAIT, deeper[1], WAIT, WAIT],
-        6: [further[0], WAIT, deeper[1], WAIT],
-    }
-    script |= {10: [WAIT, further[0], further[1], WAIT], 14: [WAIT, WAIT, WAIT, deeper[0]]}
+    deeper, further = (stacked(pool, slot) for slot in (k, k + 1))
+    script = {2: [deeper, WAIT, WAIT, WAIT], 4: [WAIT, deeper, WAIT, WAIT], 6: [further, WAIT, deeper, WAIT]}
+    script |= {10: [WAIT, further, WAIT, WAIT], 14: [WAIT, WAIT, WAIT, deeper]}
     for ticks, seeds in ((20, [1, 2, 3, 4]), (2, [5, 6, 7, 8])):
         with precision(torch.float64):
             pool.reset(seeds)
@@ -186,7 +180,7 @@ def test_a_state_is_restored_exactly_at_every_other_depth(kind: str) -> None:
         env.take_snapshot()
         for name in slots:
             if env.growing.slots[name].is_open:
-                env.growing.germinate(name, "last")
+                env.growing.germinate(name, "stack")
         env.roll_back(False, "test")
         saved = list(iter_tensors(unpack(before)["growing"]["network"]))
         assert same(iter_tensors(env.network.state_dict()), saved)
@@ -226,16 +220,16 @@ def test_a_grown_host_is_saved_and_loaded_and_copies_behind_a_list_are_refused(t
     grown, fresh, tokens = host(), host(), torch.arange(16).view(2, 8) % 9
     growing = GrowingNetwork(grown, torch.optim.SGD(grown.parameters()), horizon=9)
     with pytest.raises(ValueError, match="slot 'stack2': its list grows by 'stack1' before"):
-        growing.germinate("stack2", "last")
-    with pytest.raises(ValueError, match="'norm' does not grow in depth slots; these do: stack, last"):
+        growing.germinate("stack2", "stack")
+    with pytest.raises(ValueError, match="slot 'stack1' is one of depth, where 'stack' grows, and no 'norm'"):
         growing.germinate("stack1", "norm")
-    growing.germinate("stack1", "last")
+    growing.germinate("stack1", "stack")
     save(grown, tmp_path / "grown.safetensors")
     load(fresh, tmp_path / "grown.safetensors")
-    assert torch.equal(fresh(tokens), grown(tokens)) and len(fresh.blocks) == 3
+    assert torch.equal(fresh(tokens), grown(tokens)) and len(fresh.blocks) == 4
 
     earlier = {**host().state_dict(), "stacks.0._extra_state": grown.state_dict()["stacks.0._extra_state"]}
-    with pytest.raises(ValueError, match=r"and 3 by its records; copies behind the list, .* or use Stack"):
+    with pytest.raises(ValueError, match=r"and 4 by its records; copies behind the list, .* or use Stack"):
         host().load_state_dict(earlier)
     place = {"slot": "blocks.stack1", "module": "blocks.1", "blocks": "blocks"}
     with pytest.raises(ValueError, match="let copies grow behind 'blocks'; train again: the callback Stack"):
@@ -290,7 +284,7 @@ def test_the_policy_sees_the_size_of_copies_and_the_budget() -> None:
     limited, free = make_deep(batches=10.0), make_deep()
     place = limited.feature_names.index("budget")
     before = limited.step(act(WAIT, WAIT)).observation[0][:, 0, place].clone()
-    after = limited.step(act(stacked(limited, 1, "stack"), WAIT)).observation[0][:, 0, place]
+    after = limited.step(act(stacked(limited, 1), WAIT)).observation[0][:, 0, place]
 
     assert "budget" not in free.feature_names
     assert after[0] < after[1] < before[1], "a deeper host has fewer tokens for each parameter"
@@ -319,6 +313,45 @@ def test_the_depth_policy_of_the_package_grows_where_the_budget_is_large(monkeyp
     assert copies == {(1.5e9, 0), (4e9, 1), (11e9, 1)}
 
 
+class Alternating(nn.Module):
+    """Every second block shifts its input by a number that no state dict holds; all may share a layer."""
+
+    def __init__(self, outputs: int, *, shared: bool = False) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(192, 8), nn.Linear(8, outputs)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        for i, block in enumerate(self.blocks):
+            block.shift = i
+        if shared:
+            self.blocks[1].weight = self.blocks[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.flatten(1))
+        for block in self.blocks:
+            x = x + block(x).roll(block.shift, 1)
+        return self.head(x)
+
+
+def test_a_deeper_host_is_loaded_with_the_settings_of_its_blocks_and_shared_blocks_are_refused() -> None:
+    task, network = Synthetic([3, 8, 8], 4, train=64, validation=16, test=16), f"{__name__}.Alternating"
+    host = partial(Attached, network=network, depth={"blocks": 5}, classes_as="outputs")
+    one, other = (
+        HostPool(task, task.load(), host, config=FAST_CONFIG, n_envs=1, device=torch.device("cpu")) for _ in range(2)
+    )
+    one.reset([1])
+    for name in ("blocks.stack1", "blocks.stack2"):
+        one.envs[0].growing.germinate(name, "stack")
+    other.reset([2])
+    other.envs[0].load_state_dict(unpack(one.envs[0].packed_state()))
+
+    ours, theirs = (pool.envs[0].network for pool in (one, other))
+    assert [block.shift for block in theirs.network.blocks] == [0, 1, 0, 1, 1]
+    x = torch.randn(3, 3, 8, 8)
+    assert torch.equal(ours.eval()(x), theirs.eval()(x))
+    with pytest.raises(ValueError, match="the blocks of 'blocks' share parameters"):
+        host([3, 8, 8], 4, settings={"shared": True})
+
+
 def test_a_network_of_others_becomes_deeper_in_a_pool() -> None:
     task = Synthetic([3, 8, 8], 4, train=64, validation=16, test=16)
     host = partial(
@@ -329,8 +362,8 @@ def test_a_network_of_others_becomes_deeper_in_a_pool() -> None:
     )
     pool = HostPool(task, task.load(), host, config=FAST_CONFIG, n_envs=1, device=torch.device("cpu"))
     pool.reset([1])
-    step = pool.step(act(germinate(0, LAST)))
+    step = pool.step(act(germinate(0, 0)))
 
     assert pool.space.slot == ["encoder.layers.stack1", "encoder.layers.stack2"]
-    assert pool.space.blueprint == ["stack", "last"]
+    assert pool.space.blueprint == ["stack"]
     assert [slot.occupied for slot in pool.envs[0].slots] == [True, False] and step.metrics.loss.isfinite().all()

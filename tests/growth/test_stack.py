@@ -7,6 +7,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -517,6 +518,8 @@ def with_a_slot() -> Network:
         (Network, {"to": 3}, "to must be a number of blocks above 3, the present one, got 3"),
         (Network, {"order": "first"}, "order must be one of stack, interleave, last, middle, sources .* got 'first'"),
         (Network, {"order": ["a"]}, r"order must be one of .* got \['a'\]"),
+        (Network, {"order": "0-2, 2-1"}, "order must be one of .* got '0-2, 2-1'"),
+        (Network, {"order": [False, True, 2, 2]}, "order must be one of .* got .False, True, 2, 2."),
         (Network, {"to": None}, "to must be a number of blocks above 3, the present one, got None"),
         (Network, {"order": "0-2, 2"}, "order lists 4 blocks, and to is 5; leave one of them out"),
         (Network, {"to": None, "order": "0-1, 1-1, 1"}, "order must name each of the blocks 0 to 2"),
@@ -587,3 +590,20 @@ def test_an_optimizer_that_cannot_take_the_parameters_is_refused(make: Callable[
         stack(network, "blocks", to=4, optimizer=make(network))
 
     assert len(network.blocks) == 3
+
+
+@pytest.mark.parametrize("sort", [sorted, list], ids=["by sorted names", "by names"])
+def test_an_optimizer_with_all_parameters_in_one_group_is_that_of_the_deeper_network(sort: Any) -> None:
+    def optimizer_of(network: nn.Module) -> AdamW:
+        named = dict(network.named_parameters())
+        return AdamW([(name, named[name]) for name in sort(named)], lr=0.01)
+
+    network = Network()
+    train(network, optimizer := optimizer_of(network))
+    assert len(optimizer.param_groups[0]["params"]) > 9, "so many that a list may be one of flags"
+
+    stack(network, "blocks", order=np.array([0, 0, 1, 1, 2]), optimizer=optimizer)
+
+    (group,), (fresh,) = optimizer.param_groups, optimizer_of(network).param_groups
+    assert group["param_names"] == fresh["param_names"]
+    assert [*map(id, group["params"])] == [*map(id, fresh["params"])]

@@ -86,9 +86,9 @@ def _describe_blueprint(subject: Subject, slot: SeedSlot, name: str) -> tuple[li
         return [0.0] * len(BLUEPRINT_DESCRIPTION), 0
     width, n, parameters = slot.width, _positions(subject, slot), slot.seed_parameters(name)
     if isinstance(slot, DepthSlot):
-        flops, exponent = slot.num_blocks(name) * subject.flops.blocks.get(slot.name, 0), 1.0
+        flops, exponent = slot.count * subject.flops.blocks.get(slot.name, 0), 1.0
         kinds, widths = read_layers(slot.found.blocks[0].modules())
-        widths = widths * slot.num_blocks(name)
+        widths = widths * slot.count
     else:
         flops_of_pass = get_blueprint(name, slot.layout).flops
         flops = sum(flops_of_pass(width, positions) for positions in subject.flops.positions.get(slot.name, ()))
