@@ -131,13 +131,18 @@ class TamiyoModule(LightningModule):
         return [] if any(isinstance(one, RolloutState) for one in trainer.callbacks) else [RolloutState()]
 
     def check(self, data: PolicyData) -> None:
-        """Raise ValueError if there are too few environments for the minibatches."""
+        """Raise ValueError if there are too few environments for the minibatches, or reward and PPO do not agree."""
         available = data.n_envs * (data.horizon // (self.ppo.sequence or data.horizon))
         if self.ppo.minibatches > available:
             raise ValueError(
                 f"model.ppo.minibatches is {self.ppo.minibatches}, more than the {available} environments (or "
                 f"sequences) they are made of; lower it or raise data.n_envs"
             )
+        if isinstance(data, HostPoolData):
+            for name in ("gamma", "horizon_is_end"):  # one setting on the command line
+                ours, theirs = getattr(data.env.reward, name), getattr(self.ppo, name)
+                if ours != theirs:
+                    raise ValueError(f"RewardConfig.{name} is {ours} and PPOConfig.{name} {theirs}; give both the same")
 
     def setup(self, stage: str) -> None:
         """Build the policy for the environments of the Trainer's data module, unless it is built already.
@@ -145,9 +150,10 @@ class TamiyoModule(LightningModule):
         The environments stay outside: this module must not train hosts.
         """
         data = attached_data(self.trainer)
-        self.check(data)
-        if stage == "fit" and self.trainer.max_epochs == 0:
-            raise ValueError("trainer.max_epochs must be at least 1, got 0")
+        if stage == "fit":
+            self.check(data)
+            if self.trainer.max_epochs == 0:
+                raise ValueError("trainer.max_epochs must be at least 1, got 0")
         shape = policy_shape(data.pool)
         if self.policy_shape is None:
             self.build(shape)
@@ -166,11 +172,6 @@ class TamiyoModule(LightningModule):
 
     def on_fit_start(self) -> None:
         data = attached_data(self.trainer)
-        if isinstance(data, HostPoolData):
-            for name in ("gamma", "horizon_is_end"):  # one setting on the command line
-                ours, theirs = getattr(data.env.reward, name), getattr(self.ppo, name)
-                if ours != theirs:
-                    raise ValueError(f"RewardConfig.{name} is {ours} and PPOConfig.{name} {theirs}; give both the same")
         self.ranks = data.ranks
         self.collector = RolloutCollector(
             data.pool,
