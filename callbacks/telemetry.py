@@ -46,8 +46,6 @@ class Telemetry(Callback):
         self.detector = AnomalyDetector(ignore)
         self.events: EventLog | None = None
         self.writers: list[SummaryWriter] = []
-        self.last_rollout: dict[str, float] = {}
-        """Metrics written in the last tick of the last rollout, by tag, on rank 0."""
         self._restored: dict[str, Any] = {}  # state of a checkpoint, until the observer exists
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -121,7 +119,6 @@ class Telemetry(Callback):
                 self._unwritten_seconds, self._last_written_tick = Counter(), collector.ticks
             if trainer.is_last_batch:
                 written |= self._rollout_metrics(trainer)
-                self.last_rollout = written
             # The module logs some of them itself, so that a Trainer without this callback has them, too.
             own_of_module = pl_module.metrics if trainer.is_last_batch else {}
             logged = {tag: value for tag, value in written.items() if tag not in own_of_module}

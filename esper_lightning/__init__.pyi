@@ -1,6 +1,4 @@
-from esper_lightning.api import evaluate as evaluate
 from esper_lightning.api import grow as grow
-from esper_lightning.api import train as train
 from esper_lightning.callbacks import Grow as Grow
 from esper_lightning.callbacks import default_callbacks as default_callbacks
 from esper_lightning.cli import from_config as from_config

@@ -1,160 +1,25 @@
-"""Functions for Python programs: they train a policy, compare it, or grow a network of your own.
-
-All of them can be imported from `esper_lightning`. They raise ValueError where the command line ends with one line.
-"""
+"""Function for Python programs that grows a network of your own; a policy is trained by a Trainer."""
 
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from lightning import Callback, LightningModule, Trainer, seed_everything
+from lightning import LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from esper_lightning.callbacks import Governor, Grow, Telemetry, default_callbacks
+from esper_lightning.callbacks import Grow
 from esper_lightning.callbacks.measuring import Decider
-from esper_lightning.checkpoint import AtomicCheckpointIO
-from esper_lightning.cli import CHECKPOINTS_FOLDER, run_logger
 from esper_lightning.console import print_status, quieter_lightning
-from esper_lightning.datamodules.hosts import HostPoolData
-from esper_lightning.evaluation.checkpoints import TrainedPolicy
-from esper_lightning.evaluation.comparison import ComparisonResult, EvaluationConfig
-from esper_lightning.evaluation.report import compare
-from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.nested import copy_module
 from esper_lightning.growth.stages import OCCUPIED
-from esper_lightning.module import TamiyoModule
-from esper_lightning.ppo.losses import PPOConfig
-from esper_lightning.tamiyo.policy import PolicyConfig
 
 ALONE: dict[str, Any] = {"devices": 1, "enable_progress_bar": False, "enable_model_summary": False}
 """Arguments of a Trainer in one process that prints nothing by itself."""
-
-
-class TrainedRun(NamedTuple):
-    """Run of `train`."""
-
-    folder: Path
-    """Folder with checkpoints, events and TensorBoard's files."""
-    module: TamiyoModule
-    """Trained policy."""
-    data: HostPoolData
-    """Hosts on which it was trained."""
-    metrics: dict[str, float]
-    """Numbers that TensorBoard shows at the end of the last rollout, by tag: `rollout/…`, `train/…`, `reward/…` and so
-    on."""
-
-    @property
-    def checkpoint(self) -> Path:
-        """Checkpoint of the last rollout."""
-        return self.folder / CHECKPOINTS_FOLDER / "last.ckpt"
-
-
-@quieter_lightning()
-def train(
-    data: HostPoolData,
-    *,
-    rollouts: int = 30,
-    policy: PolicyConfig = PolicyConfig(),
-    ppo: PPOConfig = PPOConfig(),
-    governor: GovernorConfig | None = GovernorConfig(),
-    folder: str | Path = "runs",
-    callbacks: Sequence[Callback] = (),
-    accelerator: str = "auto",
-    resume: str | Path | None = None,
-) -> TrainedRun:
-    """Train a policy that grows hosts, with a Trainer that has the callbacks of `esper-lightning fit`.
-
-    Args:
-        data: Hosts; `data.seed` is the RNG seed of the run.
-        rollouts: Rollouts, each an episode of every host and one update of the policy.
-        policy: Architecture of the policy.
-        ppo: Settings of PPO.
-        governor: When a host counts as diverged and is rolled back. None: hosts are not watched.
-        folder: Folder in which the run makes a folder of its own.
-        callbacks: Further Lightning callbacks.
-        accelerator: Device of policy and hosts, as Lightning's Trainer names it.
-        resume: Checkpoint of a run with the same settings to go on from, in its folder. `rollouts` counts those before
-            it, too.
-
-    Raises ValueError if the settings do not fit together, or if no rollout is left to resume.
-    """
-    if rollouts < 1:
-        raise ValueError(f"rollouts must be at least 1, got {rollouts}")
-    for name in ("gamma", "horizon_is_end"):
-        ours, theirs = getattr(data.env.reward, name), getattr(ppo, name)
-        if ours != theirs:
-            raise ValueError(f"RewardConfig.{name} is {ours} and PPOConfig.{name} {theirs}; give both the same")
-    seed_everything(data.seed, verbose=False)
-    module = TamiyoModule(policy, ppo)
-    watched = [] if governor is None else [Governor(governor)]
-    usual = [*watched, *(one for one in default_callbacks() if not isinstance(one, Governor))]
-    trainer = Trainer(
-        accelerator=accelerator,
-        max_epochs=rollouts,
-        logger=run_logger(folder, resume),
-        callbacks=[*callbacks, *usual],
-        plugins=[AtomicCheckpointIO()],
-        num_sanity_val_steps=0,
-        log_every_n_steps=1,
-        **ALONE,
-    )
-    trainer.fit(module, datamodule=data, ckpt_path=resume)
-    telemetry = next(one for one in usual if isinstance(one, Telemetry))
-    if not telemetry.last_rollout:
-        raise ValueError(f"the run of {str(resume)!r} has had its {rollouts} rollouts already; give more rollouts")
-    assert trainer.log_dir is not None, "the run was logged"
-    return TrainedRun(Path(trainer.log_dir), module, data, telemetry.last_rollout | module.metrics)
-
-
-def evaluate(
-    policy: TrainedRun | str | Path | None,
-    data: HostPoolData | None = None,
-    config: EvaluationConfig = EvaluationConfig(controls=False),
-    *,
-    task: str | None = None,
-    governor: GovernorConfig | None = GovernorConfig(),
-    folder: str | Path | None = None,
-) -> ComparisonResult:
-    """Compare a policy with other controllers on fresh hosts and test data, and print the tables.
-
-    Args:
-        policy: Run of `train`, path of a checkpoint or a policy (`x.safetensors`), or `tamiyo`, the policy of the
-            package. None: the other controllers are compared alone.
-        data: Hosts; they need not be built. None: those of the run.
-        config: Settings of the comparison.
-        task: Name of the task whose result is returned, where the data have several.
-        governor: When a host counts as diverged and is rolled back. None: hosts are not watched.
-        folder: Folder for tables. None: they are only printed.
-
-    Raises ValueError if a controller or the task is unknown, or if the checkpoint is damaged or of other hosts.
-    """
-    if data is None:
-        if not isinstance(policy, TrainedRun):
-            raise ValueError("evaluate needs hosts; give data")
-        data = policy.data
-    data.build(torch.device("cpu"))
-    if task not in data.pools and (task is not None or len(data.pools) > 1):
-        raise ValueError(f"evaluate returns the result of one task; give task: {', '.join(data.pools)}")
-    own: TrainedPolicy | None = None
-    if isinstance(policy, TrainedRun) and data is policy.data:
-        module = policy.module.to(data.pool.device)
-        own = TrainedPolicy(data.seed, str(policy.checkpoint), module.policy, module.observation_norm)
-    else:
-        path = policy.checkpoint if isinstance(policy, TrainedRun) else policy
-        config = replace(config, policies=[] if path is None else [str(path)])
-    data.oversee(governor)
-    try:
-        out = None if folder is None else Path(folder)
-        results = compare(config, data, own, folder=out, settings=dict(data.hparams))
-    finally:
-        data.oversee(None)
-    return results[task or next(iter(results))]
 
 
 class GrownNetwork(NamedTuple):

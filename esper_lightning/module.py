@@ -33,7 +33,7 @@ from esper_lightning.console import print_status
 from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.datamodules.hosts import HostPoolData, PolicyData
 from esper_lightning.evaluation.checkpoints import TrainedPolicy
-from esper_lightning.evaluation.comparison import EvaluationConfig
+from esper_lightning.evaluation.comparison import ComparisonResult, EvaluationConfig
 from esper_lightning.evaluation.report import EVALUATION_FOLDER, compare
 from esper_lightning.limits import has_end, share_of_training
 from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
@@ -114,6 +114,8 @@ class TamiyoModule(LightningModule):
         self.report: UpdateReport | None = None  # report of the last update in this process
         self.metrics: dict[str, float] = {}
         """Metrics of the last rollout of this process and of its update, by tag: means over all environments."""
+        self.results: dict[str, ComparisonResult] = {}
+        """Results of the last `test` of this process, by task."""
         self.skips_in_a_row = 0  # minibatches skipped at the end of the last update
         self._share = 0.0  # of the training that was over when the present rollout began
         # Of one rollout: updated once, from the complete rollout, so that a resumed run has the same values.
@@ -129,13 +131,18 @@ class TamiyoModule(LightningModule):
         return [] if any(isinstance(one, RolloutState) for one in trainer.callbacks) else [RolloutState()]
 
     def check(self, data: PolicyData) -> None:
-        """Raise ValueError if there are too few environments for the minibatches."""
+        """Raise ValueError if there are too few environments for the minibatches, or reward and PPO do not agree."""
         available = data.n_envs * (data.horizon // (self.ppo.sequence or data.horizon))
         if self.ppo.minibatches > available:
             raise ValueError(
                 f"model.ppo.minibatches is {self.ppo.minibatches}, more than the {available} environments (or "
                 f"sequences) they are made of; lower it or raise data.n_envs"
             )
+        if isinstance(data, HostPoolData):
+            for name in ("gamma", "horizon_is_end"):  # one setting on the command line
+                ours, theirs = getattr(data.env.reward, name), getattr(self.ppo, name)
+                if ours != theirs:
+                    raise ValueError(f"RewardConfig.{name} is {ours} and PPOConfig.{name} {theirs}; give both the same")
 
     def setup(self, stage: str) -> None:
         """Build the policy for the environments of the Trainer's data module, unless it is built already.
@@ -143,7 +150,10 @@ class TamiyoModule(LightningModule):
         The environments stay outside: this module must not train hosts.
         """
         data = attached_data(self.trainer)
-        self.check(data)
+        if stage == "fit":
+            self.check(data)
+            if self.trainer.max_epochs == 0:
+                raise ValueError("trainer.max_epochs must be at least 1, got 0")
         shape = policy_shape(data.pool)
         if self.policy_shape is None:
             self.build(shape)
@@ -364,9 +374,10 @@ class TamiyoModule(LightningModule):
             return  # one process compares; the others wait for it
         with self._hosts(batch) as data:
             own = TrainedPolicy(data.seed, "the policy of this run", self.policy, self.observation_norm)
-            results = compare(self.evaluation, data, own, folder=folder, settings={**self.hparams, **data.hparams})
-        for task, result in results.items():
-            prefix = f"test/{task}/" if len(results) > 1 else "test/"
+            settings = {**self.hparams, **data.hparams}
+            self.results = compare(self.evaluation, data, own, folder=folder, settings=settings)
+        for task, result in self.results.items():
+            prefix = f"test/{task}/" if len(self.results) > 1 else "test/"
             means = result.reference.mean_metrics() | {
                 name: float(result.reference.values(name).mean()) for name in ("objective", "score")
             }

@@ -24,7 +24,6 @@ from esper_lightning import (
     PPOConfig,
     TamiyoModule,
     default_callbacks,
-    train,
 )
 from esper_lightning.callbacks import Governor, ProgressLines, RolloutState, Telemetry
 from esper_lightning.checkpoint import AtomicCheckpointIO, DivergedError
@@ -446,25 +445,8 @@ class Fills(Callback):
             parameter.fill_(math.nan)
 
 
-@pytest.mark.parametrize(
-    ("work", "error"),
-    [
-        (lambda root: train(hosts(), rollouts=0, folder=root), ValueError),
-        (lambda root: train(hosts(), ppo=PPOConfig(minibatches=3), folder=root, accelerator="cpu"), ValueError),
-        (
-            lambda root: train(
-                *(hosts(),),
-                ppo=PPOConfig(minibatches=2),
-                callbacks=[Fills()],
-                folder=root,
-                accelerator="cpu",
-            ),
-            DivergedError,
-        ),
-    ],
-)
-def test_train_raises_and_never_ends_the_interpreter(
-    work: Callable[[Path], object], error: type[Exception], tmp_path: Path
-) -> None:
-    with pytest.raises(error):
-        work(tmp_path)
+def test_a_fit_that_fails_raises_and_does_not_end_the_interpreter(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model\.ppo\.minibatches is 3, more than the 2 environments"):
+        trainer(tmp_path, *default_callbacks()).fit(TamiyoModule(ppo=PPOConfig(minibatches=3)), datamodule=hosts())
+    with pytest.raises(DivergedError):
+        trainer(tmp_path, Fills(), *default_callbacks()).fit(module(), datamodule=hosts())

@@ -132,7 +132,7 @@ class Programs(NamedTuple):
 
 SLOW_PROGRAMS = [
     Programs("README.md", slice(1, 2), (("digits", "smoke"), ("max_epochs=30", "max_epochs=1"))),
-    Programs("docs/guides/lightning.md", said=("last.ckpt", "tamiyo", "periodic ahead", "{'2': ")),
+    Programs("docs/guides/lightning.md", said=("evaluation.csv", "tamiyo ahead", "periodic ahead", "{'2': ")),
     Programs("docs/guides/ppo.md", needs=("gymnasium",)),
 ]
 FAST_PROGRAMS = [

@@ -43,26 +43,22 @@ INTERVAL_METHOD = (
 def compare(
     config: EvaluationConfig,
     data: HostPoolData,
-    own: TrainedPolicy | None,
+    own: TrainedPolicy,
     *,
-    folder: Path | None,
+    folder: Path,
     settings: Mapping[str, Any],
 ) -> dict[str, ComparisonResult]:
     """Run the comparison on hosts of each task, publish the results, and return them by task.
 
     `own` is compared unless the settings name other policies. `folder` gets the files, in a folder for each of several
-    tasks; None: the tables are only printed. `settings` of the run are saved in `evaluation.json`.
+    tasks. `settings` of the run are saved in `evaluation.json`.
 
     Raises ValueError if the settings do not fit the hosts.
     """
     if config.hosts == 0:
         raise ValueError("model.evaluation.hosts is 0, so there is nothing to compare; give at least 2")
     comparison = Comparison(config)
-    if config.policies is None:
-        assert own is not None
-        policies = [own]
-    else:
-        policies = load_policies(config.policies, data)
+    policies = [own] if config.policies is None else load_policies(config.policies, data)
     check_training_seeds(policies)
     rivals = load_policies(comparison.rivals, data)
     comparison.check(data)
@@ -76,17 +72,16 @@ def compare(
             out = folder
             if len(data.pools) > 1:
                 print_status(f"hosts of {task}")
-                out = folder and folder / task
-            if out is not None and (out / RESULTS_FILE).is_file():
+                out = folder / task
+            if (out / RESULTS_FILE).is_file():
                 print_status(f"this comparison will replace the earlier one in {out}")
             results[task] = result = comparison.run(data, policies, rivals, task=task, executor=executor)
-            for note in result.notes if out is not None else ():
+            for note in result.notes:
                 wide_console().print(note, soft_wrap=True)
             for table in make_tables(result):
                 wide_console().print(table)
-            if out is not None:
-                written = write_report(result, out, record)
-                wide_console().print(f"written to {out}: {', '.join(written)}", soft_wrap=True)
+            written = write_report(result, out, record)
+            wide_console().print(f"written to {out}: {', '.join(written)}", soft_wrap=True)
     return results
 
 

@@ -1,0 +1,65 @@
+"""A comparison from Python: controllers of one's own draw the same numbers, and only what has a row is searched."""
+
+import random
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from esper_lightning.controllers.learned import Hosts
+from esper_lightning.controllers.rules import RandomValid
+from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.envs import Action, EnvConfig
+from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.evaluation.comparison import Comparison, Entry, EvaluationConfig
+from esper_lightning.evaluation.search import SearchConfig
+from esper_lightning.parallel import processes
+from esper_lightning.tasks import Digits
+from tests.runs import tiny_host
+
+
+class Gambling(RandomValid):
+    """Controller that draws from the global generators of Python, numpy and torch."""
+
+    def __init__(self) -> None:
+        super().__init__(rng_seed=0)
+
+    def act(self, pool: Hosts) -> Action:
+        drawn = random.random() + np.random.rand() + float(torch.rand(()))
+        self.generator.manual_seed(int(1e12 * drawn))
+        return super().act(pool)
+
+
+def hosts() -> HostPoolData:
+    data = HostPoolData(Digits(), tiny_host, EnvConfig(horizon=5, training=HostTraining(batches=2, lr=0.02)), n_envs=2)
+    data.build(torch.device("cpu"))
+    return data
+
+
+def rows(data: HostPoolData, *against: str, jobs: int = 1, **settings: Any) -> list[Entry]:
+    """Return the rows of a comparison of controllers on two hosts."""
+    comparison = Comparison(EvaluationConfig(hosts=2, controls=False, against=list(against), **settings))
+    with processes(jobs) if jobs > 1 else nullcontext() as executor:
+        return comparison.run(data, [], executor=executor).entries
+
+
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_controller_draws_the_same_numbers_in_every_comparison(jobs: int) -> None:
+    own = f"{__name__}.Gambling"
+    (first,) = rows(hosts(), own)
+    *_, again = rows(hosts(), "random", own, jobs=jobs)
+
+    assert again.name == own
+    assert again.values("objective").tolist() == first.values("objective").tolist()
+
+
+def test_a_search_whose_schedules_are_no_rows_of_the_comparison_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = hosts()
+    make_pool, made = data.make_pool, list[int]()
+    monkeypatch.setattr(data, "make_pool", lambda n_envs, **given: made.append(n_envs) or make_pool(n_envs, **given))
+
+    (row,) = rows(data, "random", search=SearchConfig(steps=999_999))
+
+    assert row.name == "random" and made == [2], "no pool for a search"
