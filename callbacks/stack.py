@@ -121,8 +121,9 @@ class Stack(Callback):
         self.plan: Any = make_plan(Shares(at) if plan is None else plan)
         self._plan_name = plan if isinstance(plan, str) else type(self.plan).__name__
         self._first_plan = copy.deepcopy(self.plan.state_dict()) if hasattr(self.plan, "state_dict") else None
-        if listed_order(order) is not None and (plan is not None or len(shares) > 1):
-            raise ValueError("Stack: sources one by one are those of a single change; give order by its name")
+        with in_own_name():
+            if listed_order(order) is not None and (plan is not None or len(shares) > 1):
+                raise ValueError("Stack: sources one by one are those of a single change; give order by its name")
         self.options: dict[str, Any] = {"order": order, "new": new, "state": state, "zero": zero}
         self.depths: list[int] = []
         """Numbers of blocks of the network so far."""
@@ -184,7 +185,7 @@ class Stack(Callback):
             self._check(trainer, module)
             self.depths, self.lr_peak, self._steps = [], 0.0, -1
             self._loaded, self._told, self._loss = None, None, None
-            if hasattr(self.plan, "load_state_dict"):  # what it remembers is of an earlier training
+            if self._first_plan is not None:  # what the plan remembers is of an earlier training
                 self.plan.load_state_dict(copy.deepcopy(self._first_plan))
             self.cost, self.flops_spent, self.batches = None, 0, 0
             self._metrics, self._parameters, self._batch_flops, self._clock = {}, {}, 0, (0.0, 0)
