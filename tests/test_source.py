@@ -34,7 +34,7 @@ def test_every_definition_has_a_user() -> None:
     used = {name for tree in trees for name in names_in(tree)}
     used |= {word for path in (ROOT / "configs").glob("*.yaml") for word in re.findall(r"\w+", path.read_text())}
     pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
-    shown = re.findall(r"^```python\n(.*?)^```", pages, re.MULTILINE | re.DOTALL)  # a test runs it
+    shown = re.findall(r"^```python.*?\n(.*?)^```", pages, re.MULTILINE | re.DOTALL)  # a test runs it
     used |= {name for block in shown for name in names_in(ast.parse(block))}
     settings = re.findall(r"^```yaml.*\n(?:.*\n)*?```", pages, re.MULTILINE)
     used |= {word for block in settings for word in re.findall(r"\w+", block)}
