@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from esper_lightning.callbacks import Grow
 from esper_lightning.growth import attach_from_state_dict
 from esper_lightning.growth.stages import Stage
 from tests.callbacks.grow.modules import Classifier, DigitsData
-from tests.callbacks.grow.trainings import classifier, grow, train, trainer
+from tests.callbacks.grow.trainings import classifier, equal, grow, train, trainer
 from tests.decisions import cull, germinate
 
 LIFE = {0: germinate(0, 0), 1: germinate(1, 1), 7: cull(1)}
@@ -43,7 +42,7 @@ def test_a_fit_with_no_epoch_left_saves_what_it_has_restored(half: Path, is_new:
 
     (expected, first), (module, second) = go_on(half), go_on(tmp_path / "again.ckpt")
 
-    assert all(torch.equal(p, expected.state_dict()[name]) for name, p in module.state_dict().items())
+    assert equal(module, expected)
     assert first.growing.measurements == second.growing.measurements
 
 
