@@ -17,16 +17,12 @@ TRAIN, VALIDATION = 320, 160
 """Numbers of samples: five training batches and two validation batches."""
 
 
-def digits() -> tuple[Tensor, Tensor]:
-    images, labels = load_digits(return_X_y=True)
-    return torch.tensor(images).float().div(16.0).view(-1, 1, 8, 8), torch.tensor(labels)
-
-
 class DigitsData(L.LightningDataModule):
     """Handwritten digits in a fixed order."""
 
     def setup(self, stage: str) -> None:
-        images, labels = digits()
+        images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
+        images = images.float().div(16.0).view(-1, 1, 8, 8)
         self.train = TensorDataset(images[:TRAIN], labels[:TRAIN])
         self.held_out = TensorDataset(images[-VALIDATION:], labels[-VALIDATION:])
 
