@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
@@ -30,23 +30,19 @@ from tests.decisions import decide, germinate
 EPOCHS = 9
 
 
-class Losses(Callback):
-    """Losses of all training batches."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: object) -> None:
-        self.values.append(float(outputs["loss"]))
+def losses_into(values: list[float]) -> Callback:
+    return LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, *_: values.append(float(outputs["loss"])))
 
 
 def test_a_training_in_which_nothing_grows_is_bit_for_bit_that_without_the_callback() -> None:
-    plain, watched, losses, watched_losses = classifier("step"), classifier("step"), Losses(), Losses()
+    plain, watched = classifier("step"), classifier("step")
+    losses: list[float] = []
+    watched_losses: list[float] = []
 
-    train(plain, losses, epochs=3)
-    train(watched, watched_losses, grow(), epochs=3)
+    train(plain, losses_into(losses), epochs=3)
+    train(watched, losses_into(watched_losses), grow(), epochs=3)
 
-    assert watched_losses.values == losses.values
+    assert watched_losses == losses and len(losses) == 15
     assert list(slots_of(watched)) == ["3", "5"]
     detach_slots(watched.net)
     assert equal(watched, plain)
@@ -190,14 +186,12 @@ def test_a_run_resumed_for_longer_decides_until_its_new_end_or_its_own_horizon(
 @pytest.mark.parametrize("scheduler", sorted(SCHEDULERS))
 @pytest.mark.parametrize("when", ["on_validation_end", "on_train_epoch_end"])
 def test_a_run_is_resumed_bit_for_bit_under_every_scheduler(scheduler: str, when: str, tmp_path: Path) -> None:
-    class SaveAt(Callback):
-        def save(self, trainer: Trainer, *_: object) -> None:
-            if trainer.current_epoch == 4 and not trainer.sanity_checking:
-                trainer.save_checkpoint(tmp_path / "at.ckpt")
+    def save(trainer: Trainer, *_: object) -> None:
+        if trainer.current_epoch == 4 and not trainer.sanity_checking:
+            trainer.save_checkpoint(tmp_path / "at.ckpt")
 
-    setattr(SaveAt, when, SaveAt.save)
     whole, resumed = classifier(scheduler, dropout=0.0), Classifier(scheduler, dropout=0.0)
-    ran = train(whole, grow(LIFE), SaveAt(), epochs=8)
+    ran = train(whole, grow(LIFE), LambdaCallback(**{when: save}), epochs=8)
     again = train(resumed, grow(LIFE), epochs=8, resume_from=tmp_path / "at.ckpt")
 
     assert equal(resumed, whole)
@@ -239,21 +233,18 @@ def test_a_network_grows_under_manual_optimization_with_two_optimizers() -> None
 
 
 def test_a_host_is_clipped_as_if_its_seed_were_not_there() -> None:
-    class Watch(Callback):
-        def __init__(self) -> None:
-            self.norms: list[list[float]] = []
+    norms: list[list[float]] = []
 
-        def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
-            groups = trainer.optimizers[0].param_groups
-            gradients = [torch.cat([p.grad.flatten() for p in group["params"]]) for group in groups]
-            self.norms.append([gradient.norm().item() for gradient in gradients])
+    def watch(trainer: Trainer, *_: object) -> None:
+        groups = trainer.optimizers[0].param_groups
+        norms.append([torch.cat([p.grad.flatten() for p in group["params"]]).norm().item() for group in groups])
 
-    plain, grown, watch = classifier(), classifier(), Watch()
+    plain, grown = classifier(), classifier()
     train(plain, epochs=2, gradient_clip_val=0.1)
-    train(grown, grow({0: germinate(0)}), watch, epochs=2, gradient_clip_val=0.1)
+    train(grown, grow({0: germinate(0)}), LambdaCallback(on_train_batch_end=watch), epochs=2, gradient_clip_val=0.1)
 
-    assert all(norm <= 0.1 + 1e-6 for norms in watch.norms for norm in norms)
-    assert all(len(norms) == 2 and norms[0] == pytest.approx(0.1, abs=1e-4) for norms in watch.norms[:3])
+    assert all(norm <= 0.1 + 1e-6 for of_batch in norms for norm in of_batch)
+    assert all(len(of_batch) == 2 and of_batch[0] == pytest.approx(0.1, abs=1e-4) for of_batch in norms[:3])
     weights = dict(grown.net.named_parameters())
     assert all(torch.equal(p, weights[name]) for name, p in plain.net.named_parameters()), "the seed only learns"
 
@@ -381,15 +372,12 @@ def test_a_schedule_that_is_too_long_is_refused_before_grow_writes_anything(tmp_
 
 def test_a_yaml_of_lightnings_own_command_line_grows_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "grow.yaml").write_text(
-        """
+    (tmp_path / "grow.yaml").write_text("""
 trainer:
   accelerator: cpu
   max_epochs: 2
   logger: false
   enable_checkpointing: false
-  enable_progress_bar: false
-  enable_model_summary: false
   callbacks:
     - class_path: esper_lightning.callbacks.Grow
       init_args:
@@ -399,8 +387,7 @@ trainer:
         price: 0.1
         seed_options: {lr: 0.001}
         lifecycle: {training_ticks: 1}
-"""
-    )
+""")
     cli = LightningCLI(Classifier, DigitsData, args=["fit", "--config", str(tmp_path / "grow.yaml")])
 
     (callback,) = (callback for callback in cli.trainer.callbacks if isinstance(callback, Grow))

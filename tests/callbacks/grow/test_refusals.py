@@ -49,22 +49,15 @@ def held_out_by(loaders: Callable[[DigitsData], Any]) -> DigitsData:
 
 
 AVERAGED = with_part("average", lambda module: AveragedModel(module.net))
-
 OTHER = with_part("other", lambda module: nn.Sequential(*[nn.Linear(2, 2) for _ in range(6)]))
-
 LBFGS = with_optimizer(lambda module: torch.optim.LBFGS(module.parameters()))
-
 FUSED = with_optimizer(lambda module: torch.optim.AdamW(module.parameters(), fused=True))
-
 ELSEWHERE = with_optimizer(lambda module: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
+OF_LOADERS = with_part("validation_step", lambda module: lambda batch, batch_idx, dataloader_idx=0: None)
 
 SCALED = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-
 TWO_LOADERS = {"data": held_out_by(lambda data: [DataLoader(data.held_out, 80)] * 2), "num_sanity_val_steps": 0}
-
 ONE_BY_ONE = {"data": held_out_by(lambda data: DataLoader(data.held_out, 1)), "limit_val_batches": 2}
-
-OF_LOADERS = with_part("validation_step", lambda module: lambda batch, batch_idx, dataloader_idx=0: None)
 
 REFUSED: dict[str, tuple[Change, dict[str, Any], dict[str, Any], str]] = {
     "AveragedModel": (AVERAGED, {}, {"network": "net"}, "AveragedModel.*second run"),
@@ -78,7 +71,7 @@ REFUSED: dict[str, tuple[Change, dict[str, Any], dict[str, Any], str]] = {
     "no optimizer": (ELSEWHERE, {}, {}, "no optimizer trains the parameters of 'net'"),
     "no validation": (nothing, {"limit_val_batches": 0}, {}, "this run has none; define validation_step"),
     "two validation loaders": (OF_LOADERS, TWO_LOADERS, {}, "one validation loader, there are 2; give one"),
-    "batches of one": (nothing, ONE_BY_ONE, {}, "batch has one sample; give the loader a batch_size of 2"),
+    "one sample": (nothing, ONE_BY_ONE, {}, "first validation batch has one sample; give the loader a batch_size of 2"),
     "unknown metric": (nothing, {}, {"monitor": "val_accuracy"}, "logs no 'val_accuracy'.*val_acc"),
     "loss in mode max": (nothing, {}, {"monitor": "val_loss"}, "must be a share from 0 to 1; scale it"),
     "no length": (nothing, {"max_steps": 5}, {}, r"give Grow\(horizon=…\), in validations"),

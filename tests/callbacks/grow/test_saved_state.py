@@ -69,12 +69,11 @@ def test_a_second_fit_that_trains_nothing_saves_what_the_first_one_grew(tmp_path
     assert go_on(tmp_path / "again.ckpt")[1].validations == WHOLE
 
 
-def test_a_callback_saves_nothing_of_another_network(tmp_path: Path) -> None:
+def test_a_callback_saves_nothing_of_another_network() -> None:
     callback = grow(LIFE)
     train(classifier(), callback, epochs=2)
 
-    made = trainer(callback)
-    made.validate(classifier(), DigitsData(), verbose=False)
+    trainer(callback).validate(classifier(), DigitsData(), verbose=False)
 
     assert callback.state_dict() == {}
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
@@ -316,12 +317,10 @@ class GlobalMeter(NeverReset):
         return OUTSIDE
 
 
-class Counting(L.Callback):
+class Counting(LambdaCallback):
     def __init__(self) -> None:
+        super().__init__(on_validation_batch_end=lambda trainer, module, *_: module.log("seen", 0.5))
         self.meter = Meter()
-
-    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *_: object) -> None:
-        pl_module.log("seen", 0.5)
 
 
 class CallbacksMeter(GlobalMeter):
@@ -329,11 +328,9 @@ class CallbacksMeter(GlobalMeter):
         return next(callback for callback in self.trainer.callbacks if isinstance(callback, Counting)).meter
 
 
-class Scaled(L.Callback):
-    """Changes what the module computes, in validations alone."""
-
-    def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: object) -> None:
-        batch[0].mul_(-1.0)
+def scaling() -> L.Callback:
+    """Return a callback that changes what the module computes, in validations alone."""
+    return LambdaCallback(on_validation_batch_start=lambda trainer, module, batch, *_: batch[0].mul_(-1.0))
 
 
 class IteratorStep(Plain):
@@ -392,7 +389,7 @@ class Style(NamedTuple):
     monitor: str = "val_acc"
     settings: dict[str, Any] = {}  # noqa: RUF012
     behind: Callable[[], nn.Module] | None = None
-    callbacks: tuple[type[L.Callback], ...] = ()
+    callbacks: tuple[Callable[[], L.Callback], ...] = ()
     grow: dict[str, Any] = {}  # noqa: RUF012
 
 
@@ -472,7 +469,7 @@ def trained(style: Style) -> tuple[Plain, Any, L.Trainer, Start]:
     options |= {"monitor": style.monitor, "mode": "min" if style.monitor in ("val_loss", "val_best") else "max"}
     callback = grow({0: germinate(0)}, **options | style.grow)
     epochs = 8 if "check_val_every_n_epoch" in style.settings else 4
-    callbacks = [state, callback, *(kind() for kind in style.callbacks)]
+    callbacks = [state, callback, *(make() for make in style.callbacks)]
     made = trainer(*callbacks, epochs=epochs, num_sanity_val_steps=0, **style.settings)
     made.fit(module, DataLoader(TRAIN, 25), style.loaders())
     assert {p.dtype for p in callback.growing.slots["1"].seed.parameters()} == {module.net[0].weight.dtype}
@@ -519,7 +516,7 @@ REFUSED: dict[str, tuple[Style, str]] = {
     "a global meter": (Style(GlobalMeter), "as Lightning logged it"),
     "a meter of a callback": (Style(CallbacksMeter, callbacks=(Counting,)), "as Lightning logged it"),
     "a metric that a callback logs": (Style(monitor="seen", callbacks=(Counting,)), "what a callback logs cannot be"),
-    "a callback that changes batches": (Style(callbacks=(Scaled,)), "as Lightning logged it"),
+    "a callback that changes batches": (Style(callbacks=(scaling,)), "as Lightning logged it"),
     "a step that takes an iterator": (Style(IteratorStep), "takes a dataloader_iter"),
     "an iterator for a loader": (Style(loaders=lambda: (batch for batch in held_out())), "can be read once only"),
     "an object that cannot be copied": (Style(holding(Single)), "cannot be copied: there is one only"),
