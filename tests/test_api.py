@@ -12,7 +12,7 @@ import torch
 from lightning import Trainer, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
 from sklearn.datasets import load_digits
-from torch import Tensor, nn
+from torch import nn
 
 import esper_lightning
 from esper_lightning import (
@@ -92,62 +92,54 @@ def test_settings_that_do_not_fit_together_are_a_value_error() -> None:
         trainer.fit(TamiyoModule(ppo=PPOConfig(minibatches=2, gamma=0.9)), datamodule=hosts())
 
 
-def batches(size: int) -> list[tuple[Tensor, Tensor]]:
-    images, digits = (torch.tensor(array) for array in load_digits(return_X_y=True))
-    images = (images.float() / 16.0).view(-1, 1, 8, 8)
-    return list(zip(images.split(size), digits.split(size), strict=True))
-
-
-def test_a_network_of_ones_own_grows() -> None:
-    network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 10))
-    data = batches(64)
-    before = sum(parameter.numel() for parameter in network.parameters())
-
-    grown = grow(network, data[:10], data[20:24], ["2"], epochs=4, lr=0.01, controller="periodic", accelerator="cpu")
-
-    assert grown.network is network and len(grown.accuracy) == 4
-    assert list(grown.seeds) == ["2"]
-    assert sum(parameter.numel() for parameter in network.parameters()) > before
-    assert grown.accuracy[-1] > grown.accuracy[0]
-    with pytest.raises(ValueError, match="layer1"):
-        grow(network, data[:10], data[20:24], ["layer1"])
-
-
-def test_a_network_that_was_left_in_evaluation_mode_is_trained() -> None:
-    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10)).eval()
-    modes = []
-    network.register_forward_hook(lambda module, *_: modes.append(module.training))
-
-    grow(network, batches(64)[:4], batches(64)[20:22], ["2"], epochs=1, accelerator="cpu")
-
-    assert any(modes)
-
-
 def network_of_digits() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
 
 
-def test_the_ungrown_control_of_a_network_has_its_parameters_alone() -> None:
-    network = network_of_digits()
-    names = [name for name, _ in network.named_parameters()]
+def grown(network: nn.Module, batches: int = 4, slot: str = "2", **settings: Any) -> GrownNetwork:
+    """Grow a network of digits behind one layer, with so many training batches of 64."""
+    images, digits = (torch.tensor(array) for array in load_digits(return_X_y=True))
+    data = list(zip((images.float() / 16.0).view(-1, 1, 8, 8).split(64), digits.split(64), strict=True))
+    return grow(network, data[:batches], data[20:24], [slot], accelerator="cpu", **settings)
 
-    grown = grow(network, batches(64)[:4], batches(64)[20:22], ["2"], epochs=3, controller="wait", accelerator="cpu")
 
-    assert grown.seeds == {} and [name for name, _ in network.named_parameters()] == names
+def names(network: nn.Module) -> list[str]:
+    return [name for name, _ in network.named_parameters()]
+
+
+def test_a_network_of_ones_own_grows() -> None:
+    network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 10))
+    before = sum(parameter.numel() for parameter in network.parameters())
+
+    result = grown(network, 10, epochs=4, lr=0.01, controller="periodic")
+
+    assert result.network is network and len(result.accuracy) == 4
+    assert list(result.seeds) == ["2"]
+    assert sum(parameter.numel() for parameter in network.parameters()) > before
+    assert result.accuracy[-1] > result.accuracy[0]
+
+
+def test_a_network_that_was_left_in_evaluation_mode_is_trained() -> None:
+    network, modes = network_of_digits().eval(), []
+    network.register_forward_hook(lambda module, *_: modes.append(module.training))
+
+    grown(network, epochs=1)
+
+    assert any(modes)
 
 
 def test_the_controls_are_trained_on_copies_and_change_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def grown(**settings: Any) -> GrownNetwork:
-        data = batches(64)
-        return grow(network_of_digits(), data[:8], data[20:22], ["2"], epochs=6, lr=0.01, accelerator="cpu", **settings)
+    def result(**settings: Any) -> GrownNetwork:
+        return grown(network_of_digits(), 8, epochs=6, lr=0.01, **settings)
 
     growing: dict[str, Any] = {"controller": Plan({3: germinate(0)}), "blueprints": ["lora"]}
-    alone, ungrown = grown(**growing), grown(controller="wait")
-    compared = grown(**growing, controls=True, folder=tmp_path)
+    alone, ungrown = result(**growing), result(controller="wait")
+    compared = result(**growing, controls=True, folder=tmp_path)
 
+    assert ungrown.seeds == {} and names(ungrown.network) == names(network_of_digits())
     assert compared.accuracy == alone.accuracy and compared.seeds == alone.seeds and alone.controls == {}
     assert list(compared.controls) == ["ungrown", "built in", "built in, equal FLOPs"]
     assert compared.controls["ungrown"] == ungrown.accuracy
@@ -160,7 +152,7 @@ def test_the_controls_are_trained_on_copies_and_change_nothing(
         run = read_run(tmp_path / folder / "version_0")
         last = run.validations[-1].metrics["val_acc"]
         assert last == pytest.approx({"grown": compared.accuracy, **compared.controls}[name][len(run.validations) - 1])
-    assert list(grown(controller="wait", controls=True).controls) == ["ungrown"]
+    assert list(result(controller="wait", controls=True).controls) == ["ungrown"]
 
 
 @pytest.mark.parametrize(
@@ -168,11 +160,12 @@ def test_the_controls_are_trained_on_copies_and_change_nothing(
     [
         ({"epochs": 0}, "^epochs must be at least 1, got 0$"),
         ({"epochs": 2, "lr": 1e30}, "^grow: the training has diverged: .* lower lr, which is 1e.30$"),
+        ({"slot": "layer1"}, "layer1"),
     ],
 )
 def test_a_training_without_a_result_is_a_value_error(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        grow(network_of_digits(), batches(64)[:4], batches(64)[20:22], ["2"], accelerator="cpu", **options)
+        grown(network_of_digits(), **options)
 
 
 def test_ctrl_c_reaches_the_program_that_grows_a_network_and_so_does_the_next_one() -> None:
@@ -180,7 +173,7 @@ def test_ctrl_c_reaches_the_program_that_grows_a_network_and_so_does_the_next_on
     hook = network.register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         with pytest.raises(KeyboardInterrupt):
-            grow(network, batches(64)[:4], batches(64)[20:22], ["2"], epochs=2, accelerator="cpu")
+            grown(network, epochs=2)
 
         assert signal.getsignal(signal.SIGINT) is handler
     finally:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from lightning import Callback, LightningDataModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, RichProgressBar, Timer
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, LearningRateMonitor, RichProgressBar, Timer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.utils.data import DataLoader, TensorDataset
@@ -50,6 +50,15 @@ def trainer(root: Path, *callbacks: Callback, **flags: Any) -> Trainer:
     return Trainer(callbacks=list(callbacks), **settings)
 
 
+def fitted(made: Trainer, **resume: Any) -> Trainer:
+    made.fit(module(), datamodule=hosts(), **resume)
+    return made
+
+
+def csv_logger(root: Path) -> CSVLogger:
+    return CSVLogger(root, name="", version=0)
+
+
 class Recorder(Callback):
     """Callback that counts batches, rollouts and validations, and keeps the ticks so far."""
 
@@ -83,7 +92,7 @@ FLAGS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "profiler": ({"profiler": "simple"}, (8, 8, 2)),
     "deterministic": ({"deterministic": True}, (8, 8, 2)),
     "detect_anomaly": ({"detect_anomaly": True}, (8, 8, 2)),
-    "barebones": ({"barebones": True}, (8, 8, 2)),
+    "barebones": ({"barebones": True, "log_every_n_steps": 0}, (8, 8, 2)),
     "sanity check": ({"num_sanity_val_steps": 1}, (8, 8, 3)),
 }
 """Flags of a Trainer of two rollouts of four ticks, with its batches, ticks and validations."""
@@ -95,12 +104,8 @@ def test_a_flag_of_the_trainer_does_what_lightning_says(
     flags: dict[str, Any], counts: tuple[int, int, int], tmp_path: Path
 ) -> None:
     recorder = Recorder()
-    if flags.get("barebones"):
-        made = Trainer(max_epochs=2, accelerator="cpu", barebones=True, callbacks=[recorder])
-    else:
-        made = trainer(tmp_path, recorder, **flags)
     try:
-        made.fit(module(), datamodule=hosts())
+        fitted(trainer(tmp_path, recorder, **flags))
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -109,7 +114,7 @@ def test_a_flag_of_the_trainer_does_what_lightning_says(
 
 def test_max_time_ends_a_run_after_a_whole_number_of_ticks(tmp_path: Path) -> None:
     recorder = Recorder()
-    trainer(tmp_path, recorder, max_epochs=100_000, max_time={"seconds": 1}).fit(module(), datamodule=hosts())
+    fitted(trainer(tmp_path, recorder, max_epochs=100_000, max_time={"seconds": 1}))
 
     assert 1 <= recorder.rollouts < 1000
 
@@ -136,9 +141,8 @@ class TickTimer(Timer):
 
 
 def rates(root: Path, *callbacks: Callback, **limits: Any) -> tuple[list[tuple[float, float]], Trainer]:
-    seen = Rates()
-    made = trainer(root, seen, *callbacks, logger=False, enable_checkpointing=False, **{"max_epochs": -1, **limits})
-    made.fit(module(), datamodule=hosts())
+    seen, limits = Rates(), {"max_epochs": -1, **limits}
+    made = fitted(trainer(root, seen, *callbacks, logger=False, enable_checkpointing=False, **limits))
     return seen.seen, made
 
 
@@ -147,20 +151,18 @@ def test_rates_fall_to_their_end_by_the_limit_that_ends_the_training_first(tmp_p
     steps = made.global_step
 
     assert by_epochs == [(pytest.approx(1e-3 - i * 3e-4), pytest.approx(0.03 - i * 9e-3)) for i in range(4)]
-    assert rates(tmp_path, max_steps=steps)[0] == by_epochs
-    assert rates(tmp_path, max_steps=steps, max_epochs=100)[0] == by_epochs
-    assert rates(tmp_path, max_steps=100 * steps, max_epochs=4)[0] == by_epochs
+    for limits in ({}, {"max_epochs": 100}, {"max_epochs": 4, "max_steps": 100 * steps}):
+        assert rates(tmp_path, **{"max_steps": steps, **limits})[0] == by_epochs
     assert rates(tmp_path, TickTimer({"seconds": 4 * HORIZON}), max_steps=100 * steps)[0] == by_epochs
 
 
 def test_rates_stay_as_they_are_in_a_training_without_an_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class StopAtThree(Callback):
-        def on_train_epoch_end(self, trainer: Trainer, *_: object) -> None:
-            trainer.should_stop = trainer.current_epoch == 2
+    def stop_at_three(trainer: Trainer, *_: object) -> None:
+        trainer.should_stop = trainer.current_epoch == 2
 
-    seen, _ = rates(tmp_path, StopAtThree())
+    seen, _ = rates(tmp_path, LambdaCallback(on_train_epoch_end=stop_at_three))
 
     assert seen == [(1e-3, 0.03)] * 3
     assert "give the Trainer max_epochs, max_steps or max_time" in capsys.readouterr().out
@@ -172,8 +174,7 @@ def test_a_run_that_is_limited_by_steps_is_resumed_bit_for_bit(tick: int, tmp_pa
         seed_everything(0, verbose=False)
         seen = Rates()
         made = trainer(root, *default_callbacks(), SaveEveryTick(), seen, max_epochs=-1, max_steps=12, logger=False)
-        made.fit(module(), datamodule=hosts(), **resume)
-        return made, seen.seen
+        return fitted(made, **resume), seen.seen
 
     whole, rates_of_whole = trained(tmp_path / "whole")
     (saved,) = (tmp_path / "whole").rglob(f"tick{tick}.ckpt")
@@ -190,10 +191,8 @@ def test_a_line_tells_the_number_of_rollouts_by_the_limit_of_steps(
 ) -> None:
     rates(tmp_path, ProgressLines(), max_steps=8, max_epochs=100)
 
-    assert [line[: line.index(":")] for line in capsys.readouterr().out.splitlines() if line.startswith("rollout")] == [
-        "rollout 1 of 2",
-        "rollout 2 of 2",
-    ]
+    told = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("rollout")]
+    assert told == ["rollout 1 of 2", "rollout 2 of 2"]
 
 
 LOADER = DataLoader(TensorDataset(torch.zeros(8, 2)), 2)
@@ -210,32 +209,28 @@ class Foreign(LightningDataModule):
 
 @pytest.mark.parametrize("callbacks", [list, default_callbacks])
 @pytest.mark.parametrize(
-    ("data", "reason"),
+    ("loaders", "data", "reason"),
     [
-        ({}, "the Trainer has no data module for the policy; give datamodule="),
-        ({"loader": LOADER}, "the Trainer has no data module for the policy; give datamodule="),
-        ({"datamodule": Foreign()}, "Foreign has no environments for the policy; give datamodule="),
+        ([], None, "the Trainer has no data module"),
+        ([LOADER], None, "the Trainer has no data module"),
+        ([], Foreign(), "Foreign has no environments"),
     ],
     ids=["nothing", "loader", "foreign"],
 )
 @pytest.mark.parametrize("stage", ["fit", "validate", "test"])
 def test_a_policy_without_environments_is_refused(
-    stage: str, data: dict[str, Any], reason: str, callbacks: Callable[[], list[Callback]], tmp_path: Path
+    stage: str, loaders: list[DataLoader], data: Any, reason: str, callbacks: Any, tmp_path: Path
 ) -> None:
-    loader = [data["loader"]] if "loader" in data else []
-    rest = {name: value for name, value in data.items() if name != "loader"}
-
-    with pytest.raises(ValueError, match=reason):
-        getattr(trainer(tmp_path, *callbacks()), stage)(module(), *loader, **rest)
+    with pytest.raises(ValueError, match=f"{reason} for the policy; give datamodule="):
+        getattr(trainer(tmp_path, *callbacks()), stage)(module(), *loaders, datamodule=data)
 
 
 def test_a_loader_beside_the_hosts_of_a_training_is_refused(tmp_path: Path) -> None:
-    made, policy = trainer(tmp_path, max_epochs=1), module()
-    made.fit(policy, datamodule=hosts())
+    made = fitted(trainer(tmp_path, max_epochs=1))
 
     for stage in (made.validate, made.test):
         with pytest.raises(ValueError, match="is validated and tested on hosts; give datamodule="):
-            stage(policy, LOADER)
+            stage(made.lightning_module, LOADER)
 
 
 @pytest.mark.parametrize("callbacks", [list, default_callbacks])
@@ -249,7 +244,7 @@ def test_a_policy_is_saved_before_its_training_and_is_no_run_to_resume(
 
     assert differences(TamiyoModule.load_from_checkpoint(path).state_dict(), policy.state_dict()) == []
     with pytest.raises(ValueError, match="so it was not saved by a full run"):
-        trainer(tmp_path, *callbacks()).fit(module(), datamodule=hosts(), ckpt_path=path)
+        fitted(trainer(tmp_path, *callbacks()), ckpt_path=path)
 
 
 def test_a_module_without_a_policy_has_no_controller() -> None:
@@ -259,7 +254,7 @@ def test_a_module_without_a_policy_has_no_controller() -> None:
 
 def test_a_limit_that_does_not_divide_a_rollout_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="which do not divide the 4 ticks"):
-        trainer(tmp_path, limit_train_batches=3).fit(module(), datamodule=hosts())
+        fitted(trainer(tmp_path, limit_train_batches=3))
 
 
 @pytest.fixture(scope="module")
@@ -269,8 +264,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Run]:
     seed_everything(0, verbose=False)
     loggers = [TensorBoardLogger(root, name="", version="tb"), CSVLogger(root, name="", version="csv")]
     made = trainer(root, *default_callbacks(), SaveEveryTick(), logger=loggers, plugins=[AtomicCheckpointIO()])
-    made.fit(module(), datamodule=hosts())
-    return made, Run(root / "tb")
+    return fitted(made), Run(root / "tb")
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
@@ -299,7 +293,7 @@ def test_both_loggers_get_every_tag_once_per_tick(trained: tuple[Trainer, Run]) 
 def test_without_telemetry_the_module_logs_rollouts_updates_and_validations(
     kind: type[CSVLogger] | type[TensorBoardLogger], tmp_path: Path
 ) -> None:
-    trainer(tmp_path, logger=kind(tmp_path, name="", version=0)).fit(module(), datamodule=hosts())
+    fitted(trainer(tmp_path, logger=kind(tmp_path, name="", version=0)))
 
     if kind is CSVLogger:
         at = {name: [row["step"] for row in rows(tmp_path / "version_0") if name in row] for name in OURS}
@@ -335,20 +329,18 @@ def test_validate_and_test_read_a_checkpoint(trained: tuple[Trainer, Run], tmp_p
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("name", ["tick2.ckpt", "tick4.ckpt", "tick6.ckpt"])
 def test_a_plain_trainer_resumes_bit_for_bit(name: str, trained: tuple[Trainer, Run], tmp_path: Path) -> None:
-    made = trainer(tmp_path, *default_callbacks(), logger=CSVLogger(tmp_path, name="", version=0))
-    made.fit(module(), datamodule=hosts(), ckpt_path=trained[1].checkpoints / name)
+    made = trainer(tmp_path, *default_callbacks(), logger=csv_logger(tmp_path))
+    fitted(made, ckpt_path=trained[1].checkpoints / name)
 
     ours, theirs = load(tmp_path / "version_0" / "checkpoints" / "last.ckpt"), load(trained[1].last)
     for part in ("state_dict", "optimizer_states", "HostPoolData"):
         assert differences(ours[part], theirs[part]) == []
 
 
-class MyModule(TamiyoModule):
-    """Module of a user."""
+class MyModule(TamiyoModule): ...
 
 
-class MyHosts(HostPoolData):
-    """Data module of a user."""
+class MyHosts(HostPoolData): ...
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
@@ -364,11 +356,8 @@ def test_subclasses_of_the_module_and_the_data_module_resume(tmp_path: Path) -> 
 
 
 def test_early_stopping_and_the_monitor_of_learning_rates_see_the_modules_metrics(tmp_path: Path) -> None:
-    stopping = EarlyStopping("val/objective", mode="max", min_delta=10.0, patience=1)
-    made = trainer(
-        *(tmp_path, stopping, LearningRateMonitor()), max_epochs=50, logger=CSVLogger(tmp_path, name="", version=0)
-    )
-    made.fit(module(), datamodule=hosts())
+    callbacks = EarlyStopping("val/objective", mode="max", min_delta=10.0, patience=1), LearningRateMonitor()
+    made = fitted(trainer(tmp_path, *callbacks, max_epochs=50, logger=csv_logger(tmp_path)))
 
     assert made.current_epoch == 2
     assert any("lr-Adam" in row for row in rows(tmp_path / "version_0"))
@@ -376,9 +365,8 @@ def test_early_stopping_and_the_monitor_of_learning_rates_see_the_modules_metric
 
 def test_two_governors_of_a_plain_trainer_are_refused_and_a_missing_rollout_state_is_brought(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"two Governors in trainer\.callbacks; keep one"):
-        trainer(tmp_path, Governor(), Governor()).fit(module(), datamodule=hosts())
-    made = trainer(tmp_path, max_epochs=1)
-    made.fit(module(), datamodule=hosts())
+        fitted(trainer(tmp_path, Governor(), Governor()))
+    made = fitted(trainer(tmp_path, max_epochs=1))
     assert any(isinstance(one, RolloutState) for one in made.callbacks)
 
 
@@ -436,17 +424,14 @@ def test_lightning_cli_of_a_users_own_script(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.rglob("*.ckpt"))
 
 
-class Fills(Callback):
-    """Callback that fills the policy's weights with NaN in the first rollout."""
-
-    @torch.no_grad()
-    def on_train_batch_start(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
-        for parameter in pl_module.policy.parameters():
-            parameter.fill_(math.nan)
+@torch.no_grad()
+def fill_with_nan(trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
+    for parameter in pl_module.policy.parameters():
+        parameter.fill_(math.nan)
 
 
 def test_a_fit_that_fails_raises_and_does_not_end_the_interpreter(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.ppo\.minibatches is 3, more than the 2 environments"):
         trainer(tmp_path, *default_callbacks()).fit(TamiyoModule(ppo=PPOConfig(minibatches=3)), datamodule=hosts())
     with pytest.raises(DivergedError):
-        trainer(tmp_path, Fills(), *default_callbacks()).fit(module(), datamodule=hosts())
+        fitted(trainer(tmp_path, LambdaCallback(on_train_batch_start=fill_with_nan), *default_callbacks()))

@@ -17,16 +17,12 @@ TRAIN, VALIDATION = 320, 160
 """Numbers of samples: five training batches and two validation batches."""
 
 
-def digits() -> tuple[Tensor, Tensor]:
-    images, labels = load_digits(return_X_y=True)
-    return torch.tensor(images).float().div(16.0).view(-1, 1, 8, 8), torch.tensor(labels)
-
-
 class DigitsData(L.LightningDataModule):
     """Handwritten digits in a fixed order."""
 
     def setup(self, stage: str) -> None:
-        images, labels = digits()
+        images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
+        images = images.float().div(16.0).view(-1, 1, 8, 8)
         self.train = TensorDataset(images[:TRAIN], labels[:TRAIN])
         self.held_out = TensorDataset(images[-VALIDATION:], labels[-VALIDATION:])
 
@@ -98,33 +94,6 @@ class Classifier(L.LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": SCHEDULERS[name](optimizer), "monitor": "val_loss", "interval": interval},
         }
-
-
-class Autoencoder(L.LightningModule):
-    """Autoencoder of the tutorial: two networks, a loss, and what an epoch collects by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 4))
-        self.decoder = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 64))
-        self.losses: list[Tensor] = []
-
-    def reconstruct(self, batch: list[Tensor]) -> Tensor:
-        x = batch[0].flatten(1)
-        return F.mse_loss(self.decoder(self.encoder(x)), x)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self.reconstruct(batch)
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.losses.append(self.reconstruct(batch))
-
-    def on_validation_epoch_end(self) -> None:
-        self.log("val_loss", torch.stack(self.losses).mean())
-        self.losses.clear()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
 class TwoOptimizers(L.LightningModule):

@@ -3,16 +3,16 @@
 import csv
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -23,38 +23,26 @@ from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.growth import LifecycleConfig, detach_slots, slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.telemetry.events import Contributed, SeedChanged, Started, read_events
-from tests.callbacks.grow.modules import SCHEDULERS, Autoencoder, Classifier, DigitsData, TwoOptimizers
-from tests.callbacks.grow.trainings import classifier, grow, train, trainer
-from tests.decisions import cull, decide, germinate
-
-LIFE = {0: germinate(0, 0), 1: germinate(1, 1), 6: decide(Op.FOSSILIZE, slot=0), 7: cull(1)}
-"""conv_light lives in the first slot until it is kept, and bottleneck in the second one until it is removed."""
+from tests.callbacks.grow.modules import SCHEDULERS, Classifier, DigitsData, TwoOptimizers
+from tests.callbacks.grow.trainings import LIFE, classifier, equal, grow, train, trainer
+from tests.decisions import decide, germinate
 
 EPOCHS = 9
 
 
-def equal(one: LightningModule, other: LightningModule) -> bool:
-    ours, theirs = one.state_dict(), other.state_dict()
-    return list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-class Losses(Callback):
-    """Losses of all training batches."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: object) -> None:
-        self.values.append(float(outputs["loss"]))
+def losses_into(values: list[float]) -> Callback:
+    return LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, *_: values.append(float(outputs["loss"])))
 
 
 def test_a_training_in_which_nothing_grows_is_bit_for_bit_that_without_the_callback() -> None:
-    plain, watched, losses, watched_losses = classifier("step"), classifier("step"), Losses(), Losses()
+    plain, watched = classifier("step"), classifier("step")
+    losses: list[float] = []
+    watched_losses: list[float] = []
 
-    train(plain, losses, epochs=3)
-    train(watched, watched_losses, grow(), epochs=3)
+    train(plain, losses_into(losses), epochs=3)
+    train(watched, losses_into(watched_losses), grow(), epochs=3)
 
-    assert watched_losses.values == losses.values
+    assert watched_losses == losses and len(losses) == 15
     assert list(slots_of(watched)) == ["3", "5"]
     detach_slots(watched.net)
     assert equal(watched, plain)
@@ -82,31 +70,29 @@ class Seen(Callback):
 class Run:
     """A run with a checkpoint after each epoch, and what it saw."""
 
-    def __init__(self, folder: Path, scheduler: str) -> None:
-        self.module, self.folder = classifier(scheduler, dropout=0.0), folder
+    def __init__(self, folder: Path) -> None:
+        self.module, self.folder = classifier("lambda", dropout=0.0), folder
         self.grow = grow(LIFE)
         self.seen = Seen(self.grow)
-        self.checkpoints = ModelCheckpoint(
+        checkpoints = ModelCheckpoint(
             folder, "{epoch}", monitor="val_acc", mode="max", save_top_k=-1, auto_insert_metric_name=False
         )
-        self.trainer = train(
-            self.module,
-            self.grow,
-            self.seen,
-            self.checkpoints,
-            LearningRateMonitor(),
-            epochs=EPOCHS,
-            enable_checkpointing=True,
-            logger=CSVLogger(folder, name="", version="log"),
-        )
+        callbacks = [self.grow, self.seen, checkpoints, LearningRateMonitor()]
+        logger = CSVLogger(folder, name="", version="log")
+        self.trainer = train(self.module, *callbacks, epochs=EPOCHS, enable_checkpointing=True, logger=logger)
 
     def checkpoint(self, epoch: int) -> Path:
         return self.folder / f"{epoch}.ckpt"
 
+    def rows(self) -> list[dict[str, str]]:
+        """Return the rows of the log of metrics."""
+        with (self.folder / "log" / "metrics.csv").open() as file:
+            return list(csv.DictReader(file))
 
-@pytest.fixture(scope="module", params=["lambda"])
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return Run(tmp_path_factory.mktemp("run"), request.param)
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Run(tmp_path_factory.mktemp("run"))
 
 
 def test_seeds_live_their_lives_and_every_change_is_recorded(run: Run) -> None:
@@ -139,21 +125,20 @@ def test_a_seed_follows_the_schedule_of_the_learning_rate(run: Run) -> None:
 
 
 def test_metrics_of_growth_and_learning_rates_are_in_the_log(run: Run) -> None:
-    with (run.folder / "log" / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    seeds = [float(row["growth/seeds"]) for row in rows if row["growth/seeds"]]
-    parameters = [float(row["growth/parameters"]) for row in rows if row["growth/parameters"]]
+    seeds, parameters, rates = (
+        [float(row[name]) for row in run.rows() if row[name]]
+        for name in ("growth/seeds", "growth/parameters", "lr-AdamW")
+    )
     assert seeds == [1, 2, 2, 2, 2, 2, 2, 1, 1]
     assert parameters[-1] == sum(p.numel() for p in run.module.net.parameters()) > 2000
-    assert len({row["lr-AdamW"] for row in rows if row["lr-AdamW"]}) == EPOCHS, "one curve, without a gap"
+    assert len(set(rates)) == EPOCHS, "one curve, without a gap"
 
 
 @pytest.mark.parametrize("epoch", [0, 3, 6])
 def test_a_checkpoint_gives_the_numbers_with_which_it_was_saved(run: Run, epoch: int) -> None:
     """In the grown network itself, and in a fresh one that only the callback knows how to grow."""
     saved = torch.load(run.checkpoint(epoch), weights_only=True)
-    with (run.folder / "log" / "metrics.csv").open() as file:
-        (logged,) = [r["val_acc"] for r in csv.DictReader(file) if r["val_acc"] and r["epoch"] == str(epoch)]
+    (logged,) = [row["val_acc"] for row in run.rows() if row["val_acc"] and row["epoch"] == str(epoch)]
     fresh = Classifier("lambda")
 
     (scores,) = trainer(grow()).test(fresh, DigitsData(), ckpt_path=run.checkpoint(epoch), verbose=False)
@@ -174,19 +159,13 @@ def test_a_resumed_run_equals_one_that_never_stopped(run: Run, epoch: int) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"decider": "periodic"}, "the checkpoint is of decider: Plan, the run of decider: periodic; give the same"),
-        (
-            {"slots": ["5", "0"]},
-            r"slots are \['5', '0'\] in this run and \['3', '5'\] in the checkpoint; give the run the same",
-        ),
-        (
-            {"blueprints": ["norm"]},
-            r"blueprints are \['norm'\] in this run and .* in the checkpoint; give the run the same",
-        ),
+        ({"decider": "periodic"}, "the checkpoint is of decider: Plan, the run of decider: periodic"),
+        ({"slots": ["5", "0"]}, r"slots are \['5', '0'\] in this run and \['3', '5'\] in the checkpoint"),
+        ({"blueprints": ["norm"]}, r"blueprints are \['norm'\] in this run and .* in the checkpoint"),
     ],
 )
 def test_a_checkpoint_of_other_growth_is_refused(run: Run, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"{message}; give (the run )?the same"):
         train(Classifier("lambda"), grow(**options), epochs=EPOCHS, resume_from=run.checkpoint(1))
 
 
@@ -207,14 +186,12 @@ def test_a_run_resumed_for_longer_decides_until_its_new_end_or_its_own_horizon(
 @pytest.mark.parametrize("scheduler", sorted(SCHEDULERS))
 @pytest.mark.parametrize("when", ["on_validation_end", "on_train_epoch_end"])
 def test_a_run_is_resumed_bit_for_bit_under_every_scheduler(scheduler: str, when: str, tmp_path: Path) -> None:
-    class SaveAt(Callback):
-        def save(self, trainer: Trainer, *_: object) -> None:
-            if trainer.current_epoch == 4 and not trainer.sanity_checking:
-                trainer.save_checkpoint(tmp_path / "at.ckpt")
+    def save(trainer: Trainer, *_: object) -> None:
+        if trainer.current_epoch == 4 and not trainer.sanity_checking:
+            trainer.save_checkpoint(tmp_path / "at.ckpt")
 
-    setattr(SaveAt, when, SaveAt.save)
     whole, resumed = classifier(scheduler, dropout=0.0), Classifier(scheduler, dropout=0.0)
-    ran = train(whole, grow(LIFE), SaveAt(), epochs=8)
+    ran = train(whole, grow(LIFE), LambdaCallback(**{when: save}), epochs=8)
     again = train(resumed, grow(LIFE), epochs=8, resume_from=tmp_path / "at.ckpt")
 
     assert equal(resumed, whole)
@@ -222,26 +199,13 @@ def test_a_run_is_resumed_bit_for_bit_under_every_scheduler(scheduler: str, when
     assert rates[0] == rates[1]
 
 
-def test_a_loss_is_a_metric_too_and_what_an_epoch_collects_stays_clean() -> None:
-    module = Autoencoder()
-    callback = grow(
-        {0: germinate(0)}, network="decoder", slots=["1"], blueprints=["mlp_small"], monitor="val_loss", mode="min"
-    )
-    made = train(module, callback, epochs=6)
-
-    subject = callback.growing
-    slot, measured = subject.slots["1"], subject.measurements["1"]
-    assert slot.blended and measured.contribution is not None
-    loss = float(made.callback_metrics["val_loss"])
-    _, held_out = made.datamodule.train, made.datamodule.held_out
-    module.eval()
-    with torch.no_grad():
-        expected = module.reconstruct([held_out.tensors[0]])
-    assert loss == pytest.approx(float(expected), rel=1e-5), "each epoch has its own two batches alone"
+def correct(outputs: Tensor, labels: Tensor) -> Tensor:
+    return (outputs.argmax(1) == labels).float()
 
 
-def test_contributions_are_those_of_switching_each_seed_off() -> None:
-    module, callback = classifier(), grow({0: germinate(0), 1: germinate(1, 1)})
+@pytest.mark.parametrize("score", [None, correct], ids=["validation steps", "a score per sample in one pass"])
+def test_contributions_are_those_of_switching_each_seed_off(score: Callable[..., Tensor] | None) -> None:
+    module, callback = classifier(), grow({0: germinate(0), 1: germinate(1, 1)}, score=score)
     made = train(module, callback, epochs=5)
     images, labels = made.datamodule.held_out.tensors
     module.eval()
@@ -250,24 +214,11 @@ def test_contributions_are_those_of_switching_each_seed_off() -> None:
         for name, slot in callback.growing.slots.items():
             slot.override = (lambda _, x: x) if name == without else None
         with torch.no_grad():
-            return float((module.net(images).argmax(1) == labels).float().mean())
+            return float(correct(module.net(images), labels).mean())
 
-    expected = {name: 100.0 * (accuracy(None) - accuracy(name)) for name in callback.growing.slots}
     for name in callback.growing.slots:
-        assert float(made.callback_metrics[f"growth/contribution.{name}"]) == pytest.approx(expected[name], abs=1e-4)
-
-
-def test_a_score_per_sample_measures_the_same_in_one_pass() -> None:
-    def correct(outputs: Tensor, labels: Tensor) -> Tensor:
-        return (outputs.argmax(1) == labels).float()
-
-    measured = []
-    for score in (None, correct):
-        module = classifier()
-        made = train(module, grow({0: germinate(0)}, score=score), epochs=4)
-        measured.append({k: float(v) for k, v in made.callback_metrics.items() if k.startswith("growth/")})
-
-    assert measured[0] == pytest.approx(measured[1], abs=1e-4)
+        expected = 100.0 * (accuracy(None) - accuracy(name))
+        assert float(made.callback_metrics[f"growth/contribution.{name}"]) == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_network_grows_under_manual_optimization_with_two_optimizers() -> None:
@@ -282,39 +233,20 @@ def test_a_network_grows_under_manual_optimization_with_two_optimizers() -> None
 
 
 def test_a_host_is_clipped_as_if_its_seed_were_not_there() -> None:
-    class Watch(Callback):
-        def __init__(self) -> None:
-            self.norms: list[list[float]] = []
+    norms: list[list[float]] = []
 
-        def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
-            groups = trainer.optimizers[0].param_groups
-            self.norms.append(
-                [torch.cat([p.grad.flatten() for p in group["params"]]).norm().item() for group in groups]
-            )
+    def watch(trainer: Trainer, *_: object) -> None:
+        groups = trainer.optimizers[0].param_groups
+        norms.append([torch.cat([p.grad.flatten() for p in group["params"]]).norm().item() for group in groups])
 
-    plain, grown, watch = classifier(), classifier(), Watch()
+    plain, grown = classifier(), classifier()
     train(plain, epochs=2, gradient_clip_val=0.1)
-    train(grown, grow({0: germinate(0)}), watch, epochs=2, gradient_clip_val=0.1)
+    train(grown, grow({0: germinate(0)}), LambdaCallback(on_train_batch_end=watch), epochs=2, gradient_clip_val=0.1)
 
-    assert all(norm <= 0.1 + 1e-6 for norms in watch.norms for norm in norms)
-    assert all(len(norms) == 2 and norms[0] == pytest.approx(0.1, abs=1e-4) for norms in watch.norms[:3])
+    assert all(norm <= 0.1 + 1e-6 for of_batch in norms for norm in of_batch)
+    assert all(len(of_batch) == 2 and of_batch[0] == pytest.approx(0.1, abs=1e-4) for of_batch in norms[:3])
     weights = dict(grown.net.named_parameters())
     assert all(torch.equal(p, weights[name]) for name, p in plain.net.named_parameters()), "the seed only learns"
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
-def test_a_seed_grows_in_every_precision(precision: str) -> None:
-    settings: dict[str, Any] = {"precision": precision}
-    if precision == "16-mixed":  # with a loss scale, which Lightning does not use on a CPU
-        settings = {"plugins": MixedPrecision(precision, "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8))}
-    callback = grow({0: germinate(0)})
-    module = classifier()
-
-    train(module, callback, epochs=4, **settings)
-
-    slot = callback.growing.slots["3"]
-    assert slot.blended
-    assert {p.dtype for p in slot.seed.parameters()} == {module.net[0].weight.dtype}
 
 
 class LastGradients(Callback):
@@ -340,13 +272,11 @@ class LastGradients(Callback):
             self.judged.setdefault(self.grow.validations, list(gradient))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"accumulate_grad_batches": 2, "val_check_interval": 2},
-        {"val_check_interval": 3, "check_val_every_n_epoch": None},
-    ],
-)
+ACCUMULATED = {"accumulate_grad_batches": 2, "val_check_interval": 2}
+ACROSS_EPOCHS = {"val_check_interval": 3, "check_val_every_n_epoch": None}
+
+
+@pytest.mark.parametrize("settings", [ACCUMULATED, ACROSS_EPOCHS])
 def test_seeds_are_judged_by_the_gradients_of_the_last_step_before_a_validation(settings: dict[str, Any]) -> None:
     callback = grow({0: germinate(0)}, every=2, horizon=4)
     watch = LastGradients(callback)
@@ -373,8 +303,7 @@ def test_a_second_training_with_the_same_callback_goes_on_with_what_has_grown() 
 def test_what_a_seed_is_worth_is_told_in_the_unit_of_the_metric(
     mode: str, unit: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = {0: germinate(0), 6: decide(Op.FOSSILIZE, slot=0)}
-    monitor = "val_acc" if mode == "max" else "val_loss"
+    plan, monitor = {0: germinate(0), 6: decide(Op.FOSSILIZE, slot=0)}, {"max": "val_acc", "min": "val_loss"}[mode]
 
     train(classifier(), grow(plan, monitor=monitor, mode=mode), epochs=8)
 
@@ -443,15 +372,12 @@ def test_a_schedule_that_is_too_long_is_refused_before_grow_writes_anything(tmp_
 
 def test_a_yaml_of_lightnings_own_command_line_grows_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "grow.yaml").write_text(
-        """
+    (tmp_path / "grow.yaml").write_text("""
 trainer:
   accelerator: cpu
   max_epochs: 2
   logger: false
   enable_checkpointing: false
-  enable_progress_bar: false
-  enable_model_summary: false
   callbacks:
     - class_path: esper_lightning.callbacks.Grow
       init_args:
@@ -461,8 +387,7 @@ trainer:
         price: 0.1
         seed_options: {lr: 0.001}
         lifecycle: {training_ticks: 1}
-"""
-    )
+""")
     cli = LightningCLI(Classifier, DigitsData, args=["fit", "--config", str(tmp_path / "grow.yaml")])
 
     (callback,) = (callback for callback in cli.trainer.callbacks if isinstance(callback, Grow))

@@ -15,15 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from esper_lightning.checkpoint import NAMED_POLICIES, POLICIES
 from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.controllers.schedules import Schedule, ScheduledAction, write_schedule
-from esper_lightning.envs import Action
-from esper_lightning.envs.single_pool import SinglePool
-from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.growth.stages import Stage
 from tests.callbacks.grow.modules import Classifier
-from tests.callbacks.grow.trainings import classifier, grow, train
+from tests.callbacks.grow.trainings import Plan, classifier, grow, train
 from tests.decisions import cull, germinate
-
-SLOTS = ("3", "5")
 
 
 def test_a_rule_grows_the_network() -> None:
@@ -79,7 +74,7 @@ def test_a_schedule_from_a_file_is_played(tmp_path: Path) -> None:
         ScheduledAction(3, "CULL", "5"),
         ScheduledAction(4, "GERMINATE", "3", blueprint="conv_light"),
     )
-    write_schedule(Schedule(SLOTS, entries), tmp_path / "plan.json")
+    write_schedule(Schedule(("3", "5"), entries), tmp_path / "plan.json")
     callback = grow(decider=str(tmp_path / "plan.json"), batches=1)
 
     train(classifier(), callback, epochs=6)
@@ -136,15 +131,8 @@ def test_a_decision_that_is_impossible_is_refused() -> None:
 
 
 def test_a_decider_without_a_state_cannot_continue_a_run(tmp_path: Path) -> None:
-    class Forgetful:
-        def reset(self, pool: SinglePool) -> None:
-            pass
-
-        def act(self, pool: SinglePool) -> Action:
-            return to_action([(0,)], pool.device)
-
-    made = train(classifier(), grow(decider=Forgetful()), epochs=1)
-    made.save_checkpoint(tmp_path / "saved.ckpt")
+    forgetful = type("Forgetful", (), {"actions": {}, "reset": Plan.reset, "act": Plan.act})
+    train(classifier(), grow(decider=forgetful()), epochs=1).save_checkpoint(tmp_path / "saved.ckpt")
 
     with pytest.raises(ValueError, match="Forgetful cannot continue a run; give it state_dict"):
-        train(classifier(), grow(decider=Forgetful()), epochs=2, resume_from=tmp_path / "saved.ckpt")
+        train(classifier(), grow(decider=forgetful()), epochs=2, resume_from=tmp_path / "saved.ckpt")

@@ -1,19 +1,17 @@
 """Grow finds a network that the module's own `setup` or `configure_model` builds, and restores it from a checkpoint."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from esper_lightning.callbacks import Grow
 from tests.callbacks.grow.modules import Classifier, DigitsData
 from tests.callbacks.grow.trainings import classifier, grow, train, trainer
 from tests.decisions import germinate
 
 
 class Late(Classifier):
-    """Classifier whose network is built by Lightning's hooks, with the same weights every time."""
+    """Classifier whose network is built by a hook of Lightning, with the same weights every time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,36 +24,20 @@ class Late(Classifier):
         (self.net,) = self.hidden
 
 
-class InSetup(Late):
-    def setup(self, stage: str) -> None:
-        self.build("setup")
+@pytest.mark.parametrize("hook", ["setup", "configure_model"])
+def test_a_network_that_is_built_late_grows_and_is_built_once(hook: str, tmp_path: Path) -> None:
+    kind: type[Late] = type("BuiltByHook", (Late,), {hook: lambda self, **_: self.build(hook)})
+    plan = {0: germinate(0)}
+    module, callback, again = kind(), grow(plan), grow(plan)
+    made, early = train(module, callback, epochs=3), train(classifier(), grow(plan), epochs=3)
 
-
-class InConfigureModel(Late):
-    def configure_model(self) -> None:
-        self.build("configure_model")
-
-
-def losses(module: Classifier, *callbacks: Grow) -> float:
-    return float(train(module, *callbacks, epochs=3).callback_metrics["val_loss"])
-
-
-@pytest.mark.parametrize("kind", [InSetup, InConfigureModel])
-def test_a_network_that_is_built_late_grows_and_is_built_once(kind: type[Late], tmp_path: Path) -> None:
-    module, early = kind(), classifier()
-    plan: dict[int, Any] = {0: germinate(0)}
-
-    callback = grow(plan)
-    made = train(module, callback, epochs=3)
-
-    assert module.built == [{InSetup: "setup", InConfigureModel: "configure_model"}[kind]]
+    assert module.built == [hook]
     assert not {"setup", "configure_model"} & set(vars(module))
     assert callback.growing.module is module.net
-    assert float(made.callback_metrics["val_loss"]) == losses(early, grow(plan))
+    assert made.callback_metrics["val_loss"] == early.callback_metrics["val_loss"]
 
     made.save_checkpoint(tmp_path / "grown.ckpt")
-    resumed, again = kind(), grow(plan)
-    train(resumed, again, epochs=5, resume_from=tmp_path / "grown.ckpt")
+    train(kind(), again, epochs=5, resume_from=tmp_path / "grown.ckpt")
 
     assert again.growing.slots["3"].blended
 

@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import nn
@@ -26,32 +22,16 @@ from esper_lightning.growth.depth import depth_slots
 from tests.callbacks.grow.modules import Classifier, DigitsData
 from tests.callbacks.grow.trainings import grow, trainer
 
-
-def compiled(module: Classifier) -> None:
-    module.net = torch.compile(module.net)  # type: ignore[assignment]
-
-
-def compiled_in_place(module: Classifier) -> None:
-    module.net.compile()
+Change = Callable[[Classifier], Any]
+"""A change of a user's module. It may return another module, as torch.compile does."""
 
 
-def compiled_as_a_whole(module: Classifier) -> None:
-    module.compile()
+def with_part(name: str, make: Change) -> Change:
+    return lambda module: setattr(module, name, make(module))
 
 
-def averaged(module: Classifier) -> None:
-    module.average = AveragedModel(module.net)
-
-
-def two_networks(module: Classifier) -> None:
-    module.other = nn.Sequential(*[nn.Linear(2, 2) for _ in range(6)])
-
-
-def with_optimizer(make: Callable[[Any], Any]) -> Callable[[Classifier], None]:
-    def change(module: Classifier) -> None:
-        module.configure_optimizers = lambda: make(module)  # type: ignore[method-assign]
-
-    return change
+def with_optimizer(make: Change) -> Change:
+    return with_part("configure_optimizers", lambda module: lambda: make(module))
 
 
 def deepening(module: Classifier) -> None:
@@ -63,19 +43,25 @@ def nothing(module: Classifier) -> None:
     pass
 
 
-LBFGS = with_optimizer(lambda module: torch.optim.LBFGS(module.parameters()))
+def held_out_by(loaders: Callable[[DigitsData], Any]) -> DigitsData:
+    """Return digits with validation loaders of their own."""
+    return type("HeldOut", (DigitsData,), {"val_dataloader": loaders})()
 
+
+AVERAGED = with_part("average", lambda module: AveragedModel(module.net))
+OTHER = with_part("other", lambda module: nn.Sequential(*[nn.Linear(2, 2) for _ in range(6)]))
+LBFGS = with_optimizer(lambda module: torch.optim.LBFGS(module.parameters()))
 FUSED = with_optimizer(lambda module: torch.optim.AdamW(module.parameters(), fused=True))
+ELSEWHERE = with_optimizer(lambda module: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
+OF_LOADERS = with_part("validation_step", lambda module: lambda batch, batch_idx, dataloader_idx=0: None)
 
 SCALED = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+TWO_LOADERS = {"data": held_out_by(lambda data: [DataLoader(data.held_out, 80)] * 2), "num_sanity_val_steps": 0}
+ONE_BY_ONE = {"data": held_out_by(lambda data: DataLoader(data.held_out, 1)), "limit_val_batches": 2}
 
-ELSEWHERE = with_optimizer(lambda module: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
-
-COMPILED = "is compiled, which hides its parts; compile .*training_step, or a function"
-
-REFUSED: dict[str, tuple[Callable[[Classifier], None], dict[str, Any], dict[str, Any], str]] = {
-    "AveragedModel": (averaged, {}, {"network": "net"}, "AveragedModel.*second run"),
-    "two networks": (two_networks, {}, {}, r"'net', 'other'; give Grow\(network=…\)"),
+REFUSED: dict[str, tuple[Change, dict[str, Any], dict[str, Any], str]] = {
+    "AveragedModel": (AVERAGED, {}, {"network": "net"}, "AveragedModel.*second run"),
+    "two networks": (OTHER, {}, {}, r"'net', 'other'; give Grow\(network=…\)"),
     "unknown network": (nothing, {}, {"network": "nett"}, "unknown network 'nett'; did you mean 'net'"),
     "unknown slot": (nothing, {}, {"slots": ["33"]}, "in 'net', the network has no module '33'"),
     "slot with the name of its network": (nothing, {}, {"slots": ["net.3"]}, "no module 'net.3'.*within the network"),
@@ -84,6 +70,8 @@ REFUSED: dict[str, tuple[Callable[[Classifier], None], dict[str, Any], dict[str,
     "depth": (deepening, {}, {}, "'stack1' is for depth, which the callback Stack grows"),
     "no optimizer": (ELSEWHERE, {}, {}, "no optimizer trains the parameters of 'net'"),
     "no validation": (nothing, {"limit_val_batches": 0}, {}, "this run has none; define validation_step"),
+    "two validation loaders": (OF_LOADERS, TWO_LOADERS, {}, "one validation loader, there are 2; give one"),
+    "one sample": (nothing, ONE_BY_ONE, {}, "first validation batch has one sample; give the loader a batch_size of 2"),
     "unknown metric": (nothing, {}, {"monitor": "val_accuracy"}, "logs no 'val_accuracy'.*val_acc"),
     "loss in mode max": (nothing, {}, {"monitor": "val_loss"}, "must be a share from 0 to 1; scale it"),
     "no length": (nothing, {"max_steps": 5}, {}, r"give Grow\(horizon=…\), in validations"),
@@ -92,21 +80,27 @@ REFUSED: dict[str, tuple[Callable[[Classifier], None], dict[str, Any], dict[str,
     "finetuning": (nothing, {"callbacks": [BackboneFinetuning()]}, {}, "BackboneFinetuning rearranges"),
 }
 
+COMPILED: dict[str, Change] = {
+    "a compiled network": with_part("net", lambda module: torch.compile(module.net)),
+    "a network compiled in place": lambda module: module.net.compile(),
+    "a module compiled in place": lambda module: module.compile(),
+    "a compiled module": torch.compile,
+}
 
-def refused(change: Callable[[Classifier], None], settings: dict[str, Any], options: dict[str, Any]) -> str:
+
+def refused(change: Change, settings: dict[str, Any], options: dict[str, Any]) -> str:
     """Return the error of a training that is refused."""
-    module = Classifier()
-    change(module)
-    callbacks = settings.get("callbacks", [])
-    made = trainer(grow(**options), *callbacks, epochs=2, **{k: v for k, v in settings.items() if k != "callbacks"})
+    settings, module = dict(settings), Classifier()
+    callbacks, data = settings.pop("callbacks", []), settings.pop("data", DigitsData())
+    changed = change(module)
     with pytest.raises(ValueError) as raised:
-        made.fit(module, DigitsData())
+        trainer(grow(**options), *callbacks, epochs=2, **settings).fit(module if changed is None else changed, data)
     return str(raised.value)
 
 
 @pytest.mark.parametrize(("change", "settings", "options", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_grow_is_refused_in_one_line(
-    change: Callable[[Classifier], None], settings: dict[str, Any], options: dict[str, Any], message: str
+    change: Change, settings: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
     said = refused(change, settings, options)
 
@@ -114,18 +108,12 @@ def test_what_cannot_grow_is_refused_in_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [compiled, compiled_in_place, compiled_as_a_whole])
-def test_a_compiled_network_is_refused(change: Callable[[Classifier], None]) -> None:
+@pytest.mark.parametrize("change", COMPILED.values(), ids=COMPILED)
+def test_compiled_networks_and_modules_are_refused(change: Change) -> None:
     """Slow, because torch.compile imports its compiler."""
-    assert re.search(COMPILED, refused(change, {}, {}))
+    said = refused(change, {}, {})
 
-
-@pytest.mark.slow
-def test_a_compiled_module_is_refused() -> None:
-    module: Any = torch.compile(Classifier())
-
-    with pytest.raises(ValueError, match=COMPILED):
-        trainer(grow(), epochs=2).fit(module, DigitsData())
+    assert re.search("is compiled, which hides its parts; compile .*training_step, or a function", said)
 
 
 @pytest.mark.parametrize(
@@ -143,28 +131,6 @@ def test_a_strategy_that_shards_parameters_is_refused(strategy: Strategy) -> Non
 
     with pytest.raises(ValueError, match=f"Grow: {type(strategy).__name__} .* use one device, or strategy='ddp'"):
         check_trainer("Grow", made, Classifier(), CONFLICTING_CALLBACKS)
-
-
-def test_several_validation_loaders_are_refused() -> None:
-    class TwoLoaders(DigitsData):
-        def val_dataloader(self) -> Any:
-            return [super().val_dataloader()] * 2
-
-    class TwoValidations(Classifier):
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            pass
-
-    with pytest.raises(ValueError, match="one validation loader, there are 2; give one"):
-        trainer(grow(), epochs=2, num_sanity_val_steps=0).fit(TwoValidations(), TwoLoaders())
-
-
-def test_validation_batches_of_one_sample_are_refused() -> None:
-    class OneByOne(DigitsData):
-        def val_dataloader(self) -> Any:
-            return DataLoader(self.held_out, 1)
-
-    with pytest.raises(ValueError, match="first validation batch has one sample; give the loader a batch_size of 2"):
-        trainer(grow(), epochs=2, limit_val_batches=2).fit(Classifier(), OneByOne())
 
 
 def test_layers_of_the_lightning_module_itself_are_no_network() -> None:

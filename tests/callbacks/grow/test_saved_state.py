@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from esper_lightning.callbacks import Grow
 from esper_lightning.growth import attach_from_state_dict
 from esper_lightning.growth.stages import Stage
 from tests.callbacks.grow.modules import Classifier, DigitsData
-from tests.callbacks.grow.trainings import classifier, grow, train, trainer
+from tests.callbacks.grow.trainings import classifier, equal, grow, train, trainer
 from tests.decisions import cull, germinate
 
 LIFE = {0: germinate(0, 0), 1: germinate(1, 1), 7: cull(1)}
@@ -43,7 +42,7 @@ def test_a_fit_with_no_epoch_left_saves_what_it_has_restored(half: Path, is_new:
 
     (expected, first), (module, second) = go_on(half), go_on(tmp_path / "again.ckpt")
 
-    assert all(torch.equal(p, expected.state_dict()[name]) for name, p in module.state_dict().items())
+    assert equal(module, expected)
     assert first.growing.measurements == second.growing.measurements
 
 
@@ -70,12 +69,11 @@ def test_a_second_fit_that_trains_nothing_saves_what_the_first_one_grew(tmp_path
     assert go_on(tmp_path / "again.ckpt")[1].validations == WHOLE
 
 
-def test_a_callback_saves_nothing_of_another_network(tmp_path: Path) -> None:
+def test_a_callback_saves_nothing_of_another_network() -> None:
     callback = grow(LIFE)
     train(classifier(), callback, epochs=2)
 
-    made = trainer(callback)
-    made.validate(classifier(), DigitsData(), verbose=False)
+    trainer(callback).validate(classifier(), DigitsData(), verbose=False)
 
     assert callback.state_dict() == {}
 

@@ -7,15 +7,19 @@ import lightning as L
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 
 from esper_lightning.callbacks import Grow
-from esper_lightning.envs import Action
+from esper_lightning.envs import Action, Op
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.growth.gates import LifecycleConfig
+from tests.callbacks import gpt
 from tests.callbacks.grow.modules import Classifier, DigitsData
-from tests.decisions import WAIT, Row
+from tests.decisions import WAIT, Row, cull, decide, germinate
 
 QUICK = LifecycleConfig(training_ticks=1, min_contribution=None, auto_cull=False, min_gradient_health=0.0)
 """Seeds are blended after one tick, and kept whatever they contribute."""
+
+LIFE = {0: germinate(0, 0), 1: germinate(1, 1), 6: decide(Op.FOSSILIZE, slot=0), 7: cull(1)}
+"""conv_light lives in the first slot until it is kept, and bottleneck in the second one until it is removed."""
 
 
 class Plan:
@@ -44,16 +48,11 @@ class Plan:
 
 
 def trainer(*callbacks: Callback, epochs: int = 6, **settings: Any) -> Trainer:
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "max_epochs": epochs,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "log_every_n_steps": 5,
-    }
-    return Trainer(callbacks=list(callbacks), **{**defaults, **settings})
+    return gpt.trainer(*callbacks, **{"max_epochs": epochs, "log_every_n_steps": 5, **settings})
+
+
+def equal(one: LightningModule, other: LightningModule) -> bool:
+    return gpt.equal(one.state_dict(), other.state_dict())
 
 
 def classifier(scheduler: str | None = None, kind: type[Classifier] = Classifier, **settings: Any) -> Classifier:
