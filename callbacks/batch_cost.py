@@ -27,7 +27,10 @@ COUNT_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError
 
 
 class BatchCost(NamedTuple):
-    """What a training batch costs: its FLOPs, forward and backward, as a linear function of the depth of each list."""
+    """FLOPs and targets of one training batch.
+
+    FLOPs are those of the forward and the backward pass, as a linear function of the number of blocks in each list.
+    """
 
     fixed: float
     """FLOPs outside of the blocks."""

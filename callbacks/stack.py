@@ -141,7 +141,7 @@ class Stack(Callback):
         self._loss: Tensor | None = None
         self._handles: list[RemovableHandle] = []
         self.cost: BatchCost | None = None
-        """What a training batch costs; None if it is not known."""
+        """FLOPs and targets of a training batch; None if they are not known."""
         self.flops_spent = 0
         """FLOPs of the training so far, of all processes."""
         self.batches = 0

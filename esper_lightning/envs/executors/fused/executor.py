@@ -43,8 +43,8 @@ class FusedExecutor(LoopExecutor):
 
     Hosts live in the arena of their stack from their first epoch on: the weights, running statistics and optimizer
     states of the environments are views of its rows, which an epoch changes in place. A host that has become deeper
-    moves to the arena of that depth at its next epoch. Loss scales are copied from the
-    environments at the beginning of an epoch, and back at its end.
+    moves to the arena of that depth at its next epoch. Loss scales are copied from the environments at the beginning of
+    an epoch, and back at its end.
     """
 
     def __init__(self, task: Task, training: HostTraining) -> None:
