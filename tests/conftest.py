@@ -67,11 +67,7 @@ SMALL = EnvConfig(
 FREE: dict[str, Any] = {
     "horizon": 12,
     "lifecycle": replace(SMALL.lifecycle, birth="random"),
-    "actions": ActionConfig(
-        blueprints=["norm", "conv_small"],
-        styles=["linear_add", "sigmoid12_multiply", "linear_gate"],
-        tempos={"FAST": 1, "SLOW": 2},
-    ),
+    "actions": ActionConfig(blueprints=["norm", "conv_small"], tempos={"FAST": 1, "SLOW": 2}),
 }
 """Changes to SMALL that give a controller choices in all heads."""
 
@@ -121,7 +117,7 @@ def stacks_of_our_hosts_are_proven_once() -> Iterator[None]:
         settings = [value for value in vars(network).values() if isinstance(value, bool | int | float | str)]
         grown_in = [(name, slot.detach_input, slot.on_single_path) for name, slot in slots.items()]
         dtype, shape = next(network.parameters()).dtype, inputs.shape[1:]
-        case = str((network, settings, grown_in, env.space.blueprint, env.space.style, dtype, shape))
+        case = str((network, settings, grown_in, env.space.blueprint, dtype, shape))
         if not ours or case not in proven:
             check_stack(env, inputs)
             proven.add(case)

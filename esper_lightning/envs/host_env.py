@@ -12,7 +12,7 @@ from esper_lightning.envs.device_transfer import variants_to_validate
 from esper_lightning.envs.family import HostContext
 from esper_lightning.envs.flops import HostFlops, positions_per_parameter
 from esper_lightning.envs.measurements import EpochResult, History, LossAndScore, Validation
-from esper_lightning.envs.spaces.actions import STYLES, ActionConfig, ActionSpace, Op
+from esper_lightning.envs.spaces.actions import ActionConfig, ActionSpace, Op
 from esper_lightning.governor.judge import EpochStats, HostMonitor, Judgement, Verdict, veto_reasons
 from esper_lightning.governor.snapshot import clone_tensors, pack, unpack
 from esper_lightning.growth.counterfactual import SeedVariant
@@ -132,9 +132,8 @@ class Subject:
             case Op.WAIT:
                 return []
             case Op.GERMINATE:
-                curve, style = STYLES[chosen.style]
                 ticks = self.actions.tempos[chosen.tempo]
-                event = growing.germinate(chosen.slot, chosen.blueprint, ticks=ticks, style=style, curve=curve)
+                event = growing.germinate(chosen.slot, chosen.blueprint, ticks=ticks)
                 k = list(growing.slots).index(chosen.slot)
                 self.score_at_germination[k] = (self.history.score or [0.0])[-1]
                 return [event]

@@ -1,19 +1,14 @@
 """Blending of a seed's output s into the host's feature h, both of one shape, with alpha in [0, 1]: how alpha rises,
-how the two are mixed, and how a seed learns before.
-
-Every style returns exactly h at alpha 0, for finite s. Pure tensor functions, and the learned gate of style "gate".
-"""
+how the two are mixed, and how a seed learns before. Pure tensor functions."""
 
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from esper_lightning.blueprints import suggest_name
-
-BlendStyle = Literal["add", "multiply", "gate"]
 
 Curve = Literal["linear", "sigmoid12"]
 """How alpha rises: in equal steps, or along a logistic function of steepness 12 that passes through 0 and 1."""
@@ -114,68 +109,7 @@ def proximal(h: Tensor, s: Tensor) -> Tensor:
     return _Isolate.apply(h, s, True)
 
 
-def add(h: Tensor, s: Tensor, alpha: Tensor) -> Tensor:
-    """Return (1 - alpha)·h + alpha·s, exactly `s` at alpha 1; `alpha` broadcasts against `h`."""
+def blend(h: Tensor, s: Tensor, alpha: Tensor) -> Tensor:
+    """Return (1 - alpha)·h + alpha·s; `alpha` broadcasts against `h`. For finite `s`, exactly `h` at alpha 0."""
     # Under autocast the seed's output may have another dtype than the host's feature.
     return torch.lerp(h, s.to(h.dtype), alpha.to(h.dtype))
-
-
-def multiply(h: Tensor, s: Tensor, seed_input: Tensor, *, alpha: Tensor) -> Tensor:
-    """Return h·(1 + alpha·tanh(s - seed_input)): the seed scales each element of the feature by at most 2.
-
-    `seed_input` is `h`, or `h` detached so that it gets no gradient through the seed.
-    """
-    return h * (1.0 + alpha.to(h.dtype) * torch.tanh(s.to(h.dtype) - seed_input))
-
-
-def mix(style: BlendStyle, x: Tensor, seed: nn.Module, *, seed_input: Tensor, alpha: Tensor) -> Tensor:
-    """Blend `seed(seed_input)` into `x`; with style "gate", `seed` is a GatedSeed."""
-    seed_output = seed(seed_input)
-    if style == "add":
-        return add(x, seed_output, alpha)
-    if style == "gate":
-        gate = seed.gate
-        assert isinstance(gate, nn.Module), "style gate comes with a GatedSeed"
-        return add(x, seed_output, alpha * gate(seed_input))
-    return multiply(x, seed_output, seed_input, alpha=alpha)
-
-
-MIN_GATE_WIDTH = 8
-"""Minimum number of hidden features of the gate, whose input is only C channel means."""
-
-
-class SampleGate(nn.Module):
-    """Weight of the seed for each sample, in [0, 1]: mean over positions, two linear layers, sigmoid.
-
-    Args:
-        width: Number of channels C of the feature.
-        channel_axis: Axis of the channels in the feature: 1 for images and vectors, -1 for sequences.
-    """
-
-    def __init__(self, width: int, channel_axis: int) -> None:
-        super().__init__()
-        self.channel_axis = channel_axis
-        hidden_width = max(MIN_GATE_WIDTH, width // 4)
-        self.layers = nn.Sequential(nn.Linear(width, hidden_width), nn.ReLU(), nn.Linear(hidden_width, 1), nn.Sigmoid())
-
-    def forward(self, h: Tensor) -> Tensor:  # [B, …] -> [B, 1, …], to broadcast against the feature
-        return sample_gates(self.layers, self.channel_axis, h)
-
-
-def sample_gates(layers: nn.Module, channel_axis: int, h: Tensor) -> Tensor:  # [B, …] -> [B, 1, …]
-    """Apply the layers of a `SampleGate`, or stacked ones, to the means of the feature over its positions."""
-    means = h.movedim(channel_axis, 1).flatten(2).mean(2) if h.ndim > 2 else h  # [B, C]
-    gates = layers(means)
-    return gates.view(*gates.shape, *[1] * (h.ndim - 2))
-
-
-class GatedSeed(nn.Module):
-    """A seed with its gate, in one module so that they are trained, counted, fossilized and removed together."""
-
-    def __init__(self, seed: nn.Module, gate: SampleGate) -> None:
-        super().__init__()
-        self.seed = seed
-        self.gate = gate
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.seed(h)

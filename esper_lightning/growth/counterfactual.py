@@ -180,7 +180,7 @@ def _isolated_pass(network: nn.Module, inputs: tuple[Any, ...]) -> Any:
 def _knows_to_mix(network: nn.Module, inputs: tuple[Any, ...]) -> bool:
     """Return `mixes_rows`, which is tried once for each set of seeds in a network."""
     known = _MIXING.setdefault(network, {})
-    key = (network.training, frozenset((s.blueprint, s.style) for s in slots_of(network).values() if s.blended))
+    key = (network.training, frozenset(s.blueprint for s in slots_of(network).values() if s.blended))
     if key not in known:
         known[key] = mixes_rows(network, inputs)
     return known[key]

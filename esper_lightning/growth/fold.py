@@ -1,6 +1,6 @@
 """Folding of fossilized seeds into the host's layers: the same outputs from fewer layers.
 
-A seed of style "add" that consists of linear layers only is an affine map M·x + b of the channels (with a 3×3 kernel
+A seed that consists of linear layers only is an affine map M·x + b of the channels (with a 3×3 kernel
 for `conv_light`). It can be merged into a linear layer directly before or after the slot. Otherwise a convolution and
 its shortcut become one convolution in the slot (https://arxiv.org/abs/2101.03697).
 """
@@ -65,7 +65,7 @@ def _fold(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> FoldResu
     """Try each candidate; keep the first that does not change the outputs, undo the others."""
     affine = affine_map_of(slot)
     if affine is None:
-        return FoldResult(slot.name, None, f"{slot.blueprint} ({slot.style}) is not an affine map of its input")
+        return FoldResult(slot.name, None, f"{slot.blueprint} is not an affine map of its input")
 
     def outputs() -> list[Tensor]:
         return [x for x in iter_tensors(call_network(network, example)) if x.is_floating_point()]
@@ -95,7 +95,7 @@ def _fold(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> FoldResu
 
 def affine_map_of(slot: SeedSlot) -> AffineMap | None:
     """Return the map of the feature by the fossilized seed, with its shortcut; None if it is not affine."""
-    if slot.style != "add" or not isinstance(slot.seed, Residual):
+    if not isinstance(slot.seed, Residual):
         return None
     eye = torch.eye(slot.width, dtype=torch.float64)
     kernel, bias = eye[:, :, None, None], torch.zeros(slot.width, dtype=torch.float64)

@@ -26,11 +26,11 @@ from tests.runs import differences
 
 Sizes = dict[str, int]
 
-ALL = dict(zip(HEADS, (len(Op), 3, 4, 2, 2), strict=True))
-ONE_STYLE = ALL | {"style": 1}
+ALL = dict(zip(HEADS, (len(Op), 3, 4, 2), strict=True))
+ONE_TEMPO = ALL | {"tempo": 1}
 USED_BY = {op: set(HEADS if op is Op.GERMINATE else HEADS[: 1 + (op is not Op.WAIT)]) for op in Op}
 
-each_size = pytest.mark.parametrize("sizes", [ALL, ONE_STYLE], ids=["all heads", "one style"])
+each_size = pytest.mark.parametrize("sizes", [ALL, ONE_TEMPO], ids=["all heads", "one tempo"])
 
 
 def random_masks(rows: int, seed: int) -> Masks:
@@ -54,11 +54,9 @@ def possible_actions(masks: Masks, row: int, sizes: Sizes = ALL) -> list[Row]:
     for op, k in masks.slot[row].nonzero().tolist():
         if op == Op.GERMINATE:
             blueprints = masks.blueprint[row, k].nonzero().flatten().tolist()
-            actions += [
-                germinate(k, b, t, s) for b, t, s in product(blueprints, range(sizes["tempo"]), range(sizes["style"]))
-            ]
+            actions += [germinate(k, b, t) for b, t in product(blueprints, range(sizes["tempo"]))]
         elif op != Op.WAIT:
-            actions.append((op, k, 0, 0, 0))
+            actions.append((op, k, 0, 0))
     return actions
 
 
@@ -85,13 +83,12 @@ def test_an_action_is_as_likely_as_its_choices_one_after_the_other(sizes: Sizes,
         t, slot, blueprint = {head: table[row] for head, table in logits.items()}, masks.slot[row], masks.blueprint[row]
         found = probabilities(logits, masks, row, possible_actions(masks, row, sizes))
         assert sum(found.values()) == pytest.approx(1.0, abs=1e-5)
-        for (op, k, b, s, m), p in found.items():
+        for (op, k, b, m), p in found.items():
             expected = share(t["op"][0], op, slot.any(1))
             if op != Op.WAIT:
                 expected *= share(t["slot"][op], k, slot[op])
             if op == Op.GERMINATE:
                 expected *= share(t["blueprint"][k], b, blueprint[k]) * share(t["tempo"][k], m)
-                expected *= share(t["style"][k], s) if "style" in t else 1.0
             assert p == pytest.approx(expected, rel=1e-4)
 
 
@@ -139,7 +136,7 @@ def test_a_row_of_nan_does_not_change_what_is_drawn_in_the_others() -> None:
 
 
 def test_heads_draw_in_turn_and_reproducibly() -> None:
-    rows, masks, logits = torch.arange(50), random_masks(50, seed=3), random_logits(50, 3, ONE_STYLE)
+    rows, masks, logits = torch.arange(50), random_masks(50, seed=3), random_logits(50, 3)
     generator, by_hand = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
 
     def draw(table: Tensor, possible: Tensor) -> Tensor:
@@ -153,7 +150,7 @@ def test_heads_draw_in_turn_and_reproducibly() -> None:
     blueprint = draw(logits["blueprint"][rows, slot], masks.blueprint[rows, slot])
     tempo = draw(logits["tempo"][rows, slot], torch.ones(50, 2, dtype=torch.bool))
     grows = op == Op.GERMINATE
-    expected = (op, slot * (op != Op.WAIT), blueprint * grows, torch.zeros_like(op), tempo * grows)
+    expected = (op, slot * (op != Op.WAIT), blueprint * grows, tempo * grows)
     assert all(torch.equal(part, other) for part, other in zip(action, expected, strict=True))
     assert torch.equal(generator.get_state(), by_hand.get_state())
 
@@ -168,8 +165,8 @@ def test_the_mode_is_possible_and_the_likeliest_choice_at_every_turn(seed: int) 
         op = int(t["op"][0].masked_fill(~masks.op[row], -math.inf).argmax())
         k = int(t["slot"][op].masked_fill(~masks.slot[row, op], -math.inf).argmax())
         b = int(t["blueprint"][k].masked_fill(~masks.blueprint[row, k], -math.inf).argmax())
-        grown = germinate(k, b, int(t["tempo"][k].argmax()), int(t["style"][k].argmax()))
-        assert action == {Op.WAIT: WAIT, Op.GERMINATE: grown}.get(Op(op), (op, k, 0, 0, 0))
+        grown = germinate(k, b, int(t["tempo"][k].argmax()))
+        assert action == {Op.WAIT: WAIT, Op.GERMINATE: grown}.get(Op(op), (op, k, 0, 0))
         assert action in possible_actions(masks, row)
 
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper_lightning.blueprints.seeds import GroupNorm, LearnedNorm, group_norm
-from esper_lightning.growth.blend import SampleGate, sample_gates
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.hosts.transformer import PositionEmbedding, TokenEmbedding
 
@@ -344,19 +343,6 @@ class StackedNorm(StackedLayer):
         return LearnedNorm.interpolate(x, self.norm(x), broadcast_per_entry(self.of_entries("scale"), x))
 
 
-class StackedSampleGate(nn.Module):
-    """Gate per sample, [B, S·C, H, W] -> [B, S·C, 1, 1]; other features [S·B, …, C] -> [S·B, 1, …]."""
-
-    def __init__(self, gate: SampleGate, index: StackIndex) -> None:
-        super().__init__()
-        self.channel_axis = gate.channel_axis
-        self.layers = stack_layers(gate.layers, index)
-
-    def forward(self, h: Tensor) -> Tensor:
-        gates = sample_gates(self.layers, self.channel_axis, h)
-        return gates.repeat_interleave(h.shape[1] // gates.shape[1], 1) if is_image(h) else gates
-
-
 STACKED_TYPES: dict[type[nn.Module], Callable[..., nn.Module]] = {
     nn.Conv2d: StackedConv2d,
     nn.BatchNorm2d: StackedBatchNorm2d,
@@ -369,7 +355,6 @@ STACKED_TYPES: dict[type[nn.Module], Callable[..., nn.Module]] = {
     TokenEmbedding: StackedTokenEmbedding,
     PositionEmbedding: StackedPositions,
     LearnedNorm: StackedNorm,
-    SampleGate: StackedSampleGate,
 }
 """Stacked layer for each layer type. The exact type counts, because a subclass may compute something else."""
 

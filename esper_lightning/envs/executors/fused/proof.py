@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from esper_lightning.envs.executors.fused.host import HostStack
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.spaces.actions import STYLES
-from esper_lightning.growth.blend import BlendStyle, Ramp
+from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.counterfactual import forward_variants, leave_one_out, mixes_rows
 from esper_lightning.growth.depth import DepthSlot, depths
 from esper_lightning.growth.lifecycle import germinate, slots_of
@@ -54,7 +53,6 @@ def check_stack(env: HostEnv, inputs: Tensor) -> None:
     Raises ValueError if the host cannot be stacked: a layer is not supported, or the results differ.
     """
     gpus = [env.device] if env.device.type == "cuda" else []
-    styles: list[BlendStyle] = list(dict.fromkeys(STYLES[style][1] for style in env.space.style))
     blueprints = list(env.space.blueprint)
     try:
         with torch.inference_mode(False), torch.random.fork_rng(gpus):
@@ -68,9 +66,8 @@ def check_stack(env: HostEnv, inputs: Tensor) -> None:
             trial.compare(stack, "no seeds")
             # A trial grows the first two blueprints that fit, so each blueprint is the first once.
             for i, first in enumerate(blueprints):
-                for style in styles if i == 0 else styles[:1]:
-                    trial.germinate(blueprints[i:] + blueprints[:i], style)
-                    trial.compare(stack, f"{style} seeds {first}")
+                trial.germinate(blueprints[i:] + blueprints[:i])
+                trial.compare(stack, f"seeds {first}")
             if depths(env.slots):
                 trial.deepen()
                 trial.compare(HostStack(trial.hosts[0]), "all blocks")
@@ -114,7 +111,7 @@ class Trial:
             if number.is_floating_point():
                 number += NOISE_SCALE * torch.rand(number.shape, generator=self.generator, device=number.device)
 
-    def germinate(self, blueprints: Sequence[str], style: BlendStyle) -> None:
+    def germinate(self, blueprints: Sequence[str]) -> None:
         """Germinate seeds in every second slot of the first host and in every slot of the others.
 
         They alternate between the first two blueprints that can grow. One seed is isolated, all others are blended.
@@ -126,7 +123,7 @@ class Trial:
                 fitting = [name for name in blueprints if (slot.name, name) in self.growable]
                 if fitting and (i or k % 2 == 0):
                     blueprint = fitting[(i + k) % min(2, len(fitting))]
-                    germinate(slot, blueprint, TRIAL_RAMP, generator=self.generator, style=style, birth="random")
+                    germinate(slot, blueprint, TRIAL_RAMP, generator=self.generator, birth="random")
                     self._randomise(slot.seed)
                     is_isolated = i == 1 and k == len(slots) - 1
                     stages = (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY)[: 1 if is_isolated else 3]

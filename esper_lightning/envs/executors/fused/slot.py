@@ -22,12 +22,9 @@ from esper_lightning.envs.executors.fused.layers import (
     stack_layers,
     unflatten_entries,
 )
-from esper_lightning.growth.blend import BlendStyle, add, mix, proximal_gradient
+from esper_lightning.growth.blend import blend, proximal_gradient
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.slot import SeedSlot
-
-SeedKind = tuple[str, BlendStyle]
-"""Blueprint and style of seeds that one stacked module computes."""
 
 Flags = Tensor | bool
 """One bool per stack entry, [S]; a Python bool where all are equal."""
@@ -74,11 +71,6 @@ class _Isolate(torch.autograd.Function):
         return to_x, to_mixed, None, None, None
 
 
-def _effective_alpha(slot: SeedSlot) -> float:
-    """Return the slot's alpha; 1 for an isolated seed, which learns for full alpha."""
-    return 1.0 if slot.isolated else slot.alpha_now
-
-
 class StackedSeeds:
     """Seeds of one kind in one slot of several hosts, computed by one module: the stacked copy of a seed.
 
@@ -87,8 +79,7 @@ class StackedSeeds:
         blended_hosts: Indices of the hosts whose seed is blended; no other has an effect in evaluation.
     """
 
-    def __init__(self, seed: nn.Module, style: BlendStyle) -> None:
-        self.style: BlendStyle = style
+    def __init__(self, seed: nn.Module) -> None:
         self.index = StackIndex()
         with torch.inference_mode(False):  # tensors of the seed are used in training too
             self.stacked = StackedModule(stack_layers(deepcopy(seed), self.index).eval())
@@ -97,38 +88,24 @@ class StackedSeeds:
     def release(self) -> None:
         """Drop the assignment: no host has such a seed."""
         self.index.select_all(0)
-        self.isolated: Flags = False
         self.detached: Flags = False
-        self.alphas: Tensor | None = None  # with style "add" the slot blends
 
     def assign(self, slots: Mapping[int, SeedSlot]) -> None:
         """Assign the hosts that have such a seed in the coming epoch, given as slot by host index."""
         self.row_of_host = {host: i for i, host in enumerate(slots)}
         self.blended_hosts = [host for host, slot in slots.items() if slot.blended]
-        own = list(slots.values())
-        alpha = own[0].alpha
-        self.isolated = _compact_flags([slot.isolated for slot in own], alpha.device)
-        is_detached = [slot.isolated or (slot.live and slot.detach_input) for slot in own]
-        self.detached = _compact_flags(is_detached, alpha.device)
-        if self.style != "add":
-            self.alphas = upload([_effective_alpha(slot) for slot in own], alpha.device, alpha.dtype)
+        is_detached = [slot.isolated or (slot.live and slot.detach_input) for slot in slots.values()]
+        self.detached = _compact_flags(is_detached, next(iter(slots.values())).alpha.device)
 
     def train(self, x: Tensor) -> Tensor:
-        """Apply the seeds in training mode to the features of their hosts, one entry each; see `_apply`."""
+        """Apply the seeds in training mode to the features of their hosts, one entry each."""
         self.index.select_all(len(self.row_of_host))
-        return self._apply(_detach(x, self.isolated), _detach(x, self.detached))
+        return self.stacked.module(_detach(x, self.detached))
 
     def evaluate(self, x: Tensor, hosts: Sequence[int]) -> Tensor:
-        """Apply the seed of host `hosts[i]` to entry i of `x`; hosts may be listed repeatedly. See `_apply`."""
+        """Apply the seed of host `hosts[i]` to entry i of `x`; hosts may be listed repeatedly."""
         self.index.select_rows(upload([self.row_of_host[host] for host in hosts], x.device))
-        return self._apply(x, x)
-
-    def _apply(self, x: Tensor, seed_inputs: Tensor) -> Tensor:
-        """Return the seeds' outputs for `seed_inputs`; with styles other than "add", already blended into `x`."""
-        if self.alphas is None:
-            return self.stacked.module(seed_inputs)
-        alphas = broadcast_per_entry(self.index.gather(self.alphas), x)
-        return mix(self.style, x, self.stacked.module, seed_input=seed_inputs, alpha=alphas)
+        return self.stacked.module(x)
 
 
 class StackEntries:
@@ -202,7 +179,7 @@ class StackedSlot:
         self.index = index
         self.entries = entries
         self.seed_modules = nn.ModuleList()  # so that a search for buffers finds those of seeds
-        self.seeds_by_kind: dict[SeedKind, StackedSeeds] = {}  # of every kind so far
+        self.seeds_by_blueprint: dict[str, StackedSeeds] = {}  # of every blueprint so far
         self.active_seeds: list[StackedSeeds] = []  # in the coming epoch
         self.orders: tuple[Tensor, Tensor] | None = None
         self.isolated: Flags = False
@@ -219,20 +196,20 @@ class StackedSlot:
 
         Germination of a known kind changes the assignment only, and not the modules.
         """
-        slots_by_kind: dict[SeedKind, dict[int, SeedSlot]] = {}
+        slots_by_blueprint: dict[str, dict[int, SeedSlot]] = {}
         for host, slot in enumerate(slots):
             if slot.folded is not None:
                 raise ValueError(f"slot {slot.name!r}: executor fused cannot run a folded seed; use env.executor loop")
             if slot.occupied:
                 assert slot.blueprint is not None, "the seed's"
-                slots_by_kind.setdefault((slot.blueprint, slot.style), {})[host] = slot
-        for kind, own in slots_by_kind.items():
-            if kind not in self.seeds_by_kind:
-                self.seeds_by_kind[kind] = seeds = StackedSeeds(next(iter(own.values())).seed, kind[1])
+                slots_by_blueprint.setdefault(slot.blueprint, {})[host] = slot
+        for blueprint, seeded in slots_by_blueprint.items():
+            if blueprint not in self.seeds_by_blueprint:
+                self.seeds_by_blueprint[blueprint] = seeds = StackedSeeds(next(iter(seeded.values())).seed)
                 self.seed_modules.append(seeds.stacked.module)
-            self.seeds_by_kind[kind].assign(own)
-            self.active_seeds.append(self.seeds_by_kind[kind])
-        if slots_by_kind:
+            self.seeds_by_blueprint[blueprint].assign(seeded)
+            self.active_seeds.append(self.seeds_by_blueprint[blueprint])
+        if slots_by_blueprint:
             self._plan_training(slots)
 
     def _plan_training(self, slots: Sequence[SeedSlot]) -> None:
@@ -248,11 +225,9 @@ class StackedSlot:
         self.orders = (upload(order, device), upload(inverse, device)) if len(parts) > 1 else None
         self.isolated = _compact_flags([slot.isolated for slot in slots], device)
         self.is_proximal = slots[0].isolation == "proximal"  # all hosts of a pool share their lifecycle
-        # By host index; 1 for styles other than "add", whose outputs are blended already.
+        # By host index. An isolated seed learns for full alpha.
         self.output_weights = {
-            host: _effective_alpha(slots[host]) if seeds.style == "add" else 1.0
-            for seeds in self.active_seeds
-            for host in seeds.row_of_host
+            host: 1.0 if slot.isolated else slot.alpha_now for host, slot in enumerate(slots) if slot.occupied
         }
         # None if all weights are 1: entries without a seed pass through unchanged anyway.
         weights = [self.output_weights.get(host, 0.0) for host in range(len(slots))]
@@ -281,7 +256,7 @@ class StackedSlot:
         return _Isolate.apply(x, mixed, self.isolated, self.index.count, self.is_proximal)
 
     def _blend(self, x: Tensor, output: Tensor, weights: Tensor | None) -> Tensor:
-        return output.to(x.dtype) if weights is None else add(x, output, broadcast_per_entry(weights, x))
+        return output.to(x.dtype) if weights is None else blend(x, output, broadcast_per_entry(weights, x))
 
     def _evaluate(self, slot: SeedSlot, x: Tensor) -> Tensor:
         """Apply each host's seed to the entries whose combination contains it.

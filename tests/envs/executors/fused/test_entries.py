@@ -13,7 +13,7 @@ from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.counterfactual import SeedVariant, forward_variants
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
-from tests.growth.grown import CPU, LIFE, STYLES, generator_of, grow
+from tests.growth.grown import CPU, LIFE, generator_of, grow
 
 SLOTS = ("a", "b", "c")
 
@@ -38,7 +38,7 @@ class Chain(nn.Module):
 
 stages = st.tuples(*[st.sampled_from([Stage.DORMANT, *LIFE])] * len(SLOTS))
 
-kinds = st.tuples(*[st.tuples(st.sampled_from(["lora", "norm"]), st.sampled_from(STYLES))] * len(SLOTS))
+blueprints = st.tuples(*[st.sampled_from(["lora", "norm"])] * len(SLOTS))
 
 
 @st.composite
@@ -48,9 +48,9 @@ def hosts(draw: st.DrawFn) -> tuple[list[nn.Module], list[list[SeedVariant]]]:
     networks, wanted = [], []
     for i in range(draw(st.integers(1, 4))):
         network = build_on(CPU, lambda: Chain(trunks), generator_of(i)).double()
-        for slot, stage, (blueprint, style) in zip(network.slots, draw(stages), draw(kinds), strict=True):
+        for slot, stage, blueprint in zip(network.slots, draw(stages), draw(blueprints), strict=True):
             if stage is not Stage.DORMANT:
-                grow(slot, stage, blueprint, Ramp(draw(st.integers(1, 2))), i, style)
+                grow(slot, stage, blueprint, Ramp(draw(st.integers(1, 2))), i)
         networks.append(network.eval())
         wanted.append(draw(st.lists(st.frozensets(st.sampled_from(SLOTS)), min_size=count, max_size=count)))
     return networks, wanted

@@ -62,8 +62,7 @@ class Twins:
         env = pool.envs[host]
         match event:
             case "germinate" if not env.growing.slots[slot].occupied:
-                blueprint, style = [("norm", "add"), ("lora", "add"), ("norm", "gate")][choice]
-                env.growing.germinate(slot, blueprint, style=style)  # type: ignore[arg-type]
+                env.growing.germinate(slot, ["norm", "lora", "mlp_small"][choice])
                 if choice == 1:
                     env.growing.slots[slot].move_to(Stage.TRAINING)
             case "cull":

@@ -26,7 +26,6 @@ from esper_lightning.envs.executors.fused.layers import (
     stack_layers,
     unstack_outputs,
 )
-from esper_lightning.growth.blend import SampleGate
 from esper_lightning.hosts.transformer import PositionEmbedding, TokenEmbedding
 from tests.growth.grown import CPU, add_noise, generator_of
 
@@ -41,17 +40,6 @@ WORDS = (6,)
 Make = Callable[[], nn.Module]
 
 close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
-
-
-class Gated(nn.Module):
-    """Module that multiplies a feature by its gate, so that gates are tested in use."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.gate = SampleGate(4, channels)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return h * self.gate(h)
 
 
 def and_linear(make: Make) -> nn.Module:
@@ -84,9 +72,6 @@ LAYERS: dict[str, tuple[Make, tuple[int, ...]]] = {
     "positions": (partial(PositionEmbedding, 8, 4), SEQUENCE),
     "towards group norm": (lambda: LearnedNorm(GroupNorm(1, 4)), IMAGE),
     "towards layer norm": (lambda: LearnedNorm(nn.LayerNorm(4)), SEQUENCE),
-    "gate, image": (partial(Gated, 1), IMAGE),
-    "gate, sequence": (partial(Gated, -1), SEQUENCE),
-    "gate, vector": (partial(Gated, 1), VECTOR),
 }
 
 

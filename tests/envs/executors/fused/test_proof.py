@@ -158,8 +158,8 @@ def pool_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., HostPool]:
 def run_some_steps(pool: HostPool) -> None:
     """Run some environment steps with seeds of two kinds."""
     pool.reset(range(3))
-    for env, style in zip(pool.envs, ("gate", "add"), strict=False):
-        env.growing.germinate(env.slots[0].name, "norm", style=style)
+    for env, blueprint in zip(pool.envs, pool.space.blueprint[:2], strict=False):
+        env.growing.germinate(env.slots[0].name, blueprint)
         pool.train_without_actions(2)
 
 
