@@ -214,7 +214,7 @@ class HostEnv(Subject):
         config: Settings of the environments.
         device: Device of the network.
         flops: FLOPs of the host.
-        architecture: Name of the architecture; its hosts can be stacked while they have the same depth.
+        architecture: Name of the architecture; its hosts can be batched while they have the same depth.
     """
 
     def __init__(

@@ -80,7 +80,7 @@ def proximal_gradient(grad: Tensor, h: Tensor, s: Tensor, dims: Sequence[int] | 
     return pull.add_(grad, alpha=PROXIMAL_STEP)
 
 
-class _Isolate(torch.autograd.Function):
+class _HideSeed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, s: Tensor, is_proximal: bool) -> Tensor:
         ctx.dtype = s.dtype
@@ -101,12 +101,12 @@ def straight_through(h: Tensor, s: Tensor) -> Tensor:
 
     The usual `h + (s - s.detach())` differs from `h` by rounding, and is NaN for an infinite `s`.
     """
-    return _Isolate.apply(h, s, False)
+    return _HideSeed.apply(h, s, False)
 
 
 def proximal(h: Tensor, s: Tensor) -> Tensor:
     """Return `h`, bit for bit; backward passes the gradient to `h`, and `proximal_gradient` to `s`."""
-    return _Isolate.apply(h, s, True)
+    return _HideSeed.apply(h, s, True)
 
 
 def blend(h: Tensor, s: Tensor, alpha: Tensor) -> Tensor:

@@ -128,6 +128,19 @@ def test_slots_that_a_network_has_built_in_are_restored_in_all_stages() -> None:
     assert not any(module.training for module in slot_named(fresh.eval(), "block2").seed.modules())
 
 
+def test_states_of_earlier_versions_name_a_style_and_load_if_it_is_to_add() -> None:
+    slot, fresh = SeedSlot("here", "vector", 6), SeedSlot("here", "vector", 6)
+    grow(slot, Stage.FOSSILIZED, "lora")
+    state = slot.state_dict()
+    told = decode(state[EXTRA_STATE])
+
+    fresh.load_state_dict(state | {EXTRA_STATE: encode(told | {"style": "add"})})
+
+    assert fresh.stage is Stage.FOSSILIZED
+    with pytest.raises(ValueError, match="slot 'here': seeds of style 'gate' no longer exist"):
+        fresh.load_state_dict(state | {EXTRA_STATE: encode(told | {"style": "gate"})})
+
+
 def test_a_network_gets_the_slots_that_a_state_dict_tells_of() -> None:
     network = nn.ModuleDict({"model": network_in(blending)})
     fresh = nn.ModuleDict({"model": small_network()})

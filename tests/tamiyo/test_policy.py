@@ -214,6 +214,12 @@ def test_sizes_are_restored_from_plain_data(shape: PolicyShape) -> None:
     assert PolicyShape.from_state_dict(shape.state_dict()) == shape
 
 
+def test_sizes_of_an_earlier_version_had_one_more_head() -> None:
+    saved = shape_of().state_dict()
+    saved["space"] |= {"style": ["linear_add"]}
+    assert PolicyShape.from_state_dict(saved) == shape_of()
+
+
 def test_impossible_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="width must be at least 2, got 1"):
         PolicyConfig(width=1)
