@@ -80,17 +80,12 @@ class Stack(Callback):
         start: Number of blocks at the beginning. None: a third of those that the class builds, at least one; blocks
             that hold trained weights are then refused, because the others would be lost.
         at: Share of the training, between 0 and 1, after which it grows to its full depth; or several shares, each
-            with the number of blocks from then on: `{0.1: 4, 0.3: 12}`. Steps, epochs and `max_time` of the trainer
-            count, whichever ends the training first. None: .3, unless there is a plan.
+            with the number of blocks from then on: `{0.1: 4, 0.3: 12}`. None: .3, unless there is a plan.
         plan: What decides in place of `at` how deep the network is: `scaling`, a rule that knows the targets per
             parameter; `tamiyo_depth`, the policy of the package that knows depth; the file of a policy; a function
-            from `Progress` to the number of blocks, or its import path. It is asked between two optimizer steps, and
-            the network may end with fewer blocks than its class builds.
-        order: Sources of the blocks; see `esper_lightning.growth.stack`, also for the following ones. Sources one by
-            one or in ranges fit a single change.
-        new: Content of new blocks. Those of `fresh` do not depend on the random numbers of the training.
-        state: Optimizer state of new blocks.
-        zero: Last layers of the residual branches for `new="zero"`.
+            from `Progress` to the number of blocks, or its import path. The network may end with fewer blocks.
+        order, new, state, zero: See `esper_lightning.growth.stack`. Sources one by one or in ranges fit a single
+            change, and fresh blocks do not depend on the random numbers of the training.
     """
 
     def __init__(
@@ -150,7 +145,6 @@ class Stack(Callback):
         self._parameters: dict[int, int] = {}  # of the module, by number of blocks
         self._batch_flops = 0  # of a batch now, in all processes; 0 if it is not known
         self._clock = 0.0, 0  # share of the training, and batches when it was reached
-        self._stacks: list[Stack] = []  # all callbacks of this class
         self._log: EventLog | None = None
 
     @property
@@ -371,9 +365,7 @@ class Stack(Callback):
         self._steps = trainer.global_step
         if first:
             self._first_batch(trainer)
-            self._stacks = stacks_of(trainer)
-            leader, *_ = self._stacks
-            if self is leader:
+            if self is (leader := stacks_of(trainer)[0]):
                 self._measure(trainer, pl_module, batch, batch_idx)
             self.cost = leader.cost
             self._set_batch_flops(trainer)
@@ -397,10 +389,11 @@ class Stack(Callback):
                     )
                 if asked > depth:
                     self._grow(trainer, int(asked), lr)
-        *_, last = self._stacks
-        for each in self._stacks if self is last else ():  # all lists have grown
-            each.batches += 1
-            each.flops_spent += each._batch_flops
+        stacks = stacks_of(trainer)
+        if self is stacks[-1]:  # all lists have grown
+            for each in stacks:
+                each.batches += 1
+                each.flops_spent += each._batch_flops
 
     def _progress(self, trainer: Trainer, share: float) -> Progress:
         """Return what the plan sees."""
@@ -455,7 +448,8 @@ class Stack(Callback):
 
     def _set_batch_flops(self, trainer: Trainer) -> None:
         if self.cost is not None:
-            self._batch_flops = self.cost.flops(depths_of(trainer)) * trainer.world_size
+            depths = {each.name: each.built.depth for each in stacks_of(trainer)}
+            self._batch_flops = self.cost.flops(depths) * trainer.world_size
 
     def _log_blocks(self, trainer: Trainer) -> None:
         """Write the number of blocks. Only at changes: `LightningModule.log` would take half a millisecond a batch."""
@@ -583,11 +577,6 @@ def in_own_name() -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"Stack: {str(error).removeprefix('stack: ')}") from None
-
-
-def depths_of(trainer: Trainer) -> dict[str, int]:
-    """Return the present numbers of blocks of all lists that a `Stack` grows, by name."""
-    return {each.name: each.built.depth for each in stacks_of(trainer)}
 
 
 def stacks_of(trainer: Trainer) -> list[Stack]:

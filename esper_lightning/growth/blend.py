@@ -40,10 +40,10 @@ def check_ramp(ramp: Ramp) -> None:
 
 
 Isolation = Literal["proximal", "straight_through"]
-"""How a seed learns before it is blended; the host's output, gradients and statistics are those without the seed.
+"""How a seed learns before it is blended, while the host computes what it does without the seed.
 
-proximal: The seed gets the loss gradient at its slot, and a pull back to the host's feature; see `proximal_gradient`.
-straight_through: The same gradient alone. It does not depend on the seed's output, so nothing ends its growth.
+proximal: By the loss gradient at its slot and a pull back to the host's feature; see `proximal_gradient`.
+straight_through: By the gradient alone. It does not depend on the seed's output, so nothing ends its growth.
 """
 
 PROXIMAL_STEP = 0.1
@@ -58,11 +58,8 @@ def proximal_gradient(grad: Tensor, h: Tensor, s: Tensor, dims: Sequence[int] | 
 
     It moves the seed's output to h - p·‖h‖·grad / ‖grad‖, a point at distance p·‖h‖ from h, against the loss gradient,
     and no further. That point minimises p·<grad, s> + ‖grad‖·‖s - h‖² / (2·‖h‖), the loss of first order plus a
-    proximal term (Parikh and Boyd, Proximal Algorithms, 2014, page 126).
-
-    The whole is the loss gradient plus a pull, (s - h)·‖grad‖ / (p·‖h‖), multiplied by p. Without this multiplication
-    the pull would be 1/p times as large as the loss gradient at ‖s - h‖ = ‖h‖; with it, it is equally large, so that
-    gates and gradient clipping treat a seed as they treat the host. Where h is zero, there is no pull.
+    proximal term (Parikh and Boyd, Proximal Algorithms, 2014, page 126). Its scale is that of the host's gradient, for
+    gates and clipping. Where h is zero, there is no pull.
 
     Args:
         grad: Gradient of the loss at the slot.

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from esper_lightning.blueprints import STACK, Birth, build_seed, get_blueprint
 from esper_lightning.growth.blend import Isolation, Ramp, blend, proximal, straight_through
+from esper_lightning.growth.nested import KeyPath, get_at, replace_at
 from esper_lightning.growth.stages import BLENDED, ISOLATED, LIVE, OCCUPIED, Stage, check_transition
 
 Layout = Literal["image", "sequence", "vector"]
@@ -31,17 +32,15 @@ class SeedSlot(nn.Module):
         name: Location of the slot as shown to users, for example `block1.pool`.
         layout: Layout of the feature that passes through the slot.
         width: Number of channels C of that feature.
-        detach_input: Detach the seed's input until the seed is fossilized, so that no gradient reaches earlier layers
-            through it. None: True for images, False for sequences and vectors.
-        on_single_path: True if all later layers get their data through this slot alone, so that a counterfactual pass
-            may split the batch here. False if a shortcut bypasses the slot.
+        detach_input: Let no gradient reach earlier layers through the seed until it is fossilized. None: for images.
+        on_single_path: True if no shortcut bypasses the slot, so that a counterfactual pass may split the batch here.
 
     Attributes:
         occupied, live, isolated, blended: True if the stage is in the set of this name; see `stages`.
         seed: The growing module; an identity if the slot is empty.
         ramp_ticks, age, ticks_in_stage: Host epochs since BLENDING began, since germination, and in the present stage.
         isolation: How a seed learns before it is blended; `GrowingNetwork` sets it from its lifecycle.
-        folded: Layer applied before the slot that contains an earlier, folded seed; None if there is none.
+        folded: Layer ahead of the slot that contains an earlier, folded seed.
         override: Replacement of the forward pass during counterfactual passes.
     """
 
@@ -246,7 +245,18 @@ def new_seed(slot: SeedSlot, blueprint: str, *, generator: torch.Generator, birt
 
 
 class SlotHook:
-    """Forward hook by which a slot is attached to a module."""
+    """Forward hook that passes one tensor of a module's output through a slot.
+
+    It is an object and not a closure, so that a deep copy of the network uses its own copies of the slots.
+    """
+
+    def __init__(self, slot: SeedSlot, path: KeyPath, channels_last: bool) -> None:
+        self.slot, self.path, self.channels_last = slot, path, channels_last
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        feature = get_at(output, self.path)
+        grown = self.slot(feature.movedim(-1, 1)).movedim(1, -1) if self.channels_last else self.slot(feature)
+        return replace_at(output, self.path, grown)
 
 
 def pass_on(*_: Any) -> None:

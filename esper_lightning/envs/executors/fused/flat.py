@@ -57,7 +57,7 @@ class Assignment(NamedTuple):
         return is_as_long and all(a is b for a, b in zip(ours, theirs, strict=True))
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Place of a batched tensor in its section."""
 
     start: int
@@ -82,13 +82,13 @@ class Section:
             self.parameters += [getattr(own, name) for name in layer.parameter_names for own in owner_layers]
             self.buffers += [(layer, name, owner_layers) for name in layer.buffer_names]
         self.statistics = self.gather_statistics()  # [owners, …] each
-        self.places: list[Place] = []
+        self.places: list[TensorPlace] = []
         self.size = 0
         for p in self.parameters[:: self.owners]:
             # Strides in p's memory format, without gaps.
             strides = torch.empty_like(p, device="meta").stride()
             gap = -self.owners * p.numel() % (ALIGNMENT // p.element_size())
-            self.places.append(Place(self.size, p.numel(), gap, tuple(p.shape), strides))
+            self.places.append(TensorPlace(self.size, p.numel(), gap, tuple(p.shape), strides))
             self.size += self.owners * p.numel() + gap
 
     def gather_statistics(self) -> list[Tensor]:
