@@ -120,9 +120,6 @@ class Stack(Callback):
             if listed_order(order) is not None and (plan is not None or len(shares) > 1):
                 raise ValueError("Stack: sources one by one are those of a single change; give order by its name")
         self.options: dict[str, Any] = {"order": order, "new": new, "state": state, "zero": zero}
-        self.depths: list[int] = []
-        """Numbers of blocks of the network so far."""
-        self.lr_peak = 0.0  # only for the warning in `_grow` about a rate that has already fallen
         self.built: Any = None
         """The list in the module with all blocks that the class has built, once it is known."""
         self._lists: list[BuiltBlocks] = []  # that of the module, then those of its averaged copies
@@ -130,11 +127,19 @@ class Stack(Callback):
         self._depth_before: dict[int, int] = {}  # of lists into which the module itself loads a state, by id
         self._was_loaded = False  # by the module itself, and not from a checkpoint of the Trainer
         self._begins = False
+        self._handles: list[RemovableHandle] = []
+        self._log: EventLog | None = None
+        self._forget_training()
+
+    def _forget_training(self) -> None:
+        """Set all that belongs to one training to its beginning."""
+        self.depths: list[int] = []
+        """Numbers of blocks of the network so far."""
+        self.lr_peak = 0.0  # only for the warning in `_grow` about a rate that has already fallen
         self._steps = -1
         self._loaded: dict[str, Any] | None = None  # weights of a grown list that is resumed
         self._told: str | None = None  # line about a change whose first loss is not known yet
         self._loss: Tensor | None = None
-        self._handles: list[RemovableHandle] = []
         self.cost: BatchCost | None = None
         """FLOPs and targets of a training batch; None if they are not known."""
         self.flops_spent = 0
@@ -145,7 +150,8 @@ class Stack(Callback):
         self._parameters: dict[int, int] = {}  # of the module, by number of blocks
         self._batch_flops = 0  # of a batch now, in all processes; 0 if it is not known
         self._clock = 0.0, 0  # share of the training, and batches when it was reached
-        self._log: EventLog | None = None
+        if self._first_plan is not None:  # what the plan remembers is of an earlier training
+            self.plan.load_state_dict(copy.deepcopy(self._first_plan))
 
     @property
     def start(self) -> int:
@@ -177,12 +183,7 @@ class Stack(Callback):
             each.whole[each.before_end : each.before_end] = map(copy_module, missing)
         if stage == "fit":
             self._check(trainer, module)
-            self.depths, self.lr_peak, self._steps = [], 0.0, -1
-            self._loaded, self._told, self._loss = None, None, None
-            if self._first_plan is not None:  # what the plan remembers is of an earlier training
-                self.plan.load_state_dict(copy.deepcopy(self._first_plan))
-            self.cost, self.flops_spent, self.batches = None, 0, 0
-            self._metrics, self._parameters, self._batch_flops, self._clock = {}, {}, 0, (0.0, 0)
+            self._forget_training()
         for each in self._lists:
             self._handles += LoadHook(self).register(each.found.modules)
             SHALLOW[each.found.modules] = max(len(each.whole), SHALLOW.get(each.found.modules, 0))

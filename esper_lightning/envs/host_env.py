@@ -420,12 +420,19 @@ class HostEnv(Subject):
         kept_before = objective_before - first.all_seeds.score + first.fossilized.score
         kept = self.objective - last.all_seeds.score + last.fossilized.score
         host = max(self.host_parameters, SMALLEST_HOST)
-        seeds = zip(before, self._acted, self._slot_statuses(), self.score_at_germination, strict=True)
-        contributions = zip(first.contributions, last.contributions, strict=True)
-        slots = (
-            SlotStep(*seed, *both, growth=seed[1].parameters / host)
-            for seed, both in zip(seeds, contributions, strict=True)
-        )
+        statuses = zip(before, self._acted, self._slot_statuses(), strict=True)
+        slots = [
+            SlotStep(
+                before=status_before,
+                after_action=after_action,
+                after=after,
+                score_at_germination=self.score_at_germination[k],
+                contribution_before=first.contributions[k],
+                contribution=last.contributions[k],
+                growth=after_action.parameters / host,
+            )
+            for k, (status_before, after_action, after) in enumerate(statuses)
+        ]
         return HostStep(
             op=op.name,
             already_ended=ended,
@@ -441,7 +448,7 @@ class HostEnv(Subject):
             host_only_score_before=(first.host_only or first.all_seeds).score,
             host_only_score=(last.host_only or last.all_seeds).score,
             loss=last.all_seeds.loss,
-            slots=tuple(slots) if before else (),
+            slots=tuple(slots),
         )
 
     # The Governor

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,7 +100,7 @@ def export(network: nn.Module, inputs: Tensor, path: str | Path, to: Format) -> 
             nonlocal difference
             run_file = (_write_pt2 if to == "pt2" else _write_onnx)(network, inputs, draft)
             difference = max_difference(list(iter_tensors(run_file(inputs))), expected)
-            if not difference <= TOLERANCE * largest_output:
+            if not isfinite(difference) or difference > TOLERANCE * largest_output:
                 raise ValueError(
                     f"the exported network gives other outputs: {difference:.3g} off, largest output "
                     f"{largest_output:.3g}; "
