@@ -249,7 +249,7 @@ def stays_in_the_table(
 def test_a_life_of_the_property_above_can_reach_every_stage(host: tuple[Layout, dict[str, Any]]) -> None:
     """The property test is not vacuous: every stage is reached."""
     life = TrackedNetwork(host, Adam, LifecycleConfig(training_ticks=0, min_gradient_health=0.0, embargo_ticks=1))
-    calm = Operation("tick", 0, 0, "gate", "linear", 1, False, 3.0, None)
+    calm = Operation("tick", 0, 0, "linear", 1, False, 3.0, None)
     seen = []
     for operation in ["germinate", "tick", "tick", "cull", *["tick"] * 3, "germinate", *["tick"] * 3, "fossilize"]:
         life.fulfil(calm._replace(operation=operation))
