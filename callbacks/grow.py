@@ -197,7 +197,7 @@ class Grow(Callback):
         `ungrown`: nothing grows. `built in`, if something has grown: the seeds that are in the network now are in it
         from the first batch on, with fresh weights.
         """
-        seeds = tuple(FossilizedSeed(slot.name, str(slot.blueprint), slot.style) for slot in self._blended_slots)
+        seeds = tuple(FossilizedSeed(slot.name, str(slot.blueprint)) for slot in self._blended_slots)
         return {"ungrown": WaitOnly()} | ({"built in": StaticController([seeds])} if seeds else {})
 
     @property

@@ -80,17 +80,12 @@ class Stack(Callback):
         start: Number of blocks at the beginning. None: a third of those that the class builds, at least one; blocks
             that hold trained weights are then refused, because the others would be lost.
         at: Share of the training, between 0 and 1, after which it grows to its full depth; or several shares, each
-            with the number of blocks from then on: `{0.1: 4, 0.3: 12}`. Steps, epochs and `max_time` of the trainer
-            count, whichever ends the training first. None: .3, unless there is a plan.
+            with the number of blocks from then on: `{0.1: 4, 0.3: 12}`. None: .3, unless there is a plan.
         plan: What decides in place of `at` how deep the network is: `scaling`, a rule that knows the targets per
             parameter; `tamiyo_depth`, the policy of the package that knows depth; the file of a policy; a function
-            from `Progress` to the number of blocks, or its import path. It is asked between two optimizer steps, and
-            the network may end with fewer blocks than its class builds.
-        order: Sources of the blocks; see `esper_lightning.growth.stack`, also for the following ones. Sources one by
-            one or in ranges fit a single change.
-        new: Content of new blocks. Those of `fresh` do not depend on the random numbers of the training.
-        state: Optimizer state of new blocks.
-        zero: Last layers of the residual branches for `new="zero"`.
+            from `Progress` to the number of blocks, or its import path. The network may end with fewer blocks.
+        order, new, state, zero: See `esper_lightning.growth.stack`. Sources one by one or in ranges fit a single
+            change, and fresh blocks do not depend on the random numbers of the training.
     """
 
     def __init__(
@@ -125,9 +120,6 @@ class Stack(Callback):
             if listed_order(order) is not None and (plan is not None or len(shares) > 1):
                 raise ValueError("Stack: sources one by one are those of a single change; give order by its name")
         self.options: dict[str, Any] = {"order": order, "new": new, "state": state, "zero": zero}
-        self.depths: list[int] = []
-        """Numbers of blocks of the network so far."""
-        self.lr_peak = 0.0  # only for the warning in `_grow` about a rate that has already fallen
         self.built: Any = None
         """The list in the module with all blocks that the class has built, once it is known."""
         self._lists: list[BuiltBlocks] = []  # that of the module, then those of its averaged copies
@@ -135,11 +127,19 @@ class Stack(Callback):
         self._depth_before: dict[int, int] = {}  # of lists into which the module itself loads a state, by id
         self._was_loaded = False  # by the module itself, and not from a checkpoint of the Trainer
         self._begins = False
+        self._handles: list[RemovableHandle] = []
+        self._log: EventLog | None = None
+        self._forget_training()
+
+    def _forget_training(self) -> None:
+        """Set all that belongs to one training to its beginning."""
+        self.depths: list[int] = []
+        """Numbers of blocks of the network so far."""
+        self.lr_peak = 0.0  # only for the warning in `_grow` about a rate that has already fallen
         self._steps = -1
         self._loaded: dict[str, Any] | None = None  # weights of a grown list that is resumed
         self._told: str | None = None  # line about a change whose first loss is not known yet
         self._loss: Tensor | None = None
-        self._handles: list[RemovableHandle] = []
         self.cost: BatchCost | None = None
         """FLOPs and targets of a training batch; None if they are not known."""
         self.flops_spent = 0
@@ -150,8 +150,8 @@ class Stack(Callback):
         self._parameters: dict[int, int] = {}  # of the module, by number of blocks
         self._batch_flops = 0  # of a batch now, in all processes; 0 if it is not known
         self._clock = 0.0, 0  # share of the training, and batches when it was reached
-        self._stacks: list[Stack] = []  # all callbacks of this class
-        self._log: EventLog | None = None
+        if self._first_plan is not None:  # what the plan remembers is of an earlier training
+            self.plan.load_state_dict(copy.deepcopy(self._first_plan))
 
     @property
     def start(self) -> int:
@@ -183,12 +183,7 @@ class Stack(Callback):
             each.whole[each.before_end : each.before_end] = map(copy_module, missing)
         if stage == "fit":
             self._check(trainer, module)
-            self.depths, self.lr_peak, self._steps = [], 0.0, -1
-            self._loaded, self._told, self._loss = None, None, None
-            if self._first_plan is not None:  # what the plan remembers is of an earlier training
-                self.plan.load_state_dict(copy.deepcopy(self._first_plan))
-            self.cost, self.flops_spent, self.batches = None, 0, 0
-            self._metrics, self._parameters, self._batch_flops, self._clock = {}, {}, 0, (0.0, 0)
+            self._forget_training()
         for each in self._lists:
             self._handles += LoadHook(self).register(each.found.modules)
             SHALLOW[each.found.modules] = max(len(each.whole), SHALLOW.get(each.found.modules, 0))
@@ -371,9 +366,7 @@ class Stack(Callback):
         self._steps = trainer.global_step
         if first:
             self._first_batch(trainer)
-            self._stacks = stacks_of(trainer)
-            leader, *_ = self._stacks
-            if self is leader:
+            if self is (leader := stacks_of(trainer)[0]):
                 self._measure(trainer, pl_module, batch, batch_idx)
             self.cost = leader.cost
             self._set_batch_flops(trainer)
@@ -397,10 +390,11 @@ class Stack(Callback):
                     )
                 if asked > depth:
                     self._grow(trainer, int(asked), lr)
-        *_, last = self._stacks
-        for each in self._stacks if self is last else ():  # all lists have grown
-            each.batches += 1
-            each.flops_spent += each._batch_flops
+        stacks = stacks_of(trainer)
+        if self is stacks[-1]:  # all lists have grown
+            for each in stacks:
+                each.batches += 1
+                each.flops_spent += each._batch_flops
 
     def _progress(self, trainer: Trainer, share: float) -> Progress:
         """Return what the plan sees."""
@@ -455,7 +449,8 @@ class Stack(Callback):
 
     def _set_batch_flops(self, trainer: Trainer) -> None:
         if self.cost is not None:
-            self._batch_flops = self.cost.flops(depths_of(trainer)) * trainer.world_size
+            depths = {each.name: each.built.depth for each in stacks_of(trainer)}
+            self._batch_flops = self.cost.flops(depths) * trainer.world_size
 
     def _log_blocks(self, trainer: Trainer) -> None:
         """Write the number of blocks. Only at changes: `LightningModule.log` would take half a millisecond a batch."""
@@ -583,11 +578,6 @@ def in_own_name() -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"Stack: {str(error).removeprefix('stack: ')}") from None
-
-
-def depths_of(trainer: Trainer) -> dict[str, int]:
-    """Return the present numbers of blocks of all lists that a `Stack` grows, by name."""
-    return {each.name: each.built.depth for each in stacks_of(trainer)}
 
 
 def stacks_of(trainer: Trainer) -> list[Stack]:

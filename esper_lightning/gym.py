@@ -106,13 +106,13 @@ class GrowthVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         alone is marked, because every head must have one. Heads are masked independently, so some combinations are
         still impossible, and are executed as WAIT; `slot_mask` and `blueprint_mask` of the info tell exactly.
         """
-        masks, space = self.pool.masks_on_cpu, self.pool.space
+        masks = self.pool.masks_on_cpu
         acting = masks.slot.clone()  # [N, ops, K]
         acting[:, Op.WAIT] = False
         germinating = acting[:, Op.GERMINATE]  # [N, K]
         blueprints = (masks.blueprint & germinating[..., None]).any(1)
-        unmasked_heads = [germinating.any(1, keepdim=True).expand(-1, len(head)) for head in (space.style, space.tempo)]
-        heads = [head.numpy().copy() for head in (masks.op, acting.any(1), blueprints, *unmasked_heads)]
+        tempos = germinating.any(1, keepdim=True).expand(-1, len(self.pool.space.tempo))
+        heads = [head.numpy().copy() for head in (masks.op, acting.any(1), blueprints, tempos)]
         for head in heads:
             head[:, 0] |= ~head.any(1)
         return np.concatenate(heads, 1)

@@ -13,7 +13,7 @@ from jsonargparse import _core, _subcommands
 from torch import Tensor, nn
 
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
-from esper_lightning.envs.executors.fused.proof import check_stack
+from esper_lightning.envs.executors.fused.proof import check_batched
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.governor.judge import GovernorConfig
@@ -67,11 +67,7 @@ SMALL = EnvConfig(
 FREE: dict[str, Any] = {
     "horizon": 12,
     "lifecycle": replace(SMALL.lifecycle, birth="random"),
-    "actions": ActionConfig(
-        blueprints=["norm", "conv_small"],
-        styles=["linear_add", "sigmoid12_multiply", "linear_gate"],
-        tempos={"FAST": 1, "SLOW": 2},
-    ),
+    "actions": ActionConfig(blueprints=["norm", "conv_small"], tempos={"FAST": 1, "SLOW": 2}),
 }
 """Changes to SMALL that give a controller choices in all heads."""
 
@@ -108,8 +104,8 @@ def one_parser_per_process() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def stacks_of_our_hosts_are_proven_once() -> Iterator[None]:
-    """Compare the stack of a kind of host with the loop once per process: the comparison takes most of a short test.
+def batched_hosts_of_ours_are_proven_once() -> Iterator[None]:
+    """Compare batched hosts of a kind with the loop once per process: the comparison takes most of a short test.
 
     Hosts that tests define are compared every time.
     """
@@ -121,13 +117,13 @@ def stacks_of_our_hosts_are_proven_once() -> Iterator[None]:
         settings = [value for value in vars(network).values() if isinstance(value, bool | int | float | str)]
         grown_in = [(name, slot.detach_input, slot.on_single_path) for name, slot in slots.items()]
         dtype, shape = next(network.parameters()).dtype, inputs.shape[1:]
-        case = str((network, settings, grown_in, env.space.blueprint, env.space.style, dtype, shape))
+        case = str((network, settings, grown_in, env.space.blueprint, dtype, shape))
         if not ours or case not in proven:
-            check_stack(env, inputs)
+            check_batched(env, inputs)
             proven.add(case)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("esper_lightning.envs.executors.fused.executor.check_stack", check)
+        patch.setattr("esper_lightning.envs.executors.fused.executor.check_batched", check)
         yield
 
 

@@ -20,8 +20,8 @@ def decide(op: Op, **choices: int) -> Row:
 WAIT = decide(Op.WAIT)
 
 
-def germinate(slot: int, blueprint: int = 0, tempo: int = 0, style: int = 0) -> Row:
-    return decide(Op.GERMINATE, slot=slot, blueprint=blueprint, tempo=tempo, style=style)
+def germinate(slot: int, blueprint: int = 0, tempo: int = 0) -> Row:
+    return decide(Op.GERMINATE, slot=slot, blueprint=blueprint, tempo=tempo)
 
 
 def cull(slot: int) -> Row:

@@ -46,10 +46,7 @@ TINY = (
 )
 """2 hosts, 3 rollouts of 5 ticks, two minibatches per tick: one second once torch is imported."""
 
-FREE_CHOICE = (
-    "--data.env.actions.styles=[linear_add, sigmoid12_multiply, linear_gate]",
-    *("--data.env.lifecycle.birth=random", "--data.env.training.micro_batches=2"),
-)
+FREE_CHOICE = (*("--data.env.lifecycle.birth=random", "--data.env.training.micro_batches=2"),)
 """Settings with every head, where hosts train on parts of a batch."""
 
 

@@ -69,7 +69,6 @@ KINDS = {
 }
 
 ACTIONS = ActionConfig(
-    styles=["linear_add", "sigmoid12_multiply", "linear_gate"],
     tempos={"FAST": 2, "SLOW": 5},
 )
 """Action space with choices in every head."""

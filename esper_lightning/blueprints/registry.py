@@ -34,9 +34,7 @@ class Blueprint(NamedTuple):
     """Number of parameters, as a function of the width C."""
     flops: Callable[[int, int], int]
     """FLOPs of the forward pass for one sample, as a function of the width C and the number of positions (H·W of an
-    image, T of a sequence, 1 for a vector): two per multiply-add of a matrix product, convolution or attention, as in
-    PyTorch's FlopCounterMode. A causal mask does not lower the count; normalisation and elementwise operations are
-    not counted."""
+    image, T of a sequence, 1 for a vector): two per multiply-add of a product, as PyTorch's FlopCounterMode counts."""
 
 
 Builder = TypeVar("Builder", bound=Callable[[int], nn.Module])

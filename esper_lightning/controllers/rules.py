@@ -291,7 +291,7 @@ class Scaling(Rule):
 
 def make_action(op: Op, slot: int, blueprint: int = 0, *, tempo: int = 0) -> tuple[int, ...]:
     """Return an action with a choice for every head; heads that are not given choose 0."""
-    return (op, slot, blueprint, 0, tempo)  # in the order of HEADS
+    return (op, slot, blueprint, tempo)  # in the order of HEADS
 
 
 def chosen_blueprints(rule: str, names: Sequence[str] | None, pool: Hosts) -> list[int]:

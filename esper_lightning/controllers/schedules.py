@@ -31,7 +31,6 @@ class ScheduledAction(NamedTuple):
     op: str
     slot: str
     blueprint: str | None = None
-    style: str | None = None
     tempo: str | None = None
 
     def __str__(self) -> str:
@@ -83,7 +82,7 @@ def _read_entry(where: str, entry: dict[str, Any], slots: list[str]) -> Schedule
         if name not in fields:
             raise ValueError(f"{where}: unknown key {name!r}; {suggest_name(name, fields)}")
     for name in fields:
-        if name not in (*entry, "style", "tempo"):
+        if name not in (*entry, "tempo"):
             raise ValueError(f"{where}: {name} is missing")
     if type(entry["tick"]) is not int or entry["tick"] < 0:
         raise ValueError(f"{where}: tick must be a whole number from 0, got {entry['tick']!r}")

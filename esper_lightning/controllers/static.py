@@ -7,7 +7,7 @@ from esper_lightning.blueprints import initialise
 from esper_lightning.controllers.learned import Hosts
 from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.growth.blend import BlendStyle, Ramp
+from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.depth import DepthSlot
 from esper_lightning.growth.growing_network import GrowingNetwork
 from esper_lightning.growth.stages import STAGES_TO_FOSSILIZED
@@ -18,7 +18,6 @@ class FossilizedSeed(NamedTuple):
 
     slot: str
     blueprint: str
-    style: BlendStyle
 
 
 Topology = tuple[FossilizedSeed, ...]
@@ -39,8 +38,8 @@ class StaticController(WaitOnly):
 
     def reset(self, pool: Hosts) -> None:
         for env, topology in zip(pool.envs, self.topologies, strict=True):
-            for name, blueprint, style in topology:
-                env.growing.germinate(name, blueprint, style=style)
+            for name, blueprint in topology:
+                env.growing.germinate(name, blueprint)
                 slot = env.growing.slots[name]
                 if isinstance(slot, DepthSlot):
                     draw(slot, env.growing)

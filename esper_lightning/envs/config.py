@@ -36,9 +36,9 @@ class EnvConfig:
 
     executor: str = "loop"
     """Name or import path of the executor of host training. loop: one host after the other. threads (CPU): one host per
-    core. streams (CUDA): one host per stream. fused: all hosts as one stacked network, for many small hosts. The first
+    core. streams (CUDA): one host per stream. fused: all hosts as one network, for many small hosts. The first
     three give the same results bit for bit, fused gives them up to rounding. auto: streams on CUDA; on a CPU fused for
-    small hosts that can be stacked, else threads, or loop with one core or one host."""
+    small hosts that can be batched, else threads, or loop with one core or one host."""
 
     devices: list[str] | None = None
     """Devices on which hosts train, such as [cuda:0, cuda:1], in turn. The policy stays on the device of the trainer.

@@ -13,7 +13,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from torch.utils.hooks import RemovableHandle
 
 from esper_lightning.blueprints import get_blueprint
-from esper_lightning.growth.blend import GatedSeed
 from esper_lightning.growth.depth import DepthSlot
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.nested import (
@@ -77,18 +76,14 @@ class HostFlops(NamedTuple):
     """Number of outputs for one sample, each of which has a target: one for a class, one for each token of a text."""
 
     def seed_flops(self, slot: SeedSlot) -> int:
-        """Return the FLOPs of the seed in `slot` for one sample, its gate included; 0 for an empty slot."""
+        """Return the FLOPs of the seed in `slot` for one sample; 0 for an empty slot."""
         if not slot.occupied:
             return 0
         assert slot.blueprint is not None, "the seed's"
         if isinstance(slot, DepthSlot):
             return slot.added * self.blocks[slot.name]
         flops_of_pass = get_blueprint(slot.blueprint, slot.layout).flops
-        gate_flops = 0
-        # The gate's linear layers run once per pass, on the mean over all positions.
-        if isinstance(slot.seed, GatedSeed):
-            gate_flops = 2 * sum(weight.numel() for weight in slot.seed.gate.parameters() if weight.ndim == 2)
-        return sum(flops_of_pass(slot.width, n_positions) + gate_flops for n_positions in self.positions[slot.name])
+        return sum(flops_of_pass(slot.width, n_positions) for n_positions in self.positions[slot.name])
 
     def with_seeds(self, slots: Iterable[SeedSlot]) -> int:
         """Return the FLOPs of host and seeds for one sample."""

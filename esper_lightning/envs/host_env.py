@@ -12,7 +12,7 @@ from esper_lightning.envs.device_transfer import variants_to_validate
 from esper_lightning.envs.family import HostContext
 from esper_lightning.envs.flops import HostFlops, positions_per_parameter
 from esper_lightning.envs.measurements import EpochResult, History, LossAndScore, Validation
-from esper_lightning.envs.spaces.actions import STYLES, ActionConfig, ActionSpace, Op
+from esper_lightning.envs.spaces.actions import ActionConfig, ActionSpace, Op
 from esper_lightning.governor.judge import EpochStats, HostMonitor, Judgement, Verdict, veto_reasons
 from esper_lightning.governor.snapshot import clone_tensors, pack, unpack
 from esper_lightning.growth.counterfactual import SeedVariant
@@ -132,9 +132,8 @@ class Subject:
             case Op.WAIT:
                 return []
             case Op.GERMINATE:
-                curve, style = STYLES[chosen.style]
                 ticks = self.actions.tempos[chosen.tempo]
-                event = growing.germinate(chosen.slot, chosen.blueprint, ticks=ticks, style=style, curve=curve)
+                event = growing.germinate(chosen.slot, chosen.blueprint, ticks=ticks)
                 k = list(growing.slots).index(chosen.slot)
                 self.score_at_germination[k] = (self.history.score or [0.0])[-1]
                 return [event]
@@ -215,7 +214,7 @@ class HostEnv(Subject):
         config: Settings of the environments.
         device: Device of the network.
         flops: FLOPs of the host.
-        architecture: Name of the architecture; its hosts can be stacked while they have the same depth.
+        architecture: Name of the architecture; its hosts can be batched while they have the same depth.
     """
 
     def __init__(
@@ -421,12 +420,19 @@ class HostEnv(Subject):
         kept_before = objective_before - first.all_seeds.score + first.fossilized.score
         kept = self.objective - last.all_seeds.score + last.fossilized.score
         host = max(self.host_parameters, SMALLEST_HOST)
-        seeds = zip(before, self._acted, self._slot_statuses(), self.score_at_germination, strict=True)
-        contributions = zip(first.contributions, last.contributions, strict=True)
-        slots = (
-            SlotStep(*seed, *both, growth=seed[1].parameters / host)
-            for seed, both in zip(seeds, contributions, strict=True)
-        )
+        statuses = zip(before, self._acted, self._slot_statuses(), strict=True)
+        slots = [
+            SlotStep(
+                before=status_before,
+                after_action=after_action,
+                after=after,
+                score_at_germination=self.score_at_germination[k],
+                contribution_before=first.contributions[k],
+                contribution=last.contributions[k],
+                growth=after_action.parameters / host,
+            )
+            for k, (status_before, after_action, after) in enumerate(statuses)
+        ]
         return HostStep(
             op=op.name,
             already_ended=ended,
@@ -442,7 +448,7 @@ class HostEnv(Subject):
             host_only_score_before=(first.host_only or first.all_seeds).score,
             host_only_score=(last.host_only or last.all_seeds).score,
             loss=last.all_seeds.loss,
-            slots=tuple(slots) if before else (),
+            slots=tuple(slots),
         )
 
     # The Governor

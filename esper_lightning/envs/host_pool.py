@@ -214,7 +214,7 @@ class HostPool:
         has_workers = self.device.type == "cpu" and min(self.n_envs, usable_cores()) > 1
         limit = SMALL_HOST if has_workers else SMALL_HOST_ON_ONE_CORE
         if self.n_envs > 1 and all(env.host_parameters * inputs <= limit for env in kinds):
-            with suppress(ValueError):  # these hosts cannot be stacked
+            with suppress(ValueError):  # these hosts cannot be batched
                 return self._prepare_executor("fused", kinds)
         return self._prepare_executor("threads" if has_workers else "loop", kinds)
 

@@ -128,7 +128,7 @@ def load_controller(path: str | Path, device: torch.device = CPU) -> LearnedCont
     """Return a controller that takes the most likely actions of a trained policy.
 
     It acts on hosts with any slots and blueprints, or on a network that the callback `Grow` grows, in a pool whose
-    `EnvConfig` has the controller's `sight` and offers the tempos and styles of `controller.rules.actions`.
+    `EnvConfig` has the controller's `sight` and offers the tempos of `controller.rules.actions`.
 
     Args:
         path: Checkpoint of a run on hosts, policy as safetensors, or `tamiyo`, the policy that comes with the package.

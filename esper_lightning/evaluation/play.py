@@ -98,7 +98,7 @@ def play_episode(
     seconds = perf_counter() - started
     loss, score = pool.test_scores()
     topologies = [
-        tuple(FossilizedSeed(s.name, str(s.blueprint), s.style) for s in env.slots if s.stage is Stage.FOSSILIZED)
+        tuple(FossilizedSeed(s.name, str(s.blueprint)) for s in env.slots if s.stage is Stage.FOSSILIZED)
         for env in pool.envs
     ]
     return Outcome(

@@ -261,7 +261,6 @@ class PlannedSeed(NamedTuple):
 
     slot: str
     blueprint: str
-    style: str
     tempo: str
     tick: int  # of the germination
     cull_tick: int | None = None  # None: it is fossilized
@@ -332,7 +331,7 @@ class PlanSampler:
         """
         seeds = list(plan.seeds)
         moves = ["blueprint", "tick", "cull_tick", "slot", "fossilize_late"]
-        moves += ["style"] * (len(self.space.style) > 1) + ["tempo"] * (len(self.tempos) > 1)
+        moves += ["tempo"] * (len(self.tempos) > 1)
         moves += ["more"] * (len(seeds) < self.max_seeds) + ["less"] * (len(seeds) > 1)
         move, i = self.random.choice(moves), self.random.randrange(len(seeds))
         if move == "fossilize_late":
@@ -376,7 +375,9 @@ class PlanSampler:
         # Early ticks are more likely: a seed that germinates earlier learns for longer.
         tick = min(self.random.randint(0, self.latest_germination[tempo]) for _ in range(2))
         culled = self._sample_cull_tick(tick) if self.random.random() < CULL_PROBABILITY else None
-        return PlannedSeed(slot, choose(self.growable[slot]), choose(self.space.style), tempo, tick, culled)
+        blueprint = choose(self.growable[slot])
+        choose([None])  # a draw without effect, so that searches find the schedules that they found before
+        return PlannedSeed(slot, blueprint, tempo, tick, culled)
 
     def _sample_cull_tick(self, tick: int) -> int:
         return self.random.randint(tick + 1, self.horizon - 1)
@@ -411,7 +412,7 @@ class PlanSampler:
         fossilized = [seed for seed in plan.seeds if seed.cull_tick is None]
         entries = []
         for seed in plan.seeds:
-            entries.append(ScheduledAction(seed.tick, "GERMINATE", *seed[:4]))
+            entries.append(ScheduledAction(seed.tick, "GERMINATE", *seed[:3]))
             if seed.cull_tick is not None:
                 entries.append(ScheduledAction(seed.cull_tick, "CULL", seed.slot))
                 continue

@@ -73,21 +73,6 @@ def _accept_host_without_slots(container: nn.Module, state: dict[str, Any], pref
     state.setdefault(prefix + EXTRA_STATE, encode([]))
 
 
-class _SlotHook(SlotHook):
-    """Forward hook that passes one tensor of a module's output through a slot.
-
-    It is an object and not a closure, so that a deep copy of the network uses its own copies of the slots.
-    """
-
-    def __init__(self, slot: SeedSlot, path: KeyPath, channels_last: bool) -> None:
-        self.slot, self.path, self.channels_last = slot, path, channels_last
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        feature = get_at(output, self.path)
-        grown = self.slot(feature.movedim(-1, 1)).movedim(1, -1) if self.channels_last else self.slot(feature)
-        return replace_at(output, self.path, grown)
-
-
 def attach_slots(
     network: nn.Module,
     names: Sequence[str],
@@ -254,7 +239,7 @@ def _attach(network: nn.Module, place: Place, like: Tensor) -> None:
     slot = SeedSlot(name, place["layout"], width, detach_input=place["detach_input"], on_single_path=is_single)
     container[_container_key(name)] = slot.to(like.device, like.dtype).train(network.training)
     container.places[name] = place
-    hook = _SlotHook(slot, tuple(place["path"]), place["channels_last"])
+    hook = SlotHook(slot, tuple(place["path"]), place["channels_last"])
     container.hooks[name] = network.get_submodule(place["module"]).register_forward_hook(hook)
     # torch.compile does not guard hooks, so earlier compiled code would skip the slot. torch._dynamo takes seconds to
     # import; if it is not loaded, nothing has been compiled.
@@ -295,13 +280,9 @@ def attach_at(network: nn.Module, places: Iterable[Place]) -> None:
 def attach_from_state_dict(network: nn.Module, state: Mapping[str, Any], prefix: str = "") -> None:
     """Attach the slots that a state dict tells of and that the network lacks, so that it can be loaded.
 
-    Args:
-        network: Network as it was before slots were attached, or with some of them.
-        state: State dict of the grown network, or of a module that contains it.
-        prefix: What the names of the network's weights begin with, such as `model.` in a LightningModule.
+    `prefix` is what the names of the network's weights begin with, such as `model.` in a LightningModule.
 
-    Does nothing if the state dict tells of no attached slots. Raises ValueError, and attaches nothing, if the network
-    lacks a module that has a slot in the state dict. Shapes are not compared: load_state_dict does that afterwards.
+    Raises ValueError, and attaches nothing, if the network lacks a module that has a slot in the state dict.
     """
     name = f"{prefix}{CONTAINER_NAME}.{EXTRA_STATE}"
     if name in state:
@@ -311,10 +292,7 @@ def attach_from_state_dict(network: nn.Module, state: Mapping[str, Any], prefix:
 def detach_slots(network: nn.Module, names: Iterable[str] | None = None) -> None:
     """Remove attached slots with everything grown in them; without any the state dict has its earlier keys again.
 
-    Args:
-        names: Slots to remove. None: all of them.
-
-    Raises ValueError, and changes nothing, if a named slot is not attached, or for None if no slot is.
+    `names` None: all slots. Raises ValueError, and changes nothing, if a named slot is not attached, or none is.
     """
     container = getattr(network, CONTAINER_NAME, None)
     if container is None:

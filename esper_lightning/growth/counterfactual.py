@@ -1,11 +1,8 @@
 """Counterfactual outputs of a network with some seeds switched off, and what the seeds are worth.
 
 Many combinations of seeds take one forward pass: they share the rows of the batch up to the first slot where they
-differ. There the batch is split in two, and later layers work on a longer batch. If a shortcut bypasses a slot
-(`SeedSlot.on_single_path` is False), the batch is split for it at the network's input. If rows of a batch see each
-other in evaluation mode (see `mixes_rows`), each combination takes a pass of its own.
-
-A seed that is not blended yet has no effect in any combination.
+differ, or up to the input if a shortcut bypasses it. There the batch is split in two. If rows of a batch see each other
+(see `mixes_rows`), each combination takes a pass of its own. A seed that is not blended yet has no effect.
 """
 
 import math
@@ -180,7 +177,7 @@ def _isolated_pass(network: nn.Module, inputs: tuple[Any, ...]) -> Any:
 def _knows_to_mix(network: nn.Module, inputs: tuple[Any, ...]) -> bool:
     """Return `mixes_rows`, which is tried once for each set of seeds in a network."""
     known = _MIXING.setdefault(network, {})
-    key = (network.training, frozenset((s.blueprint, s.style) for s in slots_of(network).values() if s.blended))
+    key = (network.training, frozenset(s.blueprint for s in slots_of(network).values() if s.blended))
     if key not in known:
         known[key] = mixes_rows(network, inputs)
     return known[key]
@@ -235,11 +232,9 @@ def measure_variants(
     """Return the mean score of every combination on the same data, in evaluation mode; restores the network's mode.
 
     Args:
-        network: Network with slots.
-        variants: See `forward_variants`.
+        network, variants: See `forward_variants`.
         batches: Pairs of inputs [B, …] (a tuple if the network takes several) and targets [B, …].
-        score: Function of outputs [B, …] and targets that returns one score per sample [B], for example 1.0 for a
-            correct prediction.
+        score: Function of outputs and targets that returns one score per sample [B], as 1.0 for a correct prediction.
     """
     totals, samples = None, 0
     mixes = None

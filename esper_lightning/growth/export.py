@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from esper_lightning.blueprints import suggest_name
 from esper_lightning.growth.attach import attach_from_state_dict
-from esper_lightning.growth.nested import copy_module, iter_tensors
+from esper_lightning.growth.nested import copy_module, iter_tensors, max_difference
 from esper_lightning.serialization import replace_durably, replace_file
 
 Format = Literal["pt2", "onnx"]
@@ -98,8 +99,8 @@ def export(network: nn.Module, inputs: Tensor, path: str | Path, to: Format) -> 
         def write_and_check(draft: Path) -> None:
             nonlocal difference
             run_file = (_write_pt2 if to == "pt2" else _write_onnx)(network, inputs, draft)
-            difference = _max_difference(list(iter_tensors(run_file(inputs))), expected)
-            if not difference <= TOLERANCE * largest_output:
+            difference = max_difference(list(iter_tensors(run_file(inputs))), expected)
+            if not isfinite(difference) or difference > TOLERANCE * largest_output:
                 raise ValueError(
                     f"the exported network gives other outputs: {difference:.3g} off, largest output "
                     f"{largest_output:.3g}; "
@@ -151,14 +152,6 @@ def _write_onnx(network: nn.Module, inputs: Tensor, path: Path) -> Callable[[Ten
     session = import_module("onnxruntime").InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
     return lambda x: [torch.from_numpy(output) for output in session.run(None, {name: x.numpy()})]
-
-
-def _max_difference(outputs: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest absolute difference of two lists of tensors; infinity if numbers or shapes differ."""
-    if [output.shape for output in outputs] != [output.shape for output in expected]:
-        return float("inf")
-    pairs = zip(outputs, expected, strict=True)
-    return max((float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel()), default=0.0)
 
 
 def _not_exported(error: BaseException) -> ValueError:

@@ -1,6 +1,6 @@
 """Folding of fossilized seeds into the host's layers: the same outputs from fewer layers.
 
-A seed of style "add" that consists of linear layers only is an affine map M·x + b of the channels (with a 3×3 kernel
+A seed that consists of linear layers only is an affine map M·x + b of the channels (with a 3×3 kernel
 for `conv_light`). It can be merged into a linear layer directly before or after the slot. Otherwise a convolution and
 its shortcut become one convolution in the slot (https://arxiv.org/abs/2101.03697).
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from esper_lightning.blueprints import Residual
 from esper_lightning.growth.attach import AttachedSlots
 from esper_lightning.growth.lifecycle import slots_of
-from esper_lightning.growth.nested import ExampleInput, call_network, evaluation_mode, iter_tensors
+from esper_lightning.growth.nested import ExampleInput, call_network, evaluation_mode, iter_tensors, max_difference
 from esper_lightning.growth.slot import SeedSlot, new_folded
 from esper_lightning.growth.stages import Stage
 
@@ -65,7 +65,7 @@ def _fold(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> FoldResu
     """Try each candidate; keep the first that does not change the outputs, undo the others."""
     affine = affine_map_of(slot)
     if affine is None:
-        return FoldResult(slot.name, None, f"{slot.blueprint} ({slot.style}) is not an affine map of its input")
+        return FoldResult(slot.name, None, f"{slot.blueprint} is not an affine map of its input")
 
     def outputs() -> list[Tensor]:
         return [x for x in iter_tensors(call_network(network, example)) if x.is_floating_point()]
@@ -74,7 +74,7 @@ def _fold(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> FoldResu
     if not reference or not all(x.isfinite().all() for x in reference):
         return FoldResult(slot.name, None, "the network gives no finite floating-point output to check a fold by")
     slot.stage = Stage.DORMANT  # switches the seed off, to measure its effect
-    effect = _max_difference(outputs(), reference)
+    effect = max_difference(outputs(), reference)
     slot.stage = Stage.FOSSILIZED
     allowed = max(EFFECT_TOLERANCE * effect, OUTPUT_TOLERANCE * max(float(x.abs().max()) for x in reference))
     for name, layer, weight, bias in _candidates(network, slot, affine, example):
@@ -85,7 +85,7 @@ def _fold(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> FoldResu
         if isinstance(layer, nn.Conv2d) and not any(layer is module for module in network.modules()):
             slot.folded = layer
         _set_weights(layer, weight, bias)
-        if _max_difference(outputs(), reference) <= allowed:
+        if max_difference(outputs(), reference) <= allowed:
             slot.empty()
             return FoldResult(slot.name, name, "")
         _set_weights(layer, *original)
@@ -95,7 +95,7 @@ def _fold(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> FoldResu
 
 def affine_map_of(slot: SeedSlot) -> AffineMap | None:
     """Return the map of the feature by the fossilized seed, with its shortcut; None if it is not affine."""
-    if slot.style != "add" or not isinstance(slot.seed, Residual):
+    if not isinstance(slot.seed, Residual):
         return None
     eye = torch.eye(slot.width, dtype=torch.float64)
     kernel, bias = eye[:, :, None, None], torch.zeros(slot.width, dtype=torch.float64)
@@ -201,9 +201,3 @@ def _neighbours(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> tu
     entering, leaving = (None if any(x is one for x in passed_on) else one for one in slot_tensors)
     before = {name: layer for name, (layer, _, output) in calls.items() if output is entering}
     return before, {name: layer for name, (layer, given, _) in calls.items() if given is leaving}
-
-
-def _max_difference(outputs: list[Tensor], reference: list[Tensor]) -> float:
-    """Return the largest absolute difference of two lists of tensors; infinity if one is NaN."""
-    pairs = zip(outputs, reference, strict=True)
-    return max(float((a - b).abs().nan_to_num(float("inf")).max()) for a, b in pairs)

@@ -29,14 +29,11 @@ class LifecycleConfig:
     """Initial output of a new seed: its input (`identity`), or that of randomly initialised layers (`random`)."""
 
     isolation: Isolation = "proximal"
-    """How a seed learns before it is blended. The host's output, gradients and statistics stay those without the seed.
-    proximal, the loss gradient at its slot and a pull back to the host's feature, which bounds the step.
-    straight_through, the gradient alone, which does not depend on what the seed puts out, so that a seed that learns
-    for an epoch or more harms its host when it is switched on."""
+    """How a seed learns before it is blended: proximal, by the loss gradient at its slot and a pull back to the host's
+    feature; straight_through, by the gradient alone, after which a seed harms its host if it learns for an epoch."""
 
     training_ticks: int = 0
-    """Ticks a seed must spend in TRAINING before it is blended. 0: blend at the end of the tick of germination, which
-    pays in all measurements of this project."""
+    """Ticks a seed must spend in TRAINING before it is blended. 0: blend at the end of the tick of germination."""
 
     min_gradient_health: float = 0.7
     """Minimum gradient health (1: every tensor learns) for blending and for fossilization."""

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from esper_lightning.blueprints import suggest_name
 from esper_lightning.growth import gates
 from esper_lightning.growth import lifecycle as lifecycle_ops
-from esper_lightning.growth.blend import BlendStyle, Curve, Ramp
+from esper_lightning.growth.blend import Curve, Ramp
 from esper_lightning.growth.depth import DepthSlot
 from esper_lightning.growth.gates import Evidence, LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats, gradient_stats
@@ -150,7 +150,6 @@ class GrowingNetwork:
         blueprint: str,
         *,
         ticks: int = 5,
-        style: BlendStyle = "add",
         curve: Curve = "linear",
         stage: Literal["GERMINATED", "BLENDING"] = "GERMINATED",
     ) -> SeedEvent:
@@ -165,7 +164,7 @@ class GrowingNetwork:
         if reasons := reasons_of_cache(self.module, seed_slot, blueprint):
             raise ValueError(f"blueprint {blueprint!r} cannot grow in slot {slot!r}: {'; '.join(reasons)}")
         own = {"generator": self.generator, "optimizers": [self.optimizer]}
-        event = lifecycle_ops.germinate(seed_slot, blueprint, Ramp(ticks, curve), style=style, birth=birth, **own)
+        event = lifecycle_ops.germinate(seed_slot, blueprint, Ramp(ticks, curve), birth=birth, **own)
         try:
             self.sync_seed_groups()
         except (TypeError, ValueError):  # an option that the optimizer does not accept

@@ -6,7 +6,6 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import get_args
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 
 from esper_lightning.blueprints import Birth, suggest_name
 from esper_lightning.growth import gates
-from esper_lightning.growth.blend import BlendStyle, Ramp, check_ramp
+from esper_lightning.growth.blend import Ramp, check_ramp
 from esper_lightning.growth.gates import Evidence, LifecycleConfig
 from esper_lightning.growth.slot import SeedSlot, new_seed
 from esper_lightning.growth.stages import STAGES_TO_FOSSILIZED, Stage, check_transition
@@ -72,7 +71,6 @@ def germinate(
     ramp: Ramp = Ramp(),
     *,
     generator: torch.Generator,
-    style: BlendStyle = "add",
     birth: Birth = "identity",
     optimizers: Sequence[Optimizer] = (),
 ) -> SeedEvent:
@@ -84,13 +82,10 @@ def germinate(
     """
     check_transition(slot.name, slot.stage, Stage.GERMINATED)
     check_ramp(ramp)
-    if style not in get_args(BlendStyle):
-        raise ValueError(f"unknown style {style!r}; {suggest_name(style, get_args(BlendStyle))}")
-    style = style if slot.is_judged else "add"
     # If this fails, the slot is unchanged.
     slot.deepen(blueprint, optimizers)
-    slot.seed = new_seed(slot, blueprint, style, generator=generator, birth=birth)
-    slot.blueprint, slot.style, slot.age = blueprint, style, 0
+    slot.seed = new_seed(slot, blueprint, generator=generator, birth=birth)
+    slot.blueprint, slot.age = blueprint, 0
     slot.start_ramp(ramp)
     event = move(slot, Stage.GERMINATED, "germinate")
     if not slot.is_judged:

@@ -1,7 +1,7 @@
 """Tensors in nested tuples, lists and mappings; networks that take such inputs: calls, mode, buffers and copies."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -103,6 +103,15 @@ def is_equal_up_to_rounding(one: Tensor, other: Tensor) -> bool:
     precision = max(1e-3, 4 * torch.finfo(one.dtype).eps)
     scale = other.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
     return torch.allclose(one, other, rtol=precision, atol=max(1e-5, precision * scale), equal_nan=True)
+
+
+def max_difference(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return the largest absolute difference of two lists of tensors; infinity if shapes differ, or for NaN."""
+    if [output.shape for output in outputs] != [output.shape for output in expected]:
+        return float("inf")
+    pairs = [(a.double(), b.double()) for a, b in zip(outputs, expected, strict=True) if a.numel()]
+    infinity = float("inf")
+    return max((float((a - b).abs().nan_to_num(infinity, infinity).max()) for a, b in pairs), default=0.0)
 
 
 @contextmanager

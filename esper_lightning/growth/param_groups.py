@@ -1,8 +1,7 @@
 """Parameter groups of one optimizer for a host and its seeds, which come and go, and their learning rates.
 
 A scheduler of `torch.optim.lr_scheduler` keeps a number for each parameter group and fails, or computes wrong rates,
-once groups are added or removed. `follow` shows it the host's groups alone, so that it computes what it would compute
-without growth, and lets the seeds' groups follow the host.
+once groups are added or removed. `follow` shows it the host's groups alone.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -137,12 +136,8 @@ def add_group(optimizer: Optimizer, name: str, module: nn.Module, **options: flo
 
 def remove_group(optimizer: Optimizer, name: str) -> None:
     """Remove group `name` with its state; the state of other groups is unchanged."""
-    group = find_group(optimizer, name)
-    # By identity: comparing groups would compare tensors.
-    optimizer.param_groups[:] = [other for other in optimizer.param_groups if other is not group]
-    for each in optimizers_in(optimizer):
-        for parameter in group["params"]:
-            each.state.pop(parameter, None)
+    remove_parameters(optimizer, set(find_group(optimizer, name)["params"]))
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group.get("name") != name]
 
 
 def remove_module(optimizer: Optimizer, name: str, module: nn.Module) -> None:
@@ -229,22 +224,15 @@ class HostGroups:
 
 
 def follow(scheduler: Scheduler, growing: "GrowingNetwork") -> Scheduler:
-    """Let a learning-rate scheduler and a growing network work together, and return the scheduler.
+    """Let a scheduler of the optimizer `growing.optimizer` and a growing network work together, and return it.
 
-    The host's learning rates are those of the scheduler without growth, whatever germinates or is culled. A seed has
-    the host's rate. If `seed_options` names an own rate, a seed has that rate where the host has its nominal one, and
-    the host's relative schedule: half the rate where the host has half. The nominal rate is the one given to the
-    optimizer; for OneCycleLR and CyclicLR it is `max_lr`. The host's rate is that of its first parameter group.
+    The host's learning rates, and the scheduler's `state_dict`, are those without growth. A seed has the rate of the
+    host's first parameter group. If `seed_options` names a rate, a seed has that one where the host has its nominal
+    rate, which is the one given to the optimizer, or `max_lr` of OneCycleLR and CyclicLR; half where the host has half.
+    Rates of seeds are set when the optimizer steps.
 
-    The rates of seeds are set when `growing.optimizer` steps. The scheduler's `state_dict` is that of a scheduler
-    without growth. To continue a run, call `follow` before states are loaded.
-
-    Args:
-        scheduler: Any scheduler of the optimizer `growing.optimizer`, made at any time, also one that contains others.
-            With several, such as one for epochs and one for plateaus, call `follow` for each.
-        growing: The growing network.
-
-    Raises ValueError if the scheduler belongs to another optimizer.
+    Call it once for each of several schedulers, and before states are loaded. Raises ValueError if the scheduler
+    belongs to another optimizer.
     """
     optimizer, schedulers = growing.optimizer, list(_nested(scheduler))
     for each in schedulers:

@@ -8,17 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from esper_lightning.blueprints import STACK, Birth, build_on, build_seed, get_blueprint
-from esper_lightning.growth.blend import (
-    BlendStyle,
-    GatedSeed,
-    Isolation,
-    Ramp,
-    SampleGate,
-    mix,
-    proximal,
-    straight_through,
-)
+from esper_lightning.blueprints import STACK, Birth, build_seed, get_blueprint
+from esper_lightning.growth.blend import Isolation, Ramp, blend, proximal, straight_through
+from esper_lightning.growth.nested import KeyPath, get_at, replace_at
 from esper_lightning.growth.stages import BLENDED, ISOLATED, LIVE, OCCUPIED, Stage, check_transition
 
 Layout = Literal["image", "sequence", "vector"]
@@ -40,17 +32,15 @@ class SeedSlot(nn.Module):
         name: Location of the slot as shown to users, for example `block1.pool`.
         layout: Layout of the feature that passes through the slot.
         width: Number of channels C of that feature.
-        detach_input: Detach the seed's input until the seed is fossilized, so that no gradient reaches earlier layers
-            through it. None: True for images, False for sequences and vectors.
-        on_single_path: True if all later layers get their data through this slot alone, so that a counterfactual pass
-            may split the batch here. False if a shortcut bypasses the slot.
+        detach_input: Let no gradient reach earlier layers through the seed until it is fossilized. None: for images.
+        on_single_path: True if no shortcut bypasses the slot, so that a counterfactual pass may split the batch here.
 
     Attributes:
         occupied, live, isolated, blended: True if the stage is in the set of this name; see `stages`.
         seed: The growing module; an identity if the slot is empty.
         ramp_ticks, age, ticks_in_stage: Host epochs since BLENDING began, since germination, and in the present stage.
         isolation: How a seed learns before it is blended; `GrowingNetwork` sets it from its lifecycle.
-        folded: Layer applied before the slot that contains an earlier, folded seed; None if there is none.
+        folded: Layer ahead of the slot that contains an earlier, folded seed.
         override: Replacement of the forward pass during counterfactual passes.
     """
 
@@ -86,7 +76,6 @@ class SeedSlot(nn.Module):
         self.stage = Stage.DORMANT
         self.seed: nn.Module = nn.Identity()
         self.blueprint: str | None = None
-        self.style: BlendStyle = "add"
         self.ramp = Ramp()
         self.ramp_ticks = self.age = self.ticks_in_stage = 0
         self.alpha.zero_()
@@ -156,7 +145,7 @@ class SeedSlot(nn.Module):
             self.alpha.fill_(self.alpha_now)
 
     def seed_parameters(self, blueprint: str) -> int:
-        """Return the number of parameters of a seed, without the gate of style "gate"."""
+        """Return the number of parameters of a seed."""
         return get_blueprint(blueprint, self.layout).parameters(self.width)
 
     def grown_parameters(self) -> list[nn.Parameter]:
@@ -185,17 +174,12 @@ class SeedSlot(nn.Module):
         if not self.blended:
             return x
         if not self.live:  # a fossilized seed is at full alpha
-            return self._mix(x, x, None)
-        return self._mix(x, x.detach() if self.detach_input else x, self.alpha)
+            return self.seed(x).to(x.dtype)
+        return blend(x, self.seed(x.detach() if self.detach_input else x), self.alpha)
 
     def trial_output(self, x: Tensor) -> Tensor:
         """Return what the slot would return with the seed blended at full alpha; no gradient reaches `x`."""
-        return self._mix(seed_input := x.detach(), seed_input, None)
-
-    def _mix(self, x: Tensor, seed_input: Tensor, alpha: Tensor | None) -> Tensor:  # None: full alpha
-        if alpha is None and self.style == "add":
-            return self.seed(seed_input).to(x.dtype)
-        return mix(self.style, x, self.seed, seed_input=seed_input, alpha=x.new_ones(()) if alpha is None else alpha)
+        return self.seed(x.detach()).to(x.dtype)
 
     def get_extra_state(self) -> Tensor:  # uint8 [bytes]
         """Return what grew in the slot; torch puts it into the state dict."""
@@ -203,7 +187,6 @@ class SeedSlot(nn.Module):
             {
                 "stage": self.stage.name,
                 "blueprint": self.blueprint,
-                "style": self.style,
                 "ramp": list(self.ramp),
                 "ramp_ticks": self.ramp_ticks,
                 "age": self.age,
@@ -215,20 +198,22 @@ class SeedSlot(nn.Module):
     def set_extra_state(self, state: Tensor) -> None:
         """Become the slot that `get_extra_state` has described; torch then loads the weights of its modules."""
         saved = decode(state)
+        if (style := saved.get("style", "add")) != "add":
+            raise ValueError(f"slot {self.name!r}: seeds of style {style!r} no longer exist; grow another one there")
         # Modules that fit are kept, because an optimizer may hold their parameters.
         seed = self.seed
-        if (saved["blueprint"], saved["style"]) != (self.blueprint, self.style):
+        if saved["blueprint"] != self.blueprint:
             seed = nn.Identity()
             if saved["blueprint"] is not None:
                 # The drawn weights are overwritten. Any blueprint supports birth "random".
                 generator = torch.Generator(self.alpha.device)
-                seed = new_seed(self, saved["blueprint"], saved["style"], generator=generator, birth="random")
+                seed = new_seed(self, saved["blueprint"], generator=generator, birth="random")
         if saved["folded"] is None:
             self.folded = None
         elif self.folded is None or self.folded.kernel_size[0] != saved["folded"]:
             self.folded = new_folded(self, saved["folded"])
         self.stage, self.seed, self.blueprint = Stage[saved["stage"]], seed, saved["blueprint"]
-        self.style, self.ramp = saved["style"], Ramp(*saved["ramp"])
+        self.ramp = Ramp(*saved["ramp"])
         self.ramp_ticks, self.age, self.ticks_in_stage = saved["ramp_ticks"], saved["age"], saved["ticks_in_stage"]
         self.alpha.fill_(self.alpha_now)
 
@@ -250,22 +235,28 @@ def decode(state: Tensor) -> Any:
     return json.loads(bytes(state.tolist()))
 
 
-def new_seed(
-    slot: SeedSlot, blueprint: str, style: BlendStyle, *, generator: torch.Generator, birth: Birth = "identity"
-) -> nn.Module:
+def new_seed(slot: SeedSlot, blueprint: str, *, generator: torch.Generator, birth: Birth = "identity") -> nn.Module:
     """Build a seed for `slot`, with its device, dtype and mode; `generator`, on the same device, draws the weights."""
     if slot.layout == STACK:  # what grows there are blocks of a list
         return nn.Identity()
     device = slot.alpha.device
     seed = build_seed(blueprint, slot.layout, slot.width, device=device, generator=generator, birth=birth)
-    if style == "gate":
-        gate = build_on(device, lambda: SampleGate(slot.width, -1 if slot.layout == "sequence" else 1), generator)
-        seed = GatedSeed(seed, gate)
     return seed.to(slot.alpha.dtype).train(slot.training)
 
 
 class SlotHook:
-    """Forward hook by which a slot is attached to a module."""
+    """Forward hook that passes one tensor of a module's output through a slot.
+
+    It is an object and not a closure, so that a deep copy of the network uses its own copies of the slots.
+    """
+
+    def __init__(self, slot: SeedSlot, path: KeyPath, channels_last: bool) -> None:
+        self.slot, self.path, self.channels_last = slot, path, channels_last
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        feature = get_at(output, self.path)
+        grown = self.slot(feature.movedim(-1, 1)).movedim(1, -1) if self.channels_last else self.slot(feature)
+        return replace_at(output, self.path, grown)
 
 
 def pass_on(*_: Any) -> None:

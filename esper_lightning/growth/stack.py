@@ -67,15 +67,11 @@ def stack(
 ) -> list[int]:
     """Grow a list of like blocks, in place, and return the index of each block's source.
 
-    Call it between two steps: copies have no gradients. Blocks that exist stay the same objects with their hooks and
-    their optimizer state. A copy has all that its source has: buffers, extra state, modes, `requires_grad` and hooks,
-    where a hook that holds a part of its block holds the copy's part. What blocks share with each other stays shared;
-    what a single block shares with the rest of the network is copied. Slots in a copy are its own, and empty. A copy
-    of a block after `block.compile()` is not compiled.
-
-    Blocks that know their place, such as by `layer_idx`, are renumbered, and the number of blocks in the configuration
-    of the network (`num_hidden_layers`) is the new one; lists in it with a value for each block follow the sources. If
-    the first backward pass through the list gives a new block no gradient, a warning says that it is not run.
+    Call it between two steps: copies have no gradients. Blocks that exist stay the same objects, and a copy has all
+    that its source has: buffers, extra state, modes, `requires_grad` and hooks, where a hook that holds a part of its
+    block holds the copy's part. What blocks share with each other stays shared. Slots in a copy are its own, and empty.
+    Places that blocks know, such as `layer_idx`, and the configuration of the network follow. If the first backward
+    pass gives a new block no gradient, a warning says that it is not run. The guide is docs/guides/depth.md.
 
     Raises ValueError, and changes nothing, if the list cannot grow.
 
@@ -84,18 +80,14 @@ def stack(
         blocks: Name of the `nn.ModuleList` or `nn.Sequential` in the network, as `model.layers`. `encoder.block[1:]`
             leaves out the first block, and `to` and `order` count the others.
         to: Number of blocks afterwards; need not be a multiple of the present number. None: as `order` lists them.
-        optimizer: Optimizer or optimizers with the blocks' parameters. A new parameter joins the group of its source,
-            where the optimizer of a network of this depth would have it. An optimizer within another one, as in SAM and
-            Lookahead, is found. None: you make a new one.
+        optimizer: Optimizer or optimizers with the blocks' parameters, whose groups new parameters join. An optimizer
+            within another one, as in SAM and Lookahead, is found. None: you make a new one.
         order: Source of each block afterwards, one by one from 0 on (`[0, 1, 1, 2, 3, 3]`), or as ranges with both
-            ends (`"0-3, 2-5"`). Each present block must occur, for the first time behind those before it. Or a name:
-            `stack`: 0 1 2 0 1 2, and 0 1 2 0 1 for 5. `interleave`: 0 0 1 1 2 2, and 0 0 1 1 2 for 5. `last`:
-            0 1 2 2 2 2. `middle`: 0 1 1 1 1 2.
+            ends (`"0-3, 2-5"`), in which each present block occurs, for the first time behind those before it. Or a
+            name: `stack` (0 1 2 0 1 2), `interleave` (0 0 1 1 2 2), `last` (0 1 2 2 2 2) or `middle` (0 1 1 1 1 2).
         new: Content of new blocks. `copy`: that of the source. `zero`: the same, but the layers named by `zero` are
-            zero, so that a new block of residual branches changes nothing at first. `fresh`: `reset_parameters` of all
-            modules, by torch's global generator.
-        state: `copy`: new parameters begin with the optimizer state of their source. `reset`: with none, as
-            parameters of fresh blocks always do.
+            zero, so that residual blocks change nothing at first. `fresh`: `reset_parameters` of all modules.
+        state: `copy`: new parameters, unless fresh, begin with the optimizer state of their source. `reset`: with none.
         zero: Names or ends of names of the last layer of each residual branch, as in `("attention.project", "mlp.2")`.
     """
     try:

@@ -94,10 +94,7 @@ def make_norm(width: int, *, rms_norm: bool, bias: bool) -> nn.Module:
 
 
 class GPT(nn.Module):
-    """GPT-2 for next-token prediction. The output layer shares the token embedding's weights, no bias.
-
-    GPT-2:
-    https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
+    """GPT-2 (https://github.com/openai/gpt-2) for next-token prediction; the output layer is the embedding, transposed.
 
     Args:
         input_shape: Shape (T,) of one input: a sequence of token indices, int64.
@@ -110,8 +107,7 @@ class GPT(nn.Module):
             block, the last one included.
         isolate: Detach the seeds' inputs until they are fossilized (`SeedSlot.detach_input`). None: only for images.
         checkpoint_activations: Recompute the activations of each block in the backward pass instead of storing them,
-            with the same results bit for bit. 512 tokens then need 6.5 instead of 74 MiB, for 1.2 times the processor
-            time.
+            with the same results: 6.5 instead of 74 MiB for 512 tokens, at 1.2 times the processor time.
         rotary: Tell attention the positions by rotation, in place of position embeddings.
         rms_norm: Normalise by RMSNorm (https://arxiv.org/abs/1910.07467) in place of LayerNorm.
         bias: Give linear layers and LayerNorm a bias.

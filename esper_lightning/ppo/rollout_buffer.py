@@ -171,8 +171,11 @@ class RolloutBuffer:
         """Restore a state from `state_dict`. Raises ValueError if the sequences have another length."""
         if len(state.get("sequence_states", [()])[0]) != len(self.sequence_states[0]):
             raise ValueError("ppo.sequence is not that of the saved run; set it back")
+        steps = tensors_of(self.steps)
+        if len(steps) != len(state["ticks"]):
+            raise ValueError("its rollout in flight is of an earlier version, with one more head; train anew")
         self.length = len(state["ticks"][0])
-        for current, saved in zip(tensors_of(self.steps), state["ticks"], strict=True):
+        for current, saved in zip(steps, state["ticks"], strict=True):
             current[: self.length].copy_(saved)
         for current, saved in zip(self.state, state["state"], strict=True):
             current.copy_(saved)

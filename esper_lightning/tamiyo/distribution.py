@@ -30,20 +30,17 @@ SMALLEST_WEIGHT = 1e-30
 HeadTables = dict[str, Tensor]
 """Tables by head [..., rows, choices], with one row for each choice of the head's parent; a single row without one."""
 
-HOST_PARENTS = {"slot": "op", "blueprint": "slot", "style": "slot", "tempo": "slot"}
+HOST_PARENTS = {"slot": "op", "blueprint": "slot", "tempo": "slot"}
 """Earlier head on which each head of a host's action is conditioned; the op has none."""
 
 
 def host_table_shapes(sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
     """Return (rows, choices) of the table of each head.
 
-    `sizes`: choices by head. Rows: one per choice of the parent, else one. `style` is left out if there is only one
-    style.
+    `sizes`: choices by head. Rows: one per choice of the parent, else one.
     """
     return {
-        head: (sizes[HOST_PARENTS[head]] if head in HOST_PARENTS else 1, choices)
-        for head, choices in sizes.items()
-        if head != "style" or choices > 1
+        head: (sizes[HOST_PARENTS[head]] if head in HOST_PARENTS else 1, choices) for head, choices in sizes.items()
     }
 
 

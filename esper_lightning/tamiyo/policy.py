@@ -84,8 +84,12 @@ class PolicyShape(NamedTuple):
     @classmethod
     def from_state_dict(cls, saved: Mapping[str, Any]) -> "PolicyShape":
         """Return the sizes that `state_dict` has turned into plain data."""
-        kind = ActionSpace if "op" in saved["space"] else ChoiceSpace
-        return cls(**{**saved, "space": kind(**saved["space"])})
+        choices = saved["space"]
+        if "op" in choices:  # earlier versions had a head `style`, too
+            space = ActionSpace(**{head: choices[head] for head in ActionSpace._fields})
+        else:
+            space = ChoiceSpace(**choices)
+        return cls(**{**saved, "space": space})
 
 
 def policy_shape(env: VectorEnv) -> PolicyShape:
@@ -182,8 +186,12 @@ class HostHeads(nn.Module):
         self.of_slot, self.of_core = linear(width, width // 2), linear(width, width // 2)
         ops = self.sizes["op"]
         self.tables = nn.ModuleDict(
-            {"op": CoreTable(width, ops), "slot": SlotTable(width, ops), "blueprint": BlueprintTable(width)}
-            | {head: RowTable(width, self.sizes[head]) for head in ("style", "tempo") if head in self.sizes}
+            {
+                "op": CoreTable(width, ops),
+                "slot": SlotTable(width, ops),
+                "blueprint": BlueprintTable(width),
+                "tempo": RowTable(width, self.sizes["tempo"]),
+            }
         )
 
     def encode_slots(self, hidden: Hidden) -> Tensor:  # [..., K, H]

@@ -84,7 +84,7 @@ MISFITS: dict[str, tuple[str, str]] = {
     "other width": ("--model.policy.width=32", "checkpoint"),
     "other slots": ("--data.host.init_args.slots=[block3]", "choices of the slot head"),
     "other features": ("--data.env.sight.hidden=[gap]", "observed features"),
-    "other styles": ("--data.env.actions.styles=[linear_gate]", "choices of the style head"),
+    "other tempos": ("--data.env.actions.tempos={NOW: 1}", "choices of the tempo head"),
     "other host optimizer": ("--data.env.training.optimizer=sgd", "checkpoint"),
     "other horizon": ("--data.env.horizon=4", "horizon"),
 }

@@ -195,9 +195,7 @@ def test_every_host_gets_the_schedule_of_the_nearest_price(make_pool: MakePool) 
 
 def test_what_is_written_is_read_again_and_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "best.json"
-    known = schedule(
-        ScheduledAction(0, "GERMINATE", "block3", "norm", "linear_gate", "SLOW"), ScheduledAction(5, "CULL", "block3")
-    )
+    known = schedule(ScheduledAction(0, "GERMINATE", "block3", "norm", "SLOW"), ScheduledAction(5, "CULL", "block3"))
     write_schedule(known, path)
     with pytest.raises(TypeError):
         write_schedule(schedule(ScheduledAction(0, "CULL", {1})), path)

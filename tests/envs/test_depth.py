@@ -258,7 +258,7 @@ def test_an_episode_goes_on_bit_for_bit_at_its_depth(executor: str) -> None:
 
 def test_blocks_that_are_built_in_have_weights_of_their_own_and_the_scale_of_the_final_depth() -> None:
     pool = make_deep()
-    deep = (FossilizedSeed("stack1", "stack", "add"),)
+    deep = (FossilizedSeed("stack1", "stack"),)
     StaticController([deep, ()]).reset(pool)
     built, plain = (env.network for env in pool.envs)
 

@@ -26,16 +26,15 @@ def count_flops(network: nn.Module, x: torch.Tensor) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("style", ["add", "gate"])
 @pytest.mark.parametrize("layout", HOSTS)
-def test_what_a_grown_host_computes_is_known_without_running_it(layout: str, style: str) -> None:
+def test_what_a_grown_host_computes_is_known_without_running_it(layout: str) -> None:
     build, x = HOSTS[layout]
     compute = measure_flops(build(), x)
     assert compute.host == count_flops(build().eval(), x) > 0
     for blueprint in blueprint_names(layout):
         network = build().eval()
         for slot in slots_of(network).values():
-            germinate(slot, blueprint, generator=torch.Generator().manual_seed(0), style=style)
+            germinate(slot, blueprint, generator=torch.Generator().manual_seed(0))
             for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED):
                 slot.move_to(stage)
         grown = compute.host + sum(compute.seed_flops(slot) for slot in slots_of(network).values())

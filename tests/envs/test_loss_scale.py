@@ -68,7 +68,7 @@ def half_pool(executor: str, optimizer: str = "adam") -> HostPool:
         env.growing.germinate("block1", "conv_light", ticks=1)
     pool.train_without_actions(2)
     for env in pool.envs:
-        env.growing.germinate("block3", "conv_small", style="gate")
+        env.growing.germinate("block3", "conv_small")
     pool.train_without_actions(1)
     with torch.no_grad():
         pool.envs[1].slots[0].seed.body[0].weight.fill_(1e6)

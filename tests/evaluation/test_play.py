@@ -37,8 +37,8 @@ MakePool = Callable[..., HostPool]
 
 SEEDS = [11, 13]
 BARE: Topology = ()
-GROWN: Topology = (FossilizedSeed("block1.pool", "conv_light", "add"), FossilizedSeed("block3", "norm", "gate"))
-TOPOLOGIES: list[Topology] = [GROWN, (FossilizedSeed("block2.pool", "conv_small", "add"),)]
+GROWN: Topology = (FossilizedSeed("block1.pool", "conv_light"), FossilizedSeed("block3", "norm"))
+TOPOLOGIES: list[Topology] = [GROWN, (FossilizedSeed("block2.pool", "conv_small"),)]
 
 FIRST_LAYER = 2 * 4 * 1 * 8 * 8
 """FLOPs per sample of the small host's first layer, a 1×1 convolution from 1 to 4 channels without an input
@@ -198,7 +198,7 @@ def test_a_static_host_is_the_plain_network_trained_by_hand(make_pool: MakePool)
     # SGD, because Adam would turn gradients that are only rounding errors into full steps.
     training = HostTraining(optimizer="sgd", lr=0.05, batches=3, batch_size=16, max_grad_norm=None)
     pool = make_pool(2, training=training, lifecycle=replace(SMALL.lifecycle, birth="random"))
-    topologies: list[Topology] = [(GROWN[0], GROWN[1]._replace(style="add")), TOPOLOGIES[1]]
+    topologies: list[Topology] = [GROWN, TOPOLOGIES[1]]
     controller = RecordsInitialNetworks(topologies)
     played = play_episode(pool, "static", controller, rng_seeds=SEEDS)
 

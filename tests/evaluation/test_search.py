@@ -74,7 +74,7 @@ def test_plans_are_drawn_from_all_that_there_is_and_early_ticks_are_likelier(
     for plan in drawn:
         check(plan, roomy)
     seeds = [seed for plan in drawn for seed in plan.seeds]
-    for head in ("slot", "blueprint", "style", "tempo"):
+    for head in ("slot", "blueprint", "tempo"):
         assert {getattr(seed, head) for seed in seeds} == set(getattr(roomy.space, head))
     ticks = Counter(seed.tick for seed in seeds if seed.tempo == "FAST")
     assert set(ticks) == set(range(9)) and ticks[0] > 2 * ticks[8]
@@ -102,7 +102,7 @@ def test_all_but_the_culled_seeds_of_a_plan_are_there_in_the_end(
     roomy: HostPool, sampler: PlanSampler, drawn: list[Plan]
 ) -> None:
     """Every scheduled action is possible with any heads, unless too many are due at once; the pool raises at a mask."""
-    one, other = (PlannedSeed(SLOTS[0], name, roomy.space.style[0], "FAST", 0, 2) for name in ("norm", "conv_small"))
+    one, other = (PlannedSeed(SLOTS[0], name, "FAST", 0, 2) for name in ("norm", "conv_small"))
     relay = sampler._make_plan([one, other._replace(tick=2, cull_tick=None)], late=False)
     assert [(seed.tick, seed.cull_tick) for seed in relay.seeds] == [(0, 2), (4, None)], "two ticks till it is open"
     few = [plan for plan in drawn if len(plan.seeds) <= 2 and max(seed.tick for seed in plan.seeds) <= 3]
@@ -132,7 +132,7 @@ def varied(make_pool: MakePool) -> HostPool:
 @pytest.fixture(scope="module")
 def dear_and_free(pool: HostPool) -> list[Schedule]:
     # Rent: 0.5 · ln(1 + 2320 / 390) = 0.97 of score, more than hosts can gain in their first six short epochs.
-    dear = Plan((PlannedSeed("block3", "conv_light", "linear_add", "FAST", 0),), fossilize_late=False)
+    dear = Plan((PlannedSeed("block3", "conv_light", "FAST", 0),), fossilize_late=False)
     return [PlanSampler(pool, 0).to_schedule(dear), Schedule(SLOTS, ())]
 
 

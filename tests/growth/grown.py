@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper_lightning.blueprints import build_on
-from esper_lightning.growth.blend import BlendStyle, Ramp
+from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.gates import Evidence
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.lifecycle import germinate, slots_of
@@ -19,7 +19,6 @@ CPU = torch.device("cpu")
 
 LIFE = [Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED]
 
-STYLES: list[BlendStyle] = list(get_args(BlendStyle))
 
 LAYOUTS: list[Layout] = list(get_args(Layout))
 
@@ -109,10 +108,9 @@ def grow(
     blueprint: str = "conv_light",
     ramp: Ramp = Ramp(),
     seed: int = 0,
-    style: BlendStyle = "add",
 ) -> None:
     """Put a seed with noisy weights in the empty `slot` and advance it to `stage`."""
-    germinate(slot, blueprint, ramp, generator=generator_of(seed), style=style)
+    germinate(slot, blueprint, ramp, generator=generator_of(seed))
     add_noise(slot.seed, seed)
     for step in LIFE[1 : LIFE.index(stage) + 1]:
         if step is Stage.PROBATIONARY:

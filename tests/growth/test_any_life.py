@@ -21,7 +21,7 @@ from esper_lightning.growth.slot import Layout
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from tests.growth.by_hand import check_optimizer_matches
-from tests.growth.grown import CPU, LAYOUTS, STYLES, TinyHost, add_noise, batch_of, generator_of, loss_on, same, story
+from tests.growth.grown import CPU, LAYOUTS, TinyHost, add_noise, batch_of, generator_of, loss_on, same, story
 from tests.tiers import rest_is_slow
 
 FOLLOWERS = {
@@ -51,7 +51,6 @@ class Operation(NamedTuple):
     operation: str
     slot: int
     blueprint: int
-    style: str
     curve: str
     ticks: int
     hold: bool
@@ -84,7 +83,6 @@ wishes = st.builds(
     operation=st.sampled_from(["germinate", "germinate", "cull", "fossilize", "fossilize", *["tick"] * 6]),
     slot=st.integers(0, 2),
     blueprint=st.integers(0, 20),
-    style=st.sampled_from(STYLES),
     curve=st.sampled_from(get_args(Curve)),
     ticks=st.integers(0, 3),
     hold=st.sampled_from([False, False, True]),
@@ -149,7 +147,7 @@ class TrackedNetwork:
         if wish.operation == "germinate":
             known = blueprint_names(self.layout)
             blueprint = known[wish.blueprint % len(known)]
-            return self.network.germinate(slot, blueprint, ticks=wish.ticks, style=wish.style, curve=wish.curve)
+            return self.network.germinate(slot, blueprint, ticks=wish.ticks, curve=wish.curve)
         return {"cull": self.network.cull, "fossilize": self.network.fossilize}[wish.operation](slot)
 
     def tick(self, wish: Operation) -> list[SeedEvent]:
@@ -251,7 +249,7 @@ def stays_in_the_table(
 def test_a_life_of_the_property_above_can_reach_every_stage(host: tuple[Layout, dict[str, Any]]) -> None:
     """The property test is not vacuous: every stage is reached."""
     life = TrackedNetwork(host, Adam, LifecycleConfig(training_ticks=0, min_gradient_health=0.0, embargo_ticks=1))
-    calm = Operation("tick", 0, 0, "gate", "linear", 1, False, 3.0, None)
+    calm = Operation("tick", 0, 0, "linear", 1, False, 3.0, None)
     seen = []
     for operation in ["germinate", "tick", "tick", "cull", *["tick"] * 3, "germinate", *["tick"] * 3, "fossilize"]:
         life.fulfil(calm._replace(operation=operation))

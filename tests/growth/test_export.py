@@ -24,7 +24,7 @@ from esper_lightning.growth.fold import fold
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import GPT, MLP
-from tests.growth.grown import STYLES, generator_of, grow, slot_named, small_batch, small_cnn
+from tests.growth.grown import generator_of, grow, slot_named, small_batch, small_cnn
 from tests.runs import ROOT
 from tests.tiers import rest_is_slow
 
@@ -71,10 +71,10 @@ SIMPLE = {"image": "conv_light", "sequence": "lora", "vector": "lora"}
 
 
 def grown(network: nn.Module) -> nn.Module:
-    """Return a network with seeds of each style, the second at alpha 1/2."""
+    """Return a network with three seeds, the second at alpha 1/2."""
     stages = [Stage.FOSSILIZED, Stage.BLENDING, Stage.FOSSILIZED]
-    for slot, style, stage in zip(slots_of(network).values(), STYLES, stages, strict=True):
-        grow(slot, stage, SIMPLE[slot.layout], Ramp(2), style=style)
+    for slot, stage in zip(slots_of(network).values(), stages, strict=True):
+        grow(slot, stage, SIMPLE[slot.layout], Ramp(2))
     return network.eval()
 
 

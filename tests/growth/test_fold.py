@@ -12,14 +12,13 @@ from torchvision.ops import StochasticDepth
 
 from esper_lightning.blueprints import Residual, blueprint_names, get_blueprint, initialise, registry
 from esper_lightning.growth.attach import attach_slots
-from esper_lightning.growth.blend import BlendStyle
 from esper_lightning.growth.export import load, save
 from esper_lightning.growth.fold import FoldResult, affine_map_of, fold
 from esper_lightning.growth.growing_network import GrowingNetwork
 from esper_lightning.growth.lifecycle import count_parameters, germinate, slots_of
 from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.growth.stages import Stage
-from tests.growth.grown import LIFE, STYLES, add_noise, generator_of, grow
+from tests.growth.grown import LIFE, add_noise, generator_of, grow
 
 WIDTH = 6
 
@@ -70,9 +69,9 @@ def example(layout: Layout, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(4, *shape, generator=generator_of(5)).to(dtype)
 
 
-def fossilize_seed(slot: SeedSlot, blueprint: str, style: BlendStyle = "add", bias: bool = True) -> None:
+def fossilize_seed(slot: SeedSlot, blueprint: str, bias: bool = True) -> None:
     """Put a fossilized seed in `slot`; without `bias`, its biases are zero."""
-    grow(slot, Stage.FOSSILIZED, blueprint, style=style)
+    grow(slot, Stage.FOSSILIZED, blueprint)
     if not bias:
         for name, parameter in slot.seed.named_parameters():
             if name.endswith("bias"):
@@ -178,24 +177,19 @@ def test_where_a_map_of_channels_goes(
 
 
 @pytest.mark.parametrize(
-    ("layout", "blueprint", "style"),
+    ("layout", "blueprint"),
     [
-        *((layout, blueprint, style) for layout, blueprint in FOLDABLE for style in STYLES[1:]),
-        *(
-            (layout, name, "add")
-            for layout in ("image", "sequence", "vector")
-            for name in blueprint_names(layout)
-            if (layout, name) not in FOLDABLE
-        ),
+        (layout, name)
+        for layout in ("image", "sequence", "vector")
+        for name in blueprint_names(layout)
+        if (layout, name) not in FOLDABLE
     ],
 )
-def test_a_seed_that_is_not_linear_scales_or_chooses_is_left_alone(
-    layout: Layout, blueprint: str, style: BlendStyle
-) -> None:
+def test_a_seed_that_is_not_linear_is_left_alone(layout: Layout, blueprint: str) -> None:
     network = chain(layout)
-    fossilize_seed(network.slot, blueprint, style=style)
+    fossilize_seed(network.slot, blueprint)
     (folding,) = unchanged_by_folding(network, example(layout))
-    assert folding.reason == f"{blueprint} ({style}) is not an affine map of its input"
+    assert folding.reason == f"{blueprint} is not an affine map of its input"
 
 
 @pytest.mark.parametrize("stage", LIFE[:-1])

@@ -48,7 +48,7 @@ def test_a_seed_goes_through_its_whole_life_and_makes_the_network_better() -> No
     def right(outputs: Tensor, classes: Tensor) -> Tensor:
         return (outputs.argmax(1) == classes).double()
 
-    network.germinate("block2.pool", "conv_light", ticks=3, style="gate", curve="sigmoid12")
+    network.germinate("block2.pool", "conv_light", ticks=3, curve="sigmoid12")
     lived, losses = [], []
     for _ in range(8):
         losses.append(learn(host, optimizer, step=7))
@@ -72,7 +72,7 @@ def test_a_seed_goes_through_its_whole_life_and_makes_the_network_better() -> No
         losses.append(learn(host, optimizer, step=7))
         assert network.end_epoch() == []
     assert losses[-1] < 0.9 * losses[0]
-    assert count_parameters(host) == before + (9 * 8 * 8 + 8) + (8 + 1) * 8 + 8 + 1  # 8 channels; the gate
+    assert count_parameters(host) == before + 9 * 8 * 8 + 8  # 8 channels
     check_optimizer_matches(network)
 
 
@@ -88,7 +88,7 @@ def test_a_seed_may_be_blended_from_the_start_without_any_gate() -> None:
 
 
 def seed_weights(network: GrowingNetwork, slot: str = "block1") -> list[Tensor]:
-    network.germinate(slot, "conv_heavy", style="gate")
+    network.germinate(slot, "conv_heavy")
     return [p.detach().clone() for p in network.slots[slot].seed.parameters()]
 
 
@@ -180,7 +180,6 @@ def test_gates_refuse_with_all_their_reasons() -> None:
         (lambda network: network.end_epoch(None, {"blok1": CALM}), "unknown slot 'blok1'; did you mean 'block1'?"),
         (lambda network: network.germinate("block2.pool", "conv_lite"), "unknown blueprint 'conv_lite'; did you mean "),
         (lambda network: network.germinate("block2.pool", "mlp"), "blueprint 'mlp' does not grow on image features; "),
-        (lambda network: network.germinate("block2.pool", "norm", style="multipy"), "unknown style 'multipy'; did you"),
         (lambda network: network.germinate("block2.pool", "norm", curve="sigmoid"), "unknown curve 'sigmoid'; did you"),
         (lambda network: network.germinate("block2.pool", "norm", ticks=-1), "a ramp takes a whole number of ticks"),
         (lambda network: network.germinate("block2.pool", "norm", ticks=2.5), "a ramp takes a whole number of ticks"),

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 from esper_lightning.blueprints import build_on
 from esper_lightning.growth import GrowingNetwork, LifecycleConfig, attach_slots
-from esper_lightning.growth.blend import PROXIMAL_STEP, BlendStyle, Isolation, proximal_gradient
+from esper_lightning.growth.blend import PROXIMAL_STEP, Isolation, proximal_gradient
 from esper_lightning.growth.slot import Layout
 from esper_lightning.growth.stages import Stage
 from tests.growth.grown import (
     CPU,
     LAYOUTS,
-    STYLES,
     add_noise,
     batch_of,
     generator_of,
@@ -79,16 +78,13 @@ def growing_of(network: nn.Module, isolation: Isolation, lr: float = 0.01) -> Gr
 
 @pytest.mark.thinned(5)
 @every_isolation
-@pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("layout", [*LAYOUTS, "dropout"])
-def test_a_host_trains_bit_for_bit_as_without_seeds_while_they_learn(
-    layout: str, style: BlendStyle, isolation: Isolation
-) -> None:
+def test_a_host_trains_bit_for_bit_as_without_seeds_while_they_learn(layout: str, isolation: Isolation) -> None:
     make: Callable[[], nn.Module] = dropout_net if layout == "dropout" else lambda: host_of(layout)
     feature: Layout = "image" if layout == "dropout" else layout
     empty, growing = growing_of(make(), isolation), growing_of(make(), isolation)
     for i, name in enumerate(growing.slots):
-        growing.germinate(name, BLUEPRINTS[feature], style=style)
+        growing.germinate(name, BLUEPRINTS[feature])
         add_noise(growing.slots[name].seed, i)
         growing.slots[name].move_to(Stage.TRAINING)
     seeds = deepcopy([slot.seed.state_dict() for slot in growing.slots.values()])
@@ -99,10 +95,7 @@ def test_a_host_trains_bit_for_bit_as_without_seeds_while_they_learn(
     assert [loss.item() for loss in grown_losses] == [loss.item() for loss in losses]
     assert same_host(growing.module, empty.module)
     for slot, before in zip(growing.slots.values(), seeds, strict=True):
-        after = slot.seed.seed.state_dict() if style == "gate" else slot.seed.state_dict()
-        assert not any(
-            torch.equal(value, before[f"seed.{name}" if style == "gate" else name]) for name, value in after.items()
-        )
+        assert not any(torch.equal(value, before[name]) for name, value in slot.seed.state_dict().items())
 
 
 def test_the_proximal_gradient_is_the_loss_gradient_and_a_pull_of_bounded_reach() -> None:

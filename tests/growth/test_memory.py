@@ -43,16 +43,16 @@ every_optimizer = pytest.mark.parametrize(
 @every_optimizer
 def test_every_change_leaves_what_is_remembered_of_all_others_alone_bit_for_bit(make: Make) -> None:
     network = growing(EAGER, make)
-    grow_to_stage(network, "block2.pool", Stage.BLENDING, style="gate")
+    grow_to_stage(network, "block2.pool", Stage.BLENDING)
 
     def check(change: Callable[[], Any], except_slot: str = "block1") -> None:
         before = optimizer_state(network, except_slot)
-        assert len(before) >= 5 + 6  # convolutions, norms, head; seed and gate
+        assert len(before) >= 5 + 6  # convolutions, norms, head; seed
         change()
         assert same_optimizer_state(optimizer_state(network, except_slot), before)
         check_optimizer_matches(network)
 
-    check(lambda: network.germinate("block1", "conv_light", ticks=1, style="gate"))
+    check(lambda: network.germinate("block1", "conv_light", ticks=1))
     for _ in range(3):  # through BLENDING and PROBATIONARY
         learn(network.module, network.optimizer, 1)
         check(network.end_epoch, except_slot="")
@@ -70,7 +70,7 @@ def test_a_host_whose_seeds_come_and_go_in_training_learns_bit_for_bit_as_if_alo
     optimizer = make(lone)
     for step in range(9):
         if step in (2, 6):
-            network.germinate("block1", "conv_heavy", style="multiply")
+            network.germinate("block1", "conv_heavy")
         if step == 4:
             network.cull("block1")
         assert learn(network.module, network.optimizer, step) == learn(lone, optimizer, step)
@@ -95,7 +95,7 @@ def test_a_cleared_network_goes_on_as_one_that_never_grew(make: Make) -> None:
 
 def test_seeds_learn_under_their_own_options() -> None:
     network = growing(seed_options={"lr": 0.0, "weight_decay": 0.5})
-    network.germinate("block1", "conv_light", style="gate")
+    network.germinate("block1", "conv_light")
     before = [p.clone() for p in network.slots["block1"].seed.parameters()]
     host = network.module.head.weight.clone()
     epoch(network)
@@ -139,8 +139,8 @@ SLOTS = ["block1", "block2.pool"]
 def grown(make: Make) -> GrowingNetwork:
     """Return a network with seeds in both slots, germinated last to first, so that groups and slots differ in order."""
     network = growing(LifecycleConfig(training_ticks=1, auto_cull=False), make)
-    for slot, blueprint, style in (("block2.pool", "conv_light", "gate"), ("block1", "norm", "add")):
-        network.germinate(slot, blueprint, ticks=3, style=style)
+    for slot, blueprint in (("block2.pool", "conv_light"), ("block1", "norm")):
+        network.germinate(slot, blueprint, ticks=3)
         for step in range(2):
             epoch(network, step, dict.fromkeys(SLOTS, 2.0))
     return network

@@ -5,13 +5,12 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import blueprint_names
-from esper_lightning.growth.blend import BlendStyle, Ramp
+from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.growth.stages import Stage
 from tests.growth.grown import (
     LAYOUTS,
-    STYLES,
     add_noise,
     batch_of,
     generator_of,
@@ -39,24 +38,18 @@ def bits(x: Tensor) -> Tensor:
     return x.detach().view(torch.int32)
 
 
-every_style = pytest.mark.parametrize("style", STYLES)
-
-
 while_learning = pytest.mark.parametrize("stage", [Stage.GERMINATED, Stage.TRAINING], ids=lambda stage: stage.name)
 
 
 @pytest.mark.thinned(5)
 @while_learning
-@every_style
 @pytest.mark.parametrize(
     ("layout", "blueprint"), [(layout, name) for layout in LAYOUTS for name in blueprint_names(layout)]
 )
-def test_a_training_seed_learns_without_touching_the_host(
-    layout: Layout, blueprint: str, style: BlendStyle, stage: Stage
-) -> None:
+def test_a_training_seed_learns_without_touching_the_host(layout: Layout, blueprint: str, stage: Stage) -> None:
     empty, growing = host_of(layout), host_of(layout)
     for slot in slots_of(growing).values():
-        grow(slot, stage, blueprint, style=style)
+        grow(slot, stage, blueprint)
 
     losses = [loss_on(network, batch_of(layout)) for network in (empty, growing)]
     for loss in losses:
@@ -71,14 +64,12 @@ def test_a_training_seed_learns_without_touching_the_host(
 
 
 @while_learning
-@every_style
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_a_seed_that_has_blown_up_leaves_the_host_alone(value: float, style: BlendStyle, stage: Stage) -> None:
+def test_a_seed_that_has_blown_up_leaves_the_host_alone(value: float, stage: Stage) -> None:
     empty, growing = small_cnn(), small_cnn()
     slot = slot_named(growing, "block1.pool")
-    grow(slot, stage, style=style)
-    body = slot.seed.seed.body if style == "gate" else slot.seed.body
-    nn.init.constant_(body[-1].bias, value)
+    grow(slot, stage)
+    nn.init.constant_(slot.seed.body[-1].bias, value)
     x = feature()
     assert torch.equal(bits(slot(x)), bits(x))
     losses = [loss_of(network) for network in (empty, growing)]
@@ -89,45 +80,20 @@ def test_a_seed_that_has_blown_up_leaves_the_host_alone(value: float, style: Ble
     assert all(torch.equal(measured[name], expected[name]) for name in expected)
 
 
-def gradient_by_hand(
-    style: BlendStyle, slot: SeedSlot, h: Tensor, output_gradient: Tensor, alpha: float, isolated: bool
-) -> Tensor:  # [B, C]
-    """Return the gradient of the feature for a blended seed s(h) = h·Wᵀ and the output gradient `arriving`."""
-    body = (slot.seed.seed if style == "gate" else slot.seed).body  # W = I + BA
-    w = (torch.eye(h.shape[1]).double() + body[1].weight @ body[0].weight).detach()
-    s = h @ w.T
-    if style == "add":
-        return (1.0 - alpha) * output_gradient + (0.0 if isolated else alpha * output_gradient @ w)
-    if style == "multiply":
-        t = torch.tanh(s - h)
-        through_host = output_gradient * (1.0 + alpha * t)
-        through_seed = (output_gradient * h * alpha * (1.0 - t.square())) @ (w - torch.eye(h.shape[1]).double())
-        return through_host + (0.0 if isolated else through_seed)
-    w1, b1, w2, b2 = (parameter.detach() for parameter in slot.seed.gate.parameters())
-    before = h @ w1.T + b1
-    g = torch.sigmoid(before.clamp(min=0.0) @ w2.T + b2)  # [B, 1]
-    slope = g * (1.0 - g) * (((before > 0) * w2) @ w1)  # [B, C]
-    through_gate = alpha * (output_gradient * (s - h)).sum(1, keepdim=True) * slope
-    return (1.0 - alpha * g) * output_gradient + (0.0 if isolated else alpha * g * output_gradient @ w + through_gate)
-
-
-@every_style
 @pytest.mark.parametrize("isolate", [True, False])
 @pytest.mark.parametrize("stage", [Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED], ids=lambda stage: stage.name)
-def test_the_gradient_that_reaches_the_host_is_the_one_computed_by_hand(
-    stage: Stage, isolate: bool, style: BlendStyle
-) -> None:
+def test_the_gradient_that_reaches_the_host_is_the_one_computed_by_hand(stage: Stage, isolate: bool) -> None:
     slot = SeedSlot("layer1", "vector", 6, detach_input=isolate).double()
-    grow(slot, stage, "lora", SLOW, style=style)
+    grow(slot, stage, "lora", SLOW)
     slot.alpha.fill_(0.25)  # a fossilized seed does not use it
     add_noise(slot.seed, seed=1)
     h = torch.randn(4, 6, generator=generator_of(3), dtype=torch.float64, requires_grad=True)
     arriving = torch.randn(4, 6, generator=generator_of(4), dtype=torch.float64)
     slot(h).backward(arriving)
     is_fossil = stage is Stage.FOSSILIZED
-    expected = gradient_by_hand(
-        style, slot, h.detach(), arriving, 1.0 if is_fossil else 0.25, isolated=isolate and not is_fossil
-    )
+    body, alpha = slot.seed.body, 1.0 if is_fossil else 0.25
+    w = (torch.eye(6).double() + body[1].weight @ body[0].weight).detach()  # the seed is x·Wᵀ, W = I + BA
+    expected = (1.0 - alpha) * arriving + (0.0 if isolate and not is_fossil else alpha * arriving @ w)
     torch.testing.assert_close(h.grad, expected, rtol=1e-12, atol=1e-12)
     assert all(p.grad.any() for p in slot.seed.parameters())
 

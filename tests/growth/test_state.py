@@ -27,7 +27,6 @@ from tests.growth.by_hand import EAGER
 from tests.growth.grown import (
     LIFE,
     SLOTS,
-    STYLES,
     add_noise,
     generator_of,
     grow,
@@ -60,9 +59,9 @@ def learning(slots: dict[str, SeedSlot]) -> None:
 
 
 def blending(slots: dict[str, SeedSlot]) -> None:
-    grow(slots["2"], Stage.BLENDING, "conv_light", HALF, seed=2, style="multiply")
+    grow(slots["2"], Stage.BLENDING, "conv_light", HALF, seed=2)
     slots["2"].end_epoch()
-    grow(slots["5"], Stage.PROBATIONARY, "mlp_small", seed=3, style="gate")
+    grow(slots["5"], Stage.PROBATIONARY, "mlp_small", seed=3)
 
 
 def kept(slots: dict[str, SeedSlot]) -> None:
@@ -119,14 +118,27 @@ def test_a_state_dict_loaded_into_any_state_of_the_network_gives_the_outputs_it_
 
 def test_slots_that_a_network_has_built_in_are_restored_in_all_stages() -> None:
     network, fresh = small_cnn(SLOTS), small_cnn(SLOTS, seed=9).double()
-    for i, (name, stage) in enumerate(zip(SLOTS, [*LIFE, Stage.TRAINING], strict=True)):
-        grow(slot_named(network, name), stage, "conv_light", HALF, style=STYLES[i % 3])
+    for name, stage in zip(SLOTS, [*LIFE, Stage.TRAINING], strict=True):
+        grow(slot_named(network, name), stage, "conv_light", HALF)
     cull(slot_named(network, "block3.pool"))
     loss_of(network)  # moves BatchNorm's statistics
     fresh.load_state_dict(saved(network))
     assert {p.dtype for p in fresh.parameters()} == {torch.float64}, "seeds have their host's precision"
     assert same(network, fresh.float(), small_batch()[0])
     assert not any(module.training for module in slot_named(fresh.eval(), "block2").seed.modules())
+
+
+def test_states_of_earlier_versions_name_a_style_and_load_if_it_is_to_add() -> None:
+    slot, fresh = SeedSlot("here", "vector", 6), SeedSlot("here", "vector", 6)
+    grow(slot, Stage.FOSSILIZED, "lora")
+    state = slot.state_dict()
+    told = decode(state[EXTRA_STATE])
+
+    fresh.load_state_dict(state | {EXTRA_STATE: encode(told | {"style": "add"})})
+
+    assert fresh.stage is Stage.FOSSILIZED
+    with pytest.raises(ValueError, match="slot 'here': seeds of style 'gate' no longer exist"):
+        fresh.load_state_dict(state | {EXTRA_STATE: encode(told | {"style": "gate"})})
 
 
 def test_a_network_gets_the_slots_that_a_state_dict_tells_of() -> None:

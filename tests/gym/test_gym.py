@@ -118,7 +118,7 @@ def choices_in_possible_actions(pool: HostPool, host: int) -> list[bool]:
     return [choice for choices in found.values() for choice in (choices if any(choices) else [True, *choices[1:]])]
 
 
-@pytest.mark.parametrize(("changes", "ticks"), [({}, range(6)), (FREE, (4, 8))], ids=["one style", "three styles"])
+@pytest.mark.parametrize(("changes", "ticks"), [({}, range(6)), (FREE, (4, 8))], ids=["small", "free"])
 def test_a_choice_is_masked_unless_a_possible_action_needs_it(
     make_pool: MakePool, changes: dict[str, Any], ticks: Any
 ) -> None:

@@ -46,3 +46,11 @@ def test_the_sequences_of_some_environments_are_those_columns_of_everything(roll
         assert torch.equal(ours, theirs[:, [3, 0]])
     # The recurrent state has no time axis.
     assert (some.state.hidden.flatten().tolist(), some.state.cell.flatten().tolist()) == ([3.0, 0.0], [13.0, 10.0])
+
+
+def test_a_rollout_in_flight_of_an_earlier_version_with_one_more_head_is_refused(loop: RolloutCollector) -> None:
+    saved = loop.buffer.state_dict()
+    saved["ticks"].append(saved["ticks"][-1])
+
+    with pytest.raises(ValueError, match="its rollout in flight is of an earlier version"):
+        loop.buffer.load_state_dict(saved)

@@ -24,13 +24,8 @@ from tests.conftest import FREE
 from tests.decisions import CPU, WAIT, Row, act, cull, fossilize, germinate
 from tests.runs import differences
 
-Sizes = dict[str, int]
-
-ALL = dict(zip(HEADS, (len(Op), 3, 4, 2, 2), strict=True))
-ONE_STYLE = ALL | {"style": 1}
+ALL = dict(zip(HEADS, (len(Op), 3, 4, 2), strict=True))
 USED_BY = {op: set(HEADS if op is Op.GERMINATE else HEADS[: 1 + (op is not Op.WAIT)]) for op in Op}
-
-each_size = pytest.mark.parametrize("sizes", [ALL, ONE_STYLE], ids=["all heads", "one style"])
 
 
 def random_masks(rows: int, seed: int) -> Masks:
@@ -42,23 +37,21 @@ def random_masks(rows: int, seed: int) -> Masks:
     return Masks(slot, blueprint, torch.zeros(rows, dtype=torch.bool))
 
 
-def random_logits(rows: int, seed: int, sizes: Sizes = ALL, spread: float = 1.5) -> HeadTables:
+def random_logits(rows: int, seed: int, spread: float = 1.5) -> HeadTables:
     generator = torch.Generator().manual_seed(seed)
-    shapes = host_table_shapes(sizes).items()
+    shapes = host_table_shapes(ALL).items()
     return {head: spread * torch.randn(rows, *shape, generator=generator) for head, shape in shapes}
 
 
-def possible_actions(masks: Masks, row: int, sizes: Sizes = ALL) -> list[Row]:
+def possible_actions(masks: Masks, row: int) -> list[Row]:
     """Return every distinct possible action; heads that do not matter are 0."""
     actions = [WAIT]
     for op, k in masks.slot[row].nonzero().tolist():
         if op == Op.GERMINATE:
             blueprints = masks.blueprint[row, k].nonzero().flatten().tolist()
-            actions += [
-                germinate(k, b, t, s) for b, t, s in product(blueprints, range(sizes["tempo"]), range(sizes["style"]))
-            ]
+            actions += [germinate(k, b, t) for b, t in product(blueprints, range(ALL["tempo"]))]
         elif op != Op.WAIT:
-            actions.append((op, k, 0, 0, 0))
+            actions.append((op, k, 0, 0))
     return actions
 
 
@@ -76,22 +69,20 @@ def share(logits: Tensor, choice: int, possible: Tensor | None = None) -> float:
     return math.exp(logits[choice]) / sum(math.exp(logits[other]) for other in among)
 
 
-@each_size
 @pytest.mark.parametrize("seed", range(2))
-def test_an_action_is_as_likely_as_its_choices_one_after_the_other(sizes: Sizes, seed: int) -> None:
-    masks, logits = random_masks(3, seed), random_logits(3, seed, sizes)
+def test_an_action_is_as_likely_as_its_choices_one_after_the_other(seed: int) -> None:
+    masks, logits = random_masks(3, seed), random_logits(3, seed)
 
     for row in range(3):
         t, slot, blueprint = {head: table[row] for head, table in logits.items()}, masks.slot[row], masks.blueprint[row]
-        found = probabilities(logits, masks, row, possible_actions(masks, row, sizes))
+        found = probabilities(logits, masks, row, possible_actions(masks, row))
         assert sum(found.values()) == pytest.approx(1.0, abs=1e-5)
-        for (op, k, b, s, m), p in found.items():
+        for (op, k, b, m), p in found.items():
             expected = share(t["op"][0], op, slot.any(1))
             if op != Op.WAIT:
                 expected *= share(t["slot"][op], k, slot[op])
             if op == Op.GERMINATE:
                 expected *= share(t["blueprint"][k], b, blueprint[k]) * share(t["tempo"][k], m)
-                expected *= share(t["style"][k], s) if "style" in t else 1.0
             assert p == pytest.approx(expected, rel=1e-4)
 
 
@@ -110,16 +101,15 @@ def test_an_impossible_action_has_probability_0_exactly() -> None:
         assert impossible and not any(probabilities(logits, masks, row, impossible).values())
 
 
-@each_size
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30, -1e30, -1e4])
-def test_whatever_the_logits_are_only_possible_actions_are_drawn(sizes: Sizes, bad: float) -> None:
+def test_whatever_the_logits_are_only_possible_actions_are_drawn(bad: float) -> None:
     masks = random_masks(64, seed=3)
-    logits = {head: torch.full_like(table, bad) for head, table in random_logits(64, 3, sizes).items()}
+    logits = {head: torch.full_like(table, bad) for head, table in random_logits(64, 3).items()}
 
     drawn = HostDistribution(logits, masks).sample(torch.Generator().manual_seed(0))
 
     for row, action in enumerate(zip(*(part.tolist() for part in drawn), strict=True)):
-        assert action in possible_actions(masks, row, sizes), f"{action} in row {row}"
+        assert action in possible_actions(masks, row), f"{action} in row {row}"
 
 
 def test_a_row_of_nan_does_not_change_what_is_drawn_in_the_others() -> None:
@@ -139,7 +129,7 @@ def test_a_row_of_nan_does_not_change_what_is_drawn_in_the_others() -> None:
 
 
 def test_heads_draw_in_turn_and_reproducibly() -> None:
-    rows, masks, logits = torch.arange(50), random_masks(50, seed=3), random_logits(50, 3, ONE_STYLE)
+    rows, masks, logits = torch.arange(50), random_masks(50, seed=3), random_logits(50, 3)
     generator, by_hand = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
 
     def draw(table: Tensor, possible: Tensor) -> Tensor:
@@ -153,7 +143,7 @@ def test_heads_draw_in_turn_and_reproducibly() -> None:
     blueprint = draw(logits["blueprint"][rows, slot], masks.blueprint[rows, slot])
     tempo = draw(logits["tempo"][rows, slot], torch.ones(50, 2, dtype=torch.bool))
     grows = op == Op.GERMINATE
-    expected = (op, slot * (op != Op.WAIT), blueprint * grows, torch.zeros_like(op), tempo * grows)
+    expected = (op, slot * (op != Op.WAIT), blueprint * grows, tempo * grows)
     assert all(torch.equal(part, other) for part, other in zip(action, expected, strict=True))
     assert torch.equal(generator.get_state(), by_hand.get_state())
 
@@ -168,20 +158,19 @@ def test_the_mode_is_possible_and_the_likeliest_choice_at_every_turn(seed: int) 
         op = int(t["op"][0].masked_fill(~masks.op[row], -math.inf).argmax())
         k = int(t["slot"][op].masked_fill(~masks.slot[row, op], -math.inf).argmax())
         b = int(t["blueprint"][k].masked_fill(~masks.blueprint[row, k], -math.inf).argmax())
-        grown = germinate(k, b, int(t["tempo"][k].argmax()), int(t["style"][k].argmax()))
-        assert action == {Op.WAIT: WAIT, Op.GERMINATE: grown}.get(Op(op), (op, k, 0, 0, 0))
+        grown = germinate(k, b, int(t["tempo"][k].argmax()))
+        assert action == {Op.WAIT: WAIT, Op.GERMINATE: grown}.get(Op(op), (op, k, 0, 0))
         assert action in possible_actions(masks, row)
 
 
-@each_size
 @pytest.mark.parametrize("seed", range(2))
-def test_entropy_is_that_of_each_head_averaged_over_what_may_come_before_it(sizes: Sizes, seed: int) -> None:
-    masks, logits = random_masks(5, seed), random_logits(5, seed, sizes)
+def test_entropy_is_that_of_each_head_averaged_over_what_may_come_before_it(seed: int) -> None:
+    masks, logits = random_masks(5, seed), random_logits(5, seed)
     distribution = HostDistribution(logits, masks)
     (entropy, matters), free = distribution.entropy(), distribution.choice_probability()
 
     for row in range(5):
-        found = probabilities(logits, masks, row, possible_actions(masks, row, sizes))
+        found = probabilities(logits, masks, row, possible_actions(masks, row))
         for h, head in enumerate(distribution.heads):
             given = {"op": 0, "slot": 1}.get(head, 2)  # heads on which this one depends
             situations: dict[Row, dict[int, float]] = {}

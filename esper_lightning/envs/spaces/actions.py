@@ -5,15 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
-from itertools import product
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from esper_lightning.blueprints import find_blueprint, suggest_name
+from esper_lightning.blueprints import find_blueprint
 from esper_lightning.envs.device_transfer import copy_to_device
-from esper_lightning.growth.blend import BlendStyle, Curve
 from esper_lightning.growth.growing_network import GrowingNetwork, RefusalReasons
 
 
@@ -36,7 +34,6 @@ class Action(NamedTuple):
     op: Tensor  # [..., N] int64, like every field
     slot: Tensor
     blueprint: Tensor
-    style: Tensor  # blend style and curve of the alpha ramp
     tempo: Tensor  # duration of the alpha ramp
 
 
@@ -46,15 +43,9 @@ RELEVANT_OPS: dict[str, frozenset[Op]] = {
     "op": frozenset(Op),
     "slot": frozenset(Op) - {Op.WAIT},
     "blueprint": frozenset({Op.GERMINATE}),
-    "style": frozenset({Op.GERMINATE}),
     "tempo": frozenset({Op.GERMINATE}),
 }
 """Ops for which each head has an effect. Only then does a head contribute log-probability, entropy and gradient."""
-
-STYLES: dict[str, tuple[Curve, BlendStyle]] = {
-    f"{curve}_{style}": (curve, style) for curve, style in product(get_args(Curve), get_args(BlendStyle))
-}
-"""Choices of the head `style` by name, as `linear_add`."""
 
 
 @cache
@@ -80,33 +71,23 @@ class ActionConfig:
     """Names or import paths of the blueprints of seeds to offer. None: all of this package that fit the host's
     features; your own are offered only where they are named."""
 
-    styles: list[str] = field(default_factory=lambda: ["linear_add"])
-    """Blend styles: a curve of the alpha ramp (linear, sigmoid12), an underscore, and
-    how the seed's output combines with the host's feature (add, multiply, gate)."""
-
     tempos: dict[str, int] = field(default_factory=lambda: {"FAST": 3, "STANDARD": 5, "SLOW": 8})
     """Duration of blending in host epochs, by name of the tempo."""
 
     def __post_init__(self) -> None:
         if self.blueprints is not None:
+            if not self.blueprints:
+                raise ValueError("actions.blueprints is empty; name at least one, or leave it out for the default")
             object.__setattr__(self, "blueprints", [find_blueprint(name) for name in self.blueprints])
-        for name in self.styles:
-            if name not in STYLES:
-                raise ValueError(f"actions.styles: unknown style {name!r}; {suggest_name(name, list(STYLES))}")
-        for name, choices in (("blueprints", self.blueprints), ("styles", self.styles)):
-            if choices is None:
-                continue
-            if not choices:
-                raise ValueError(f"actions.{name} is empty; name at least one, or leave it out for the default")
-            choice, occurrences = Counter(choices).most_common(1)[0]
+            name, occurrences = Counter(self.blueprints).most_common(1)[0]
             if occurrences > 1:
-                raise ValueError(f"actions.{name}: {choice!r} is named twice; name each once")
+                raise ValueError(f"actions.blueprints: {name!r} is named twice; name each once")
         if not self.tempos or min(self.tempos.values()) < 1:
             raise ValueError(f"actions.tempos needs at least one tempo of at least 1 host epoch, got {self.tempos}")
 
     def make_space(self, slots: list[str], blueprints: list[str]) -> "ActionSpace":
         """Return the action space of a host with these slots and blueprints."""
-        return ActionSpace([op.name for op in Op], slots, blueprints, self.styles, list(self.tempos))
+        return ActionSpace([op.name for op in Op], slots, blueprints, list(self.tempos))
 
 
 class DecodedAction(NamedTuple):
@@ -115,7 +96,6 @@ class DecodedAction(NamedTuple):
     op: str
     slot: str
     blueprint: str
-    style: str
     tempo: str
 
 
@@ -125,7 +105,6 @@ class ActionSpace(NamedTuple):
     op: list[str]
     slot: list[str]
     blueprint: list[str]
-    style: list[str]
     tempo: list[str]
 
     @property
@@ -142,13 +121,13 @@ class ActionSpace(NamedTuple):
         return DecodedAction._make(choices[number] for choices, number in zip(self, action, strict=True))
 
     def describe(self, action: Sequence[int]) -> str:
-        """Describe one environment's action, as in `GERMINATE conv_light in block1.pool (FAST, linear_add)`."""
+        """Describe one environment's action, as in `GERMINATE conv_light in block1.pool (FAST)`."""
         chosen = self.decode(action)
         match Op(action[0]):
             case Op.WAIT:
                 return "WAIT"
             case Op.GERMINATE:
-                return f"GERMINATE {chosen.blueprint} in {chosen.slot} ({chosen.tempo}, {chosen.style})"
+                return f"GERMINATE {chosen.blueprint} in {chosen.slot} ({chosen.tempo})"
             case op:
                 return f"{op.name} {chosen.slot}"
 
@@ -184,7 +163,7 @@ def check_is_action(action: Any, n_envs: int) -> None:
 
 
 class Masks(NamedTuple):
-    """Masks of N environments with K slots: True where a choice is possible. Styles and tempos are never masked."""
+    """Masks of N environments with K slots: True where a choice is possible. Tempos are never masked."""
 
     slot: Tensor  # [..., N, ops, K] bool: this op is possible on this slot; WAIT: always True
     blueprint: Tensor  # [..., N, K, blueprints] bool: this blueprint can grow in this slot

@@ -7,7 +7,6 @@ from fnmatch import fnmatchcase
 
 from esper_lightning.blueprints import suggest_name
 from esper_lightning.envs.host_env import Subject
-from esper_lightning.envs.spaces.actions import STYLES
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.stages import LIVE, Stage
 
@@ -133,11 +132,6 @@ def slot_features(env: Subject, k: int) -> dict[str, float]:
     values["gradient.norm"] = log_norm(gradient)
     values["gradient.health"] = gradient.health if gradient else MISSING
     values["gradient.ratio"] = log_ratio(gradient, env.host_gradient)
-    curves, blends = (dict.fromkeys(part) for part in zip(*map(STYLES.__getitem__, env.space.style), strict=True))
-    if len(curves) > 1:
-        values |= {f"curve.{curve}": float(slot.occupied and slot.ramp.curve == curve) for curve in curves}
-    if len(blends) > 1:
-        values |= {f"blend.{blend}": float(slot.occupied and slot.style == blend) for blend in blends}
     values["parameters"] = log_size(slot.size, env)
     return values
 

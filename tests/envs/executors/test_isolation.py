@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.envs import ActionConfig, HostPool
+from esper_lightning.envs import HostPool
 from esper_lightning.envs.executors.streams import StreamsExecutor
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.blend import Isolation
@@ -24,8 +24,6 @@ from tests.tiers import rest_is_slow
 MakePool = Callable[..., HostPool]
 
 
-STYLES = ["linear_add", "linear_multiply", "linear_gate"]
-
 TICKS = 3
 
 
@@ -36,13 +34,13 @@ def host_weights(network: nn.Module) -> dict[str, Tensor]:
 
 
 def train_hosts(pool: HostPool, seeded: bool) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
-    """Train two hosts on data in fixed order; if `seeded`, with a seed of another style in every slot of the second.
+    """Train two hosts on data in fixed order; if `seeded`, with another seed in every slot of the second.
 
     Returns the hosts' weights, and score and loss of each tick.
     """
     for i, env in enumerate(pool.envs):
         env.data_order = lambda rng_seed, tick, i=i: 100 * i + tick
-    actions = [act(WAIT, germinate(k, blueprint=k, style=k) if seeded else WAIT) for k in range(TICKS)]
+    actions = [act(WAIT, germinate(k, blueprint=k) if seeded else WAIT) for k in range(TICKS)]
     metrics = []
     for action in actions:
         step = pool.step(action).metrics
@@ -82,7 +80,6 @@ def test_a_host_trains_as_without_seeds_while_they_learn(
             executor="loop" if executor == "streams" else executor,
             training=replace(HostTraining(batch_size=16, batches=3), **changes),
             lifecycle=LifecycleConfig(isolation=isolation, training_ticks=TICKS),
-            actions=ActionConfig(styles=STYLES),
         )
         if executor == "streams":
             pool.executor = StreamsExecutor(pool.task, pool.config.training)

@@ -6,7 +6,7 @@ import torch
 from esper_lightning.blueprints import build_on
 from esper_lightning.envs import HEADS, Action, ActionConfig, ActionSpace, Op
 from esper_lightning.envs.spaces.action_discovery import probe_action_space
-from esper_lightning.envs.spaces.actions import STYLES, relevance_table, to_action, zero_irrelevant_heads
+from esper_lightning.envs.spaces.actions import relevance_table, to_action, zero_irrelevant_heads
 from esper_lightning.hosts import GPT
 from tests.decisions import WAIT, Row, cull, fossilize, germinate
 from tests.imitated_gpu import CPU, GPU, ImitatedGpu
@@ -15,7 +15,6 @@ SPACE = ActionSpace(
     op=[op.name for op in Op],
     slot=["block1", "block2.pool"],
     blueprint=["norm", "conv_light"],
-    style=["linear_add", "linear_gate"],
     tempo=["FAST", "SLOW"],
 )
 
@@ -28,9 +27,6 @@ SPACE = ActionSpace(
         ({"blueprints": ["norm", "conv_light", "norm"]}, "'norm' is named twice"),
         ({"tempos": {}}, "at least one tempo"),
         ({"tempos": {"FAST": 3, "NOW": 0}}, "at least 1 host epoch"),
-        ({"styles": []}, r"actions\.styles is empty; name at least one, or leave it out for the default"),
-        ({"styles": ["linear_ad"]}, r"actions\.styles: unknown style 'linear_ad'; did you mean 'linear_add'\?"),
-        ({"styles": ["linear_add", "linear_gate", "linear_add"]}, r"actions\.styles: 'linear_add' is named twice"),
     ],
 )
 def test_an_impossible_action_config_is_refused_with_its_reason(settings: dict[str, Any], message: str) -> None:
@@ -42,8 +38,7 @@ def test_an_impossible_action_config_is_refused_with_its_reason(settings: dict[s
     ("row", "words"),
     [
         (WAIT, "WAIT"),
-        (germinate(1, 1, tempo=1), "GERMINATE conv_light in block2.pool (SLOW, linear_add)"),
-        (germinate(0, 0, tempo=0, style=1), "GERMINATE norm in block1 (FAST, linear_gate)"),
+        (germinate(1, 1, tempo=1), "GERMINATE conv_light in block2.pool (SLOW)"),
         (cull(1), "CULL block2.pool"),
         (fossilize(0), "FOSSILIZE block1"),
     ],
@@ -53,11 +48,10 @@ def test_an_action_is_described_in_words(row: Row, words: str) -> None:
 
 
 def test_an_action_is_spelled_out_head_by_head() -> None:
-    chosen = SPACE.decode(germinate(1, 0, tempo=1, style=1))
+    chosen = SPACE.decode(germinate(1, 0, tempo=1))
 
-    assert chosen == ("GERMINATE", "block2.pool", "norm", "linear_gate", "SLOW")
+    assert chosen == ("GERMINATE", "block2.pool", "norm", "SLOW")
     assert chosen._fields == HEADS
-    assert STYLES["linear_gate"] == ("linear", "gate")
 
 
 def test_each_head_matters_for_the_ops_that_read_it_and_is_0_for_the_others() -> None:
@@ -66,13 +60,13 @@ def test_each_head_matters_for_the_ops_that_read_it_and_is_0_for_the_others() ->
     by_op = {op: {head for head, yes in zip(HEADS, matters[op].tolist(), strict=True) if yes} for op in Op}
     assert by_op == {
         Op.WAIT: {"op"},
-        Op.GERMINATE: {"op", "slot", "blueprint", "style", "tempo"},
+        Op.GERMINATE: {"op", "slot", "blueprint", "tempo"},
         Op.CULL: {"op", "slot"},
         Op.FOSSILIZE: {"op", "slot"},
     }
-    blank = zero_irrelevant_heads(Action(torch.arange(len(Op)), *[ones] * 4), matters)
+    blank = zero_irrelevant_heads(Action(torch.arange(len(Op)), *[ones] * 3), matters)
     rows = [tuple(row) for row in torch.stack(blank, 1).tolist()]
-    assert rows == [WAIT, germinate(1, 1, 1, 1), cull(1), fossilize(1)]
+    assert rows == [WAIT, germinate(1, 1, 1), cull(1), fossilize(1)]
 
 
 def test_heads_that_an_action_leaves_out_are_0() -> None:

@@ -1,4 +1,4 @@
-"""Fused executor: N hosts run as one network of stacked layers."""
+"""Fused executor: N hosts run as one network of batched layers."""
 
 from esper_lightning.envs.executors.fused.executor import FusedExecutor
 

@@ -1,4 +1,4 @@
-"""One epoch of training of stacked hosts, minibatch by minibatch, and their optimizer. N hosts, K slots."""
+"""One epoch of training of batched hosts, minibatch by minibatch, and their optimizer. N hosts, K slots."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from esper_lightning.envs.device_transfer import pack_training, upload
 from esper_lightning.envs.executors.fused.flat import STEP, Arena
-from esper_lightning.envs.executors.fused.host import HostStack
+from esper_lightning.envs.executors.fused.host import BatchedHosts
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining, next_scale
 from esper_lightning.growth.gradient_stats import NO_GRADIENT, stats_of_norms
@@ -27,20 +27,20 @@ STATE_NAMES = {
 
 
 class FusedEpoch:
-    """One epoch of training of N stacked hosts in progress."""
+    """One epoch of training of N batched hosts in progress."""
 
-    def __init__(self, stack: HostStack, envs: Sequence[HostEnv], task: Task, *, data: Split) -> None:
-        self.stack, self.envs, self.task, self.data = stack, envs, task, data
+    def __init__(self, batched: BatchedHosts, envs: Sequence[HostEnv], task: Task, *, data: Split) -> None:
+        self.batched, self.envs, self.task, self.data = batched, envs, task, data
         self.training = envs[0].training
         networks, optimizers = [env.network for env in envs], [env.optimizer for env in envs]
         # From here on the hosts' parameters and optimizer states are views of one flat memory.
-        self.weights = stack.move_into_arena(networks, optimizers, STATE_NAMES[self.training.optimizer])
+        self.weights = batched.move_into_arena(networks, optimizers, STATE_NAMES[self.training.optimizer])
         self.weights.bind(requires_grad=True)
         # Parameter groups in the arena's order: all hosts first, then the seeds.
         groups = [(i, HOST_GROUP) for i in range(len(envs))]
-        groups += [(host, seed_group_name(slot)) for owners in stack.seed_slots for host, slot in owners]
+        groups += [(host, seed_group_name(slot)) for owners in batched.seed_slots for host, slot in owners]
         param_groups = [find_group(envs[host].optimizer, name) for host, name in groups]
-        self.optimizer = StackedOptimizer(self.weights, self.training, [host for host, _ in groups], param_groups)
+        self.optimizer = BatchedOptimizer(self.weights, self.training, [host for host, _ in groups], param_groups)
         # Loss scales of the hosts in fp16, [N] each; at the end of the epoch they are written back.
         self.scales = [env.loss_scale for env in envs if env.loss_scale is not None]
         self.scale = torch.stack([one.scale for one in self.scales]) if self.scales else None
@@ -84,7 +84,7 @@ class FusedEpoch:
         """Add the gradients, losses and scores of one micro-batch, for all hosts."""
         inputs, targets = fetch(self.data, self.batches.minibatch(part), self.training.augment)
         with self.training.autocast(inputs.device):
-            measures = self.task.measure(self.stack.train(inputs), targets)
+            measures = self.task.measure(self.batched.train(inputs), targets)
             losses = measures.loss.view(len(self.envs), -1).mean(1) / self.micro_batches  # [N]
         (losses if self.scale is None else losses * self.scale).sum().backward()
         with torch.no_grad():
@@ -96,7 +96,7 @@ class FusedEpoch:
         if self.scale is not None and self.good_steps is not None:
             for i, own in enumerate(self.scales):
                 own.set(self.scale[i], self.good_steps[i])
-        self.stack.release()
+        self.batched.release()
         return pack_training((self.totals / len(self)).T, self.skipped_steps, self.gradients)
 
     def _gradient_tensors(self) -> Tensor:  # [N, 1 + K, 4]
@@ -104,7 +104,7 @@ class FusedEpoch:
         device = self.weights.values.device
         column_of_slot = {slot.name: k for k, slot in enumerate(self.envs[0].slots, 1)}
         stats = upload(NO_GRADIENT, device, self.totals.dtype).repeat(len(self.envs), 1 + len(column_of_slot), 1)
-        owners_by_module = [[(host, None) for host in range(len(self.envs))], *self.stack.seed_slots]
+        owners_by_module = [[(host, None) for host in range(len(self.envs))], *self.batched.seed_slots]
         for owners, grads in zip(owners_by_module, self.weights.views(self.weights.grads), strict=True):
             rows = [grad.reshape(len(owners), -1) for grad in grads]
             norms = torch.stack([torch.linalg.vector_norm(row, dim=1) for row in rows], 1)
@@ -114,7 +114,7 @@ class FusedEpoch:
         return stats
 
 
-class StackedOptimizer:
+class BatchedOptimizer:
     """Optimizer of all hosts and seeds in the coming epoch: Adam, AdamW or SGD on flat weights.
 
     It applies the rules of torch.optim; each of the G parameter groups, hosts, then seeds, has its own learning rate,

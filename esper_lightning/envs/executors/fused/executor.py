@@ -9,8 +9,8 @@ from torch import Tensor
 
 from esper_lightning.envs.device_transfer import upload
 from esper_lightning.envs.executors.fused.epoch import FusedEpoch
-from esper_lightning.envs.executors.fused.host import HostStack
-from esper_lightning.envs.executors.fused.proof import N_HOSTS, N_SAMPLES, check_stack
+from esper_lightning.envs.executors.fused.host import BatchedHosts
+from esper_lightning.envs.executors.fused.proof import N_HOSTS, N_SAMPLES, check_batched
 from esper_lightning.envs.executors.loop import LoopExecutor
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
@@ -18,7 +18,7 @@ from esper_lightning.machine import first_line, is_out_of_memory
 from esper_lightning.tasks import Split, Task
 
 MAX_INPUT_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
-"""Most input elements of one stacked validation pass, by type of device.
+"""Most input elements of one batched validation pass, by type of device.
 
 More exceed the caches of a CPU. A GPU is kept busy by large passes, and its memory is the limit: 64 hosts take 341
 images of 3×32×32 at a time, of which a feature of 8 channels has 0.7 GB."""
@@ -39,9 +39,9 @@ def raise_oom(envs: Sequence[HostEnv]) -> Iterator[None]:
 
 
 class FusedExecutor(LoopExecutor):
-    """`LoopExecutor` with the hosts of each kind stacked into one network.
+    """`LoopExecutor` with the hosts of each kind as one network.
 
-    Hosts live in the arena of their stack from their first epoch on: the weights, running statistics and optimizer
+    Hosts live in the arena of their kind from their first epoch on: the weights, running statistics and optimizer
     states of the environments are views of its rows, which an epoch changes in place. A host that has become deeper
     moves to the arena of that depth at its next epoch. Loss scales are copied from the environments at the beginning of
     an epoch, and back at its end.
@@ -49,21 +49,21 @@ class FusedExecutor(LoopExecutor):
 
     def __init__(self, task: Task, training: HostTraining) -> None:
         super().__init__(task, training)
-        self.stacks: dict[tuple[str, torch.device], HostStack] = {}  # by kind of host and device
+        self.batched: dict[tuple[str, torch.device], BatchedHosts] = {}  # by kind of host and device
         self.checked: set[str] = set()  # architectures
 
     def prepare(self, envs: Sequence[HostEnv], data: Split) -> None:
         for env in envs:
-            self._stack_of([env], data)
+            self._batched_of([env], data)
 
-    def _stack_of(self, envs: Sequence[HostEnv], data: Split) -> HostStack:
+    def _batched_of(self, envs: Sequence[HostEnv], data: Split) -> BatchedHosts:
         kind, device = envs[0].kind, envs[0].device
-        if (kind, device) not in self.stacks:
+        if (kind, device) not in self.batched:
             if envs[0].architecture not in self.checked:
-                check_stack(envs[0], data.batch(slice(N_HOSTS * N_SAMPLES)).inputs)
+                check_batched(envs[0], data.batch(slice(N_HOSTS * N_SAMPLES)).inputs)
                 self.checked.add(envs[0].architecture)
-            self.stacks[kind, device] = HostStack(envs[0].network)
-        return self.stacks[kind, device]
+            self.batched[kind, device] = BatchedHosts(envs[0].network)
+        return self.batched[kind, device]
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         with self.kernels(envs[0].device), raise_oom(envs):
@@ -76,7 +76,7 @@ class FusedExecutor(LoopExecutor):
         epochs = []
         for envs in groups:
             local = data.to(envs[0].device)
-            epochs.append(FusedEpoch(self._stack_of(envs, local), envs, self.task, data=local))
+            epochs.append(FusedEpoch(self._batched_of(envs, local), envs, self.task, data=local))
         for i in range(len(epochs[0])):
             for epoch in epochs:
                 epoch.step(i)
@@ -89,8 +89,8 @@ class FusedExecutor(LoopExecutor):
 
     def _validate_alike(self, envs: Sequence[HostEnv], data: Split) -> Tensor:  # [N, 2, V]
         data, variants = data.to(envs[0].device), [env.variants() for env in envs]
-        stack = self._stack_of(envs, data)
-        stack.load_resident([env.network for env in envs]).bind(requires_grad=False)
+        batched = self._batched_of(envs, data)
+        batched.load([env.network for env in envs]).bind(requires_grad=False)
         inputs, targets, data_variants = data.inputs, data.targets, None
         if data.variants > 1:  # [M, B, …]: each host has its own variant
             inputs, targets = (part.unflatten(0, (data.variants, -1)) for part in data)
@@ -102,17 +102,17 @@ class FusedExecutor(LoopExecutor):
         for part in zip(inputs.split(samples_per_pass, axis), targets.split(samples_per_pass, axis), strict=True):
             own_inputs, own_targets = Split(*part, scale=data.scale).batch()
             with self.training.autocast(inputs.device):
-                outputs = stack.evaluate(own_inputs, variants, data_variants)
-            n_entries = stack.entries.count
+                outputs = batched.evaluate(own_inputs, variants, data_variants)
+            n_entries = batched.entries.count
             if data_variants is None:
                 own_targets = own_targets.repeat(n_entries, *[1] * (own_targets.ndim - 1))
             else:
-                entry_variants = upload([data_variants[host] for host in stack.entries.hosts], inputs.device)
+                entry_variants = upload([data_variants[host] for host in batched.entries.hosts], inputs.device)
                 own_targets = own_targets[entry_variants].flatten(0, 1)
             measures = self.task.measure(outputs, own_targets)
             sums.append(torch.stack([one.view(n_entries, -1).sum(1) for one in (measures.loss, measures.score)]))
-        stack.release()
-        entry_index = upload(stack.entries.entry_of_variant(), inputs.device)
+        batched.release()
+        entry_index = upload(batched.entries.entry_of_variant(), inputs.device)
         return (sum(sums[1:], sums[0]) / data.samples)[:, entry_index].transpose(0, 1)
 
 

@@ -1,6 +1,6 @@
 """Flat memory of the weights of N hosts and all their seeds, so that one kernel updates all of them.
 
-A *stacked module* computes all hosts, or all seeds of one kind in one slot; its *owners* are these hosts or seeds.
+A *batched module* computes all hosts, or all seeds of one kind in one slot; its *owners* are these hosts or seeds.
 Their numbers lie in a *section*: by tensor, then by owner.
 
 Hosts in training live in the `Arena`: their parameters, optimizer state and running statistics are views of its rows,
@@ -20,21 +20,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper_lightning.envs.device_transfer import upload
-from esper_lightning.envs.executors.fused.layers import StackedLayer
+from esper_lightning.envs.executors.fused.layers import BatchedLayer
 
 ALIGNMENT = 32
-"""Bytes to which stacked tensors are aligned: as many as cuDNN looks at; with others it makes a plan for each."""
+"""Bytes to which batched tensors are aligned: as many as cuDNN looks at; with others it makes a plan for each."""
 
 STEP = "step"
 """State key of a parameter's step count, which is a single number."""
 
 
-class StackedModule:
-    """A module of stacked layers, and the paths of these layers, which are those in a single host or seed."""
+class BatchedModule:
+    """A module of batched layers, and the paths of these layers, which are those in a single host or seed."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.layers = {path: layer for path, layer in module.named_modules() if isinstance(layer, StackedLayer)}
+        self.layers = {path: layer for path, layer in module.named_modules() if isinstance(layer, BatchedLayer)}
 
     def release(self) -> None:
         """Drop all weights and running statistics."""
@@ -43,9 +43,9 @@ class StackedModule:
 
 
 class Assignment(NamedTuple):
-    """A stacked module with its owners in the coming epoch."""
+    """A batched module with its owners in the coming epoch."""
 
-    stacked: StackedModule
+    batched: BatchedModule
     owners: Sequence[nn.Module]
     hosts: Sequence[int]  # index of the host that each owner is, or grows in
     blocks: Sequence[nn.Module] = ()  # parts of the owners that may be replaced: those of lists that grow in depth
@@ -53,12 +53,12 @@ class Assignment(NamedTuple):
     def is_same(self, other: "Assignment") -> bool:
         """Return whether another assignment has the same owners in the same order, compared by identity."""
         ours, theirs = [*self.owners, *self.blocks], [*other.owners, *other.blocks]
-        is_as_long = self.stacked is other.stacked and len(ours) == len(theirs)
+        is_as_long = self.batched is other.batched and len(ours) == len(theirs)
         return is_as_long and all(a is b for a, b in zip(ours, theirs, strict=True))
 
 
-class Place(NamedTuple):
-    """Place of a stacked tensor in its section."""
+class TensorPlace(NamedTuple):
+    """Place of a batched tensor in its section."""
 
     start: int
     numel: int  # of the tensor of one owner, of which `shape` and `strides` are, too
@@ -68,31 +68,31 @@ class Place(NamedTuple):
 
 
 class Section:
-    """Place of one stacked module in flat memory."""
+    """Place of one batched module in flat memory."""
 
     def __init__(self, assignment: Assignment) -> None:
         self.assignment = assignment
         self.owners = len(assignment.owners)
-        self.targets: list[tuple[StackedLayer, str]] = []
+        self.targets: list[tuple[BatchedLayer, str]] = []
         self.parameters: list[nn.Parameter] = []  # of all owners, by tensor, then by owner
-        self.buffers: list[tuple[StackedLayer, str, list[nn.Module]]] = []  # with the owners' layers
-        for path, layer in assignment.stacked.layers.items():
+        self.buffers: list[tuple[BatchedLayer, str, list[nn.Module]]] = []  # with the owners' layers
+        for path, layer in assignment.batched.layers.items():
             owner_layers = [attrgetter(path)(owner) if path else owner for owner in assignment.owners]
             self.targets += [(layer, name) for name in layer.parameter_names]
             self.parameters += [getattr(own, name) for name in layer.parameter_names for own in owner_layers]
             self.buffers += [(layer, name, owner_layers) for name in layer.buffer_names]
         self.statistics = self.gather_statistics()  # [owners, …] each
-        self.places: list[Place] = []
+        self.places: list[TensorPlace] = []
         self.size = 0
         for p in self.parameters[:: self.owners]:
             # Strides in p's memory format, without gaps.
             strides = torch.empty_like(p, device="meta").stride()
             gap = -self.owners * p.numel() % (ALIGNMENT // p.element_size())
-            self.places.append(Place(self.size, p.numel(), gap, tuple(p.shape), strides))
+            self.places.append(TensorPlace(self.size, p.numel(), gap, tuple(p.shape), strides))
             self.size += self.owners * p.numel() + gap
 
     def gather_statistics(self) -> list[Tensor]:
-        """Return stacked copies of the owners' running statistics."""
+        """Return copies, [owners, …] each, of the owners' running statistics."""
         return [torch.stack([getattr(own, name) for own in owner_layers]) for _, name, owner_layers in self.buffers]
 
     def gather(self, tensors: Iterator[Tensor]) -> Iterator[Tensor]:
@@ -108,7 +108,7 @@ class Section:
                 yield own[0].new_zeros(gap)
 
     def views(self, numbers: Tensor) -> list[Tensor]:  # [size] -> [tensor] [owners, …]
-        """Return views of the section's numbers, one for each stacked tensor."""
+        """Return views of the section's numbers, one for each batched tensor."""
         first = numbers.storage_offset()
         return [
             numbers.as_strided((self.owners, *shape), (numel, *strides), first + start)
@@ -152,11 +152,11 @@ class FlatWeights:
         return numbers.split([section.size for section in self.sections])
 
     def views(self, numbers: Tensor) -> list[list[Tensor]]:  # [section][tensor] [owners, …]
-        """Return views of flat numbers, one for each tensor of each stacked module."""
+        """Return views of flat numbers, one for each tensor of each batched module."""
         return [section.views(part) for section, part in zip(self.sections, self.split(numbers), strict=True)]
 
     def bind(self, requires_grad: bool) -> None:
-        """Bind weights and running statistics to the stacked layers; the backward pass may accumulate into `grads`."""
+        """Bind weights and running statistics to the batched layers; the backward pass may accumulate into `grads`."""
         leaves = []
         for section, values in zip(self.sections, self.views(self.values), strict=True):
             for (layer, name), value in zip(section.targets, values, strict=True):
@@ -199,8 +199,8 @@ class Resident(Section):
         for name, rows in self._state_rows.items():
             for state, row in zip(self.states, rows, strict=True):
                 state[name] = row
-        for (_, name, owner_layers), stacked in zip(self.buffers, self.statistics, strict=True):
-            for owner_layer, row in zip(owner_layers, stacked, strict=True):
+        for (_, name, owner_layers), batched in zip(self.buffers, self.statistics, strict=True):
+            for owner_layer, row in zip(owner_layers, batched, strict=True):
                 setattr(owner_layer, name, row)
         self._addresses = self._first_addresses()
 

@@ -1,9 +1,9 @@
-"""Stacked layers: the weights of many hosts are stacked, and one kernel computes all of them.
+"""Batched layers: the weights of many hosts lie in one tensor, and one kernel computes them all.
 
-The code of hosts and seeds runs unchanged on stacked features; only the layers that own weights are replaced by these.
-Weights are plain tensors [rows, …], bound from outside. S stack entries, B samples, C and D channels of one host.
-Image features are stacked along their channels, [B, S·C, H, W], so that torch's grouped convolutions, normalisations
-and pools compute all entries at once. All others are stacked along their first axis, [S·B, …].
+The code of hosts and seeds runs unchanged on batched features; only the layers that own weights are replaced by these.
+Weights are plain tensors [rows, …], bound from outside. S entries, B samples, C and D channels of one host.
+Image features are concatenated along their channels, [B, S·C, H, W], so that torch's grouped convolutions,
+normalisations and pools compute all entries at once. All others are concatenated along their first axis, [S·B, …].
 `torch.func.vmap` over the layers themselves needs no such classes, but takes 1.2 to 1.5 times as long for a tick.
 """
 
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper_lightning.blueprints.seeds import GroupNorm, LearnedNorm, group_norm
-from esper_lightning.growth.blend import SampleGate, sample_gates
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.hosts.transformer import PositionEmbedding, TokenEmbedding
 
@@ -30,19 +29,19 @@ ones."""
 
 
 CHANNELS_LAST: dict[str, bool] = {"cpu": True, "cuda": False}
-"""Memory format of stacked image features by type of device; True: channels last.
+"""Memory format of batched image features by type of device; True: channels last.
 
 On the CPU grouped convolutions, normalisation and pools are then 1.3 to 8 times as fast (16 hosts of 4 to 16 channels).
 On CUDA cuDNN has slow kernels for grouped convolutions with channels last
 (https://github.com/pytorch/pytorch/issues/34977)."""
 
 
-class StackIndex:
-    """Rows of the stacked weights that the entries of a stacked feature are computed with.
+class RowIndex:
+    """Rows of the batched weights that the entries of a batched feature are computed with.
 
     Attributes:
         count: Number of entries S in the present features.
-        rows: Row of the stacked weights for each entry, [S] int64. None: each row once, in order.
+        rows: Row of the batched weights for each entry, [S] int64. None: each row once, in order.
     """
 
     count: int = 0
@@ -57,24 +56,24 @@ class StackIndex:
         self.count, self.rows = len(rows), rows
 
     def gather(self, weight: Tensor) -> Tensor:  # [rows, …] -> [S, …]
-        """Return the selected rows of a stacked weight."""
+        """Return the selected rows of a batched weight."""
         return weight if self.rows is None else weight.index_select(0, self.rows)
 
 
 def is_image(x: Tensor) -> bool:
-    """Return whether a feature is an image, and so stacked along its channels."""
+    """Return whether a feature is an image, and so concatenated along its channels."""
     return x.ndim == 4
 
 
-def broadcast_per_entry(values: Tensor, x: Tensor) -> Tensor:  # [S] and a stacked feature -> broadcasts against it
-    """Reshape one number per entry so that it broadcasts against the stacked feature `x`."""
+def broadcast_per_entry(values: Tensor, x: Tensor) -> Tensor:  # [S] and a batched feature -> broadcasts against it
+    """Reshape one number per entry so that it broadcasts against the batched feature `x`."""
     if is_image(x):
         return values.repeat_interleave(x.shape[1] // len(values))[None, :, None, None]
     return values.repeat_interleave(x.shape[0] // len(values)).view(-1, *[1] * (x.ndim - 1))
 
 
-def stack_inputs(x: Tensor, count: int) -> Tensor:  # [S·B, …], entry by entry -> a stacked feature
-    """Bring the inputs of `count` entries into the layout of stacked features."""
+def batch_inputs(x: Tensor, count: int) -> Tensor:  # [S·B, …], entry by entry -> a batched feature
+    """Bring the inputs of `count` entries into the layout of batched features."""
     if not is_image(x):
         return x
     # In memory as `CHANNELS_LAST` says, whatever the single host prefers.
@@ -84,7 +83,7 @@ def stack_inputs(x: Tensor, count: int) -> Tensor:  # [S·B, …], entry by entr
 
 
 def columns_to_rows(x: Tensor, count: int) -> Tensor:  # [B, S·C] -> [S·B, C]
-    """Bring a flattened image feature, stacked along its columns, into the layout of other features."""
+    """Bring a flattened image feature, whose entries are columns, into the layout of other features."""
     return x.unflatten(1, (count, -1)).transpose(0, 1).flatten(0, 1)
 
 
@@ -93,13 +92,13 @@ def rows_to_columns(x: Tensor, count: int) -> Tensor:  # [S·B, C] -> [B, S·C]
     return x.unflatten(0, (count, -1)).transpose(0, 1).flatten(1)
 
 
-def unstack_outputs(x: Tensor, count: int, samples: int) -> Tensor:  # -> [S·B, …], entry by entry
-    """Bring outputs into the layout [S·B, …]: those computed from images are still stacked along their second axis."""
+def unbatch_outputs(x: Tensor, count: int, samples: int) -> Tensor:  # -> [S·B, …], entry by entry
+    """Bring outputs into the layout [S·B, …]: those computed from images have their entries along the second axis."""
     return columns_to_rows(x, count) if x.shape[0] == samples and count > 1 else x
 
 
 def unflatten_entries(x: Tensor, count: int) -> tuple[Tensor, int]:
-    """Return a view of a stacked feature with a separate axis for the entries, and the index of that axis."""
+    """Return a view of a batched feature with a separate axis for the entries, and the index of that axis."""
     if not is_image(x):
         return x.unflatten(0, (count, -1)), 0
     if not CHANNELS_LAST[x.device.type]:
@@ -113,27 +112,27 @@ def flatten_entries(x: Tensor, axis: int) -> Tensor:
 
 
 def select_entries(x: Tensor, count: int, entries: Tensor) -> Tensor:
-    """Return some entries of a stacked feature of `count` entries, as a stacked feature."""
+    """Return some entries of a batched feature of `count` entries, as a batched feature."""
     unflattened, axis = unflatten_entries(x, count)
     return flatten_entries(unflattened.index_select(axis, entries), axis)
 
 
 def split(x: Tensor, sizes: Sequence[int], entries: Tensor | None = None) -> list[Tensor]:
-    """Split a stacked feature into parts of `sizes` entries, after selecting `entries` if given."""
+    """Split a batched feature into parts of `sizes` entries, after selecting `entries` if given."""
     unflattened, axis = unflatten_entries(x, sum(sizes))
     unflattened = unflattened if entries is None else unflattened.index_select(axis, entries)
     return [flatten_entries(part, axis) for part in unflattened.split(sizes, axis)]
 
 
 def merge(parts: Sequence[Tensor], sizes: Sequence[int], entries: Tensor | None = None) -> Tensor:
-    """Merge stacked features of `sizes` entries into one, and select `entries` of it if given."""
+    """Merge batched features of `sizes` entries into one, and select `entries` of it if given."""
     unflattened = [unflatten_entries(part, size) for part, size in zip(parts, sizes, strict=True)]
     axis = unflattened[0][1]
     whole = torch.cat([part for part, _ in unflattened], axis)
     return flatten_entries(whole if entries is None else whole.index_select(axis, entries), axis)
 
 
-class StackedLayer(nn.Module):
+class BatchedLayer(nn.Module):
     """One layer of many hosts, made from the layer of one host.
 
     Attributes:
@@ -146,7 +145,7 @@ class StackedLayer(nn.Module):
     required_settings: ClassVar[dict[str, object]] = {}
     """Values that the layer's attributes must have."""
 
-    def __init__(self, layer: nn.Module, index: StackIndex) -> None:
+    def __init__(self, layer: nn.Module, index: RowIndex) -> None:
         super().__init__()
         for name, value in self.required_settings.items():
             if getattr(layer, name) != value:
@@ -163,7 +162,7 @@ class StackedLayer(nn.Module):
             self.register_buffer(name, None)
 
     def of_entries(self, name: str) -> Tensor:  # [S, …]
-        """Return a parameter or buffer of each stack entry."""
+        """Return a parameter or buffer of each entry."""
         return self.index.gather(self.bound[name] if name in self.bound else getattr(self, name))
 
     def optional(self, name: str) -> Tensor | None:  # [S, …]
@@ -182,12 +181,12 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # [S, ro
     return torch.baddbmm(bias[:, None], x, weight.transpose(1, 2))
 
 
-class StackedConv2d(StackedLayer):
+class BatchedConv2d(BatchedLayer):
     """Convolution of many hosts, [B, S·C, H, W] -> [B, S·D, H', W']: grouped, or a batched product (1×1 kernels)."""
 
     required_settings: ClassVar[dict[str, object]] = {"padding_mode": "zeros"}
 
-    def __init__(self, layer: nn.Conv2d, index: StackIndex) -> None:
+    def __init__(self, layer: nn.Conv2d, index: RowIndex) -> None:
         super().__init__(layer, index)
         # Any: torch declares the function for padding of either type, but not for one that is not known.
         self.conv_options: tuple[Any, Any, Any] = (layer.stride, layer.padding, layer.dilation)
@@ -216,12 +215,12 @@ class StackedConv2d(StackedLayer):
         return y.permute(2, 0, 1, 3, 4).flatten(1, 2).contiguous()
 
 
-class StackedBatchNorm2d(StackedLayer):
-    """BatchNorm over stacked channels, whose statistics are those of each host, [B, S·C, H, W] -> same shape."""
+class BatchedBatchNorm2d(BatchedLayer):
+    """BatchNorm over batched channels, whose statistics are those of each host, [B, S·C, H, W] -> same shape."""
 
     required_settings: ClassVar[dict[str, object]] = {"track_running_stats": True}
 
-    def __init__(self, layer: nn.BatchNorm2d, index: StackIndex) -> None:
+    def __init__(self, layer: nn.BatchNorm2d, index: RowIndex) -> None:
         super().__init__(layer, index)
         if layer.momentum is None:
             raise ValueError("a BatchNorm2d without momentum")
@@ -236,10 +235,10 @@ class StackedBatchNorm2d(StackedLayer):
         return F.batch_norm(x, mean, variance, weight, bias, self.training, self.momentum, self.eps)
 
 
-class StackedGroupNorm(StackedLayer):
+class BatchedGroupNorm(BatchedLayer):
     """GroupNorm with S times as many groups, [B, S·C, H, W] -> same shape."""
 
-    def __init__(self, layer: nn.GroupNorm, index: StackIndex) -> None:
+    def __init__(self, layer: nn.GroupNorm, index: RowIndex) -> None:
         super().__init__(layer, index)
         self.groups, self.eps = layer.num_groups, layer.eps
 
@@ -248,7 +247,7 @@ class StackedGroupNorm(StackedLayer):
         return group_norm(x, self.index.count * self.groups, weight=weight, bias=bias, eps=self.eps)
 
 
-class _RowwiseLayer(StackedLayer):
+class _RowwiseLayer(BatchedLayer):
     """Layer that acts on the last axis, C = `features`.
 
     The input is [S·B, …, C] with the entries along the batch, or [B, S·C] with the channels of all entries side by
@@ -268,10 +267,10 @@ class _RowwiseLayer(StackedLayer):
         """Apply the weights of entry v to the rows `x[v]`."""
 
 
-class StackedLinear(_RowwiseLayer):
+class BatchedLinear(_RowwiseLayer):
     """Linear layer, [S·B, …, C] -> [S·B, …, D], or [B, S·C] -> [B, S·D]."""
 
-    def __init__(self, layer: nn.Linear, index: StackIndex) -> None:
+    def __init__(self, layer: nn.Linear, index: RowIndex) -> None:
         super().__init__(layer, index)
         self.features = layer.in_features
 
@@ -279,10 +278,10 @@ class StackedLinear(_RowwiseLayer):
         return _linear(x, self.of_entries("weight"), self.optional("bias"))
 
 
-class StackedRowNorm(_RowwiseLayer):
+class BatchedRowNorm(_RowwiseLayer):
     """LayerNorm or RMSNorm over the last axis, [S·B, …, C] or [B, S·C] -> same shape."""
 
-    def __init__(self, layer: nn.LayerNorm | nn.RMSNorm, index: StackIndex) -> None:
+    def __init__(self, layer: nn.LayerNorm | nn.RMSNorm, index: RowIndex) -> None:
         super().__init__(layer, index)
         if len(layer.normalized_shape) != 1:
             raise ValueError(f"a {type(layer).__name__} over several axes")
@@ -297,7 +296,7 @@ class StackedRowNorm(_RowwiseLayer):
         return y * weight[:, None] if bias is None else torch.addcmul(bias[:, None], y, weight[:, None])
 
 
-class StackedEmbedding(StackedLayer):
+class BatchedEmbedding(BatchedLayer):
     """Embedding in one table that concatenates the tables of all entries, [S·B, …] int64 -> [S·B, …, C]."""
 
     required_settings: ClassVar[dict[str, object]] = {
@@ -306,7 +305,7 @@ class StackedEmbedding(StackedLayer):
         "scale_grad_by_freq": False,
     }
 
-    def __init__(self, layer: nn.Embedding, index: StackIndex) -> None:
+    def __init__(self, layer: nn.Embedding, index: RowIndex) -> None:
         super().__init__(layer, index)
         self.words = layer.num_embeddings
 
@@ -316,7 +315,7 @@ class StackedEmbedding(StackedLayer):
         return F.embedding(rows, self.of_entries("weight").flatten(0, 1))
 
 
-class StackedTokenEmbedding(StackedEmbedding):
+class BatchedTokenEmbedding(BatchedEmbedding):
     """Token embedding with tied output logits. T tokens."""
 
     def logits(self, x: Tensor) -> Tensor:  # [S·B, T, C] -> [S·B, T, vocabulary]
@@ -325,7 +324,7 @@ class StackedTokenEmbedding(StackedEmbedding):
         return _linear(rows, self.of_entries("weight"), None).view(*x.shape[:-1], -1)
 
 
-class StackedPositions(StackedLayer):
+class BatchedPositions(BatchedLayer):
     """Learned positions, added to a sequence of T tokens, [S·B, T, C] -> same shape."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -333,58 +332,44 @@ class StackedPositions(StackedLayer):
         return (rows + self.of_entries("weight")[:, None, : x.shape[1]]).flatten(0, 1)
 
 
-class StackedNorm(StackedLayer):
-    """Normalisation with a learned strength per host, any stacked feature -> same shape."""
+class BatchedNorm(BatchedLayer):
+    """Normalisation with a learned strength per host, any batched feature -> same shape."""
 
-    def __init__(self, layer: LearnedNorm, index: StackIndex) -> None:
+    def __init__(self, layer: LearnedNorm, index: RowIndex) -> None:
         super().__init__(layer, index)
-        self.norm = stack_layers(layer.norm, index)
+        self.norm = batch_layers(layer.norm, index)
 
     def forward(self, x: Tensor) -> Tensor:
         return LearnedNorm.interpolate(x, self.norm(x), broadcast_per_entry(self.of_entries("scale"), x))
 
 
-class StackedSampleGate(nn.Module):
-    """Gate per sample, [B, S·C, H, W] -> [B, S·C, 1, 1]; other features [S·B, …, C] -> [S·B, 1, …]."""
-
-    def __init__(self, gate: SampleGate, index: StackIndex) -> None:
-        super().__init__()
-        self.channel_axis = gate.channel_axis
-        self.layers = stack_layers(gate.layers, index)
-
-    def forward(self, h: Tensor) -> Tensor:
-        gates = sample_gates(self.layers, self.channel_axis, h)
-        return gates.repeat_interleave(h.shape[1] // gates.shape[1], 1) if is_image(h) else gates
-
-
-STACKED_TYPES: dict[type[nn.Module], Callable[..., nn.Module]] = {
-    nn.Conv2d: StackedConv2d,
-    nn.BatchNorm2d: StackedBatchNorm2d,
-    nn.GroupNorm: StackedGroupNorm,
-    GroupNorm: StackedGroupNorm,
-    nn.Linear: StackedLinear,
-    nn.LayerNorm: StackedRowNorm,
-    nn.RMSNorm: StackedRowNorm,
-    nn.Embedding: StackedEmbedding,
-    TokenEmbedding: StackedTokenEmbedding,
-    PositionEmbedding: StackedPositions,
-    LearnedNorm: StackedNorm,
-    SampleGate: StackedSampleGate,
+BATCHED_TYPES: dict[type[nn.Module], Callable[..., nn.Module]] = {
+    nn.Conv2d: BatchedConv2d,
+    nn.BatchNorm2d: BatchedBatchNorm2d,
+    nn.GroupNorm: BatchedGroupNorm,
+    GroupNorm: BatchedGroupNorm,
+    nn.Linear: BatchedLinear,
+    nn.LayerNorm: BatchedRowNorm,
+    nn.RMSNorm: BatchedRowNorm,
+    nn.Embedding: BatchedEmbedding,
+    TokenEmbedding: BatchedTokenEmbedding,
+    PositionEmbedding: BatchedPositions,
+    LearnedNorm: BatchedNorm,
 }
-"""Stacked layer for each layer type. The exact type counts, because a subclass may compute something else."""
+"""Batched layer for each layer type. The exact type counts, because a subclass may compute something else."""
 
 
-def stack_layers(module: nn.Module, index: StackIndex) -> nn.Module:
-    """Replace all layers that own weights by stacked layers. Returns `module`, changed in place, or its replacement.
+def batch_layers(module: nn.Module, index: RowIndex) -> nn.Module:
+    """Replace all layers that own weights by batched layers. Returns `module`, changed in place, or its replacement.
 
-    Raises ValueError with the type of the first layer that cannot be stacked.
+    Raises ValueError with the type of the first layer that cannot be batched.
     """
-    if (stacked_type := STACKED_TYPES.get(type(module))) is not None:
-        return stacked_type(module, index)
-    if isinstance(module, StackedLayer | SeedSlot):
+    if (batched_type := BATCHED_TYPES.get(type(module))) is not None:
+        return batched_type(module, index)
+    if isinstance(module, BatchedLayer | SeedSlot):
         return module
     if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
         raise ValueError(f"a {type(module).__name__} with weights of its own")
     for name, child in module.named_children():
-        setattr(module, name, stack_layers(child, index))
+        setattr(module, name, batch_layers(child, index))
     return module

@@ -1,4 +1,4 @@
-"""Check before training that a stack computes the same as its hosts by themselves, on the host at hand."""
+"""Check before training that batched hosts compute the same as hosts by themselves, on the host at hand."""
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
@@ -7,10 +7,9 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.envs.executors.fused.host import HostStack
+from esper_lightning.envs.executors.fused.host import BatchedHosts
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.spaces.actions import STYLES
-from esper_lightning.growth.blend import BlendStyle, Ramp
+from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.counterfactual import forward_variants, leave_one_out, mixes_rows
 from esper_lightning.growth.depth import DepthSlot, depths
 from esper_lightning.growth.lifecycle import germinate, slots_of
@@ -18,10 +17,10 @@ from esper_lightning.growth.probe import probe_seeds
 from esper_lightning.growth.stages import Stage
 
 N_HOSTS, N_SAMPLES = 3, 4
-"""Numbers of hosts in the stack and of samples per host.
+"""Numbers of batched hosts and of samples per host.
 
 They differ, so that a mix-up of the two axes shows. With three hosts the first and the last have seeds of one kind, so
-that the stack has to reorder the hosts."""
+that the hosts have to be reordered."""
 
 TOLERANCE, LOOSE_TOLERANCE = 1e-7, 1e-2
 """Largest allowed difference within a tensor, relative to its largest absolute value.
@@ -41,20 +40,19 @@ TRIAL_RAMP = Ramp(2)
 """Ramp of the blended seeds, whose alpha begins at 1/2: both the host's and the seed's part of the output count."""
 
 HOST_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors that the host's code, or torch, may raise for stacked shapes."""
+"""Errors that the host's code, or torch, may raise for batched shapes."""
 
 
-def check_stack(env: HostEnv, inputs: Tensor) -> None:
-    """Compare a few stacked hosts with the same hosts by themselves, with every kind of seed that can grow on them.
+def check_batched(env: HostEnv, inputs: Tensor) -> None:
+    """Compare a few batched hosts with the same hosts by themselves, with every kind of seed that can grow on them.
 
     Args:
         env: Environment of the host, which is not changed.
         inputs: Some inputs of the host.
 
-    Raises ValueError if the host cannot be stacked: a layer is not supported, or the results differ.
+    Raises ValueError if the host cannot be batched: a layer is not supported, or the results differ.
     """
     gpus = [env.device] if env.device.type == "cuda" else []
-    styles: list[BlendStyle] = list(dict.fromkeys(STYLES[style][1] for style in env.space.style))
     blueprints = list(env.space.blueprint)
     try:
         with torch.inference_mode(False), torch.random.fork_rng(gpus):
@@ -64,25 +62,24 @@ def check_stack(env: HostEnv, inputs: Tensor) -> None:
             except RuntimeError:  # the host requires its own precision
                 exact = trial
             trial = exact if exact.growable == trial.growable else trial  # some seeds may require it, too
-            stack = HostStack(trial.hosts[0])
-            trial.compare(stack, "no seeds")
+            batched = BatchedHosts(trial.hosts[0])
+            trial.compare(batched, "no seeds")
             # A trial grows the first two blueprints that fit, so each blueprint is the first once.
             for i, first in enumerate(blueprints):
-                for style in styles if i == 0 else styles[:1]:
-                    trial.germinate(blueprints[i:] + blueprints[:i], style)
-                    trial.compare(stack, f"{style} seeds {first}")
+                trial.germinate(blueprints[i:] + blueprints[:i])
+                trial.compare(batched, f"seeds {first}")
             if depths(env.slots):
                 trial.deepen()
-                trial.compare(HostStack(trial.hosts[0]), "all blocks")
+                trial.compare(BatchedHosts(trial.hosts[0]), "all blocks")
     except HOST_ERRORS as error:
         reason, *_ = str(error).splitlines() or [type(error).__name__]
         raise ValueError(
-            f"executor fused cannot stack this host: {reason}; use env.executor loop, threads or streams"
+            f"executor fused cannot batch this host: {reason}; use env.executor loop, threads or streams"
         ) from error
 
 
 class Trial:
-    """Copies of a host with different weights, and inputs, to compare a stack with.
+    """Copies of a host with different weights, and inputs, to compare batched ones with.
 
     Attributes:
         growable: Pairs (slot, blueprint) that can grow.
@@ -114,7 +111,7 @@ class Trial:
             if number.is_floating_point():
                 number += NOISE_SCALE * torch.rand(number.shape, generator=self.generator, device=number.device)
 
-    def germinate(self, blueprints: Sequence[str], style: BlendStyle) -> None:
+    def germinate(self, blueprints: Sequence[str]) -> None:
         """Germinate seeds in every second slot of the first host and in every slot of the others.
 
         They alternate between the first two blueprints that can grow. One seed is isolated, all others are blended.
@@ -126,7 +123,7 @@ class Trial:
                 fitting = [name for name in blueprints if (slot.name, name) in self.growable]
                 if fitting and (i or k % 2 == 0):
                     blueprint = fitting[(i + k) % min(2, len(fitting))]
-                    germinate(slot, blueprint, TRIAL_RAMP, generator=self.generator, style=style, birth="random")
+                    germinate(slot, blueprint, TRIAL_RAMP, generator=self.generator, birth="random")
                     self._randomise(slot.seed)
                     is_isolated = i == 1 and k == len(slots) - 1
                     stages = (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY)[: 1 if is_isolated else 3]
@@ -140,8 +137,8 @@ class Trial:
             for block in slot.grown:
                 self._randomise(block)
 
-    def compare(self, stack: HostStack, seeds: str) -> None:
-        """Raise ValueError if the stack cannot compute these hosts, or computes something else."""
+    def compare(self, batched: BatchedHosts, seeds: str) -> None:
+        """Raise ValueError if these hosts cannot be computed at once, or come out different."""
         first_name: dict[nn.Parameter, str] = {}
         for name, weight in self.hosts[-1].named_parameters(remove_duplicate=False):
             if first_name.setdefault(weight, name) != name:
@@ -149,10 +146,10 @@ class Trial:
             if not weight.requires_grad:
                 raise ValueError(f"{name} does not learn (its requires_grad is off)")
         before = self._random_state()
-        for result, stacked, separate in chain(self._training_results(stack), self._evaluation_results(stack)):
+        for result, ours, separate in chain(self._training_results(batched), self._evaluation_results(batched)):
             if not torch.equal(self._random_state(), before):
-                raise ValueError("it draws random numbers (Dropout?), and a stack would draw others")
-            off = difference(stacked, separate)
+                raise ValueError("it draws random numbers (Dropout?), and batched hosts would draw others")
+            off = difference(ours, separate)
             if not off <= self.tolerance:
                 raise ValueError(f"{result} with {seeds} are off by {off:.1g} of the largest number")
 
@@ -160,18 +157,18 @@ class Trial:
         cuda = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
         return torch.cat([torch.get_rng_state(), *cuda])
 
-    def _training_results(self, stack: HostStack) -> Iterator[tuple[str, Sequence[Tensor], Sequence[Tensor]]]:
-        """Yield the name of each result, its tensors from the stack, and its tensors from the separate hosts."""
-        weights = stack.load(self.hosts)
+    def _training_results(self, batched: BatchedHosts) -> Iterator[tuple[str, Sequence[Tensor], Sequence[Tensor]]]:
+        """Yield the name of each result, its tensors from the batched hosts, and those from the separate hosts."""
+        weights = batched.load(self.hosts)
         weights.bind(requires_grad=True)
-        stacked_outputs = stack.train(self.inputs)
-        stacked_outputs.square().mean().backward()
+        batched_outputs = batched.train(self.inputs)
+        batched_outputs.square().mean().backward()
         for host in self.hosts:
             host.train().zero_grad()
         parts = zip(self.hosts, self.inputs.chunk(N_HOSTS), strict=True)
         separate_outputs = torch.cat([host(own) for host, own in parts])
         separate_outputs.square().mean().backward()
-        yield "outputs in training", [stacked_outputs], [separate_outputs]
+        yield "outputs in training", [batched_outputs], [separate_outputs]
         for name, weight in chain.from_iterable(host.named_parameters() for host in self.hosts):
             if weight.grad is None:
                 raise ValueError(f"{name} is not used in training")
@@ -183,12 +180,12 @@ class Trial:
         yield "running statistics", statistics, gathered
 
     @torch.inference_mode()
-    def _evaluation_results(self, stack: HostStack) -> Iterator[tuple[str, Sequence[Tensor], Sequence[Tensor]]]:
+    def _evaluation_results(self, batched: BatchedHosts) -> Iterator[tuple[str, Sequence[Tensor], Sequence[Tensor]]]:
         inputs = self.inputs[:N_SAMPLES]
-        stack.load(self.hosts).bind(requires_grad=False)
+        batched.load(self.hosts).bind(requires_grad=False)
         variants = leave_one_out(slots_of(self.hosts[0]))
-        outputs = stack.evaluate(inputs, [variants] * N_HOSTS).unflatten(0, (-1, N_SAMPLES))
-        for host, entries in zip(self.hosts, stack.entries.entry_of_variant(), strict=True):
+        outputs = batched.evaluate(inputs, [variants] * N_HOSTS).unflatten(0, (-1, N_SAMPLES))
+        for host, entries in zip(self.hosts, batched.entries.entry_of_variant(), strict=True):
             separate, indices = forward_variants(host.eval(), variants, inputs)
             yield "outputs in evaluation", [outputs[entries]], [separate.unflatten(0, (-1, N_SAMPLES))[indices]]
             # Validation data may be processed in pieces, so samples must not affect each other.
@@ -197,12 +194,12 @@ class Trial:
                 raise ValueError("rows of a batch see each other in evaluation")
 
 
-def difference(stacked: Sequence[Tensor], separate: Sequence[Tensor]) -> float:
+def difference(batched: Sequence[Tensor], separate: Sequence[Tensor]) -> float:
     """Return the largest difference in any tensor, relative to the tensor's largest absolute value."""
-    if any(a.shape != b.shape for a, b in zip(stacked, separate, strict=True)):
+    if any(a.shape != b.shape for a, b in zip(batched, separate, strict=True)):
         return float("inf")
     sizes = [b.abs().max().item() for b in separate]
     floor = CANCELLATION_FLOOR * max(sizes, default=0.0)
-    pairs = zip(stacked, separate, sizes, strict=True)
+    pairs = zip(batched, separate, sizes, strict=True)
     differences = [(a - b).abs().max().item() / (max(size, floor) or 1.0) for a, b, size in pairs]
     return torch.tensor(differences or [0.0]).max().item()  # NaN if any difference is NaN

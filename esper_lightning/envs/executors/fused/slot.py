@@ -1,4 +1,4 @@
-"""One slot of many hosts with the stacked seeds of each kind, and the entries of a pass with combinations of seeds."""
+"""One slot of many hosts with the batched seeds of each kind, and the entries of a pass with combinations of seeds."""
 
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.envs.device_transfer import upload
-from esper_lightning.envs.executors.fused.flat import StackedModule
+from esper_lightning.envs.executors.fused.flat import BatchedModule
 from esper_lightning.envs.executors.fused.layers import (
-    StackIndex,
+    RowIndex,
+    batch_layers,
     broadcast_per_entry,
     columns_to_rows,
     flatten_entries,
@@ -19,18 +20,14 @@ from esper_lightning.envs.executors.fused.layers import (
     rows_to_columns,
     select_entries,
     split,
-    stack_layers,
     unflatten_entries,
 )
-from esper_lightning.growth.blend import BlendStyle, add, mix, proximal_gradient
+from esper_lightning.growth.blend import blend, proximal_gradient
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.slot import SeedSlot
 
-SeedKind = tuple[str, BlendStyle]
-"""Blueprint and style of seeds that one stacked module computes."""
-
 Flags = Tensor | bool
-"""One bool per stack entry, [S]; a Python bool where all are equal."""
+"""One bool per entry, [S]; a Python bool where all are equal."""
 
 
 def _compact_flags(values: Sequence[bool], device: torch.device) -> Flags:
@@ -45,94 +42,75 @@ def _detach(x: Tensor, flags: Flags) -> Tensor:
     return torch.where(broadcast_per_entry(flags, x), x.detach(), x)
 
 
-class _Isolate(torch.autograd.Function):
+class _HideIsolatedSeeds(torch.autograd.Function):
     """y = x where a seed is isolated, else y = mixed.
 
     The gradient of y goes to x where a seed is isolated, and to `mixed` everywhere: with isolation `proximal` it goes
-    to an isolated seed as `proximal_gradient`, with norms per stack entry.
+    to an isolated seed as `proximal_gradient`, with norms per entry.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mixed: Tensor, flags: Flags, count: int, is_proximal: bool) -> Tensor:
-        ctx.flags, ctx.count = flags, count
+    def forward(ctx: Any, x: Tensor, mixed: Tensor, isolated: Flags, count: int, is_proximal: bool) -> Tensor:
+        ctx.isolated, ctx.count = isolated, count
         ctx.save_for_backward(*((x, mixed) if is_proximal else ()))
         # A copy, not a view: the host may modify it in place.
-        return x.clone() if isinstance(flags, bool) else torch.where(broadcast_per_entry(flags, x), x, mixed)
+        return x.clone() if isinstance(isolated, bool) else torch.where(broadcast_per_entry(isolated, x), x, mixed)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         (grad,) = grad_outputs
-        isolated = ctx.flags if isinstance(ctx.flags, bool) else broadcast_per_entry(ctx.flags, grad)
-        to_mixed = grad
-        saved = ctx.saved_tensors  # read once: with recomputed activations a second reading is an error
-        if saved:  # isolation "proximal": h is the host's feature x, s the seed's output
-            (grads, axis), (h, _), (s, _) = (unflatten_entries(x, ctx.count) for x in (grad, *saved))
+        to_seed = grad
+        features = ctx.saved_tensors  # read once: with recomputed activations a second reading is an error
+        if features:
+            h, s = (unflatten_entries(feature, ctx.count)[0] for feature in features)
+            grads, axis = unflatten_entries(grad, ctx.count)
             dims = [dim for dim in range(grads.ndim) if dim != axis]
-            proximal = flatten_entries(proximal_gradient(grads, h, s, dims).to(grad.dtype), axis)
-            to_mixed = proximal if isinstance(isolated, bool) else torch.where(isolated, proximal, grad)
-        to_x = grad if isinstance(isolated, bool) else torch.where(isolated, grad, 0.0)
-        return to_x, to_mixed, None, None, None
+            to_seed = flatten_entries(proximal_gradient(grads, h, s, dims).to(grad.dtype), axis)
+        if isinstance(ctx.isolated, bool):  # all seeds are isolated
+            return grad, to_seed, None, None, None
+        isolated = broadcast_per_entry(ctx.isolated, grad)
+        return torch.where(isolated, grad, 0.0), torch.where(isolated, to_seed, grad), None, None, None
 
 
-def _effective_alpha(slot: SeedSlot) -> float:
-    """Return the slot's alpha; 1 for an isolated seed, which learns for full alpha."""
-    return 1.0 if slot.isolated else slot.alpha_now
-
-
-class StackedSeeds:
-    """Seeds of one kind in one slot of several hosts, computed by one module: the stacked copy of a seed.
+class BatchedSeeds:
+    """Seeds of one kind in one slot of several hosts, computed by one module: the batched copy of a seed.
 
     Attributes:
-        row_of_host: Row of the stacked weights for each host index that has such a seed.
+        row_of_host: Row of the batched weights for each host index that has such a seed.
         blended_hosts: Indices of the hosts whose seed is blended; no other has an effect in evaluation.
     """
 
-    def __init__(self, seed: nn.Module, style: BlendStyle) -> None:
-        self.style: BlendStyle = style
-        self.index = StackIndex()
+    def __init__(self, seed: nn.Module) -> None:
+        self.index = RowIndex()
         with torch.inference_mode(False):  # tensors of the seed are used in training too
-            self.stacked = StackedModule(stack_layers(deepcopy(seed), self.index).eval())
+            self.batched = BatchedModule(batch_layers(deepcopy(seed), self.index).eval())
         self.release()
 
     def release(self) -> None:
         """Drop the assignment: no host has such a seed."""
         self.index.select_all(0)
-        self.isolated: Flags = False
         self.detached: Flags = False
-        self.alphas: Tensor | None = None  # with style "add" the slot blends
 
     def assign(self, slots: Mapping[int, SeedSlot]) -> None:
         """Assign the hosts that have such a seed in the coming epoch, given as slot by host index."""
         self.row_of_host = {host: i for i, host in enumerate(slots)}
         self.blended_hosts = [host for host, slot in slots.items() if slot.blended]
-        own = list(slots.values())
-        alpha = own[0].alpha
-        self.isolated = _compact_flags([slot.isolated for slot in own], alpha.device)
-        is_detached = [slot.isolated or (slot.live and slot.detach_input) for slot in own]
-        self.detached = _compact_flags(is_detached, alpha.device)
-        if self.style != "add":
-            self.alphas = upload([_effective_alpha(slot) for slot in own], alpha.device, alpha.dtype)
+        is_detached = [slot.isolated or (slot.live and slot.detach_input) for slot in slots.values()]
+        self.detached = _compact_flags(is_detached, next(iter(slots.values())).alpha.device)
 
     def train(self, x: Tensor) -> Tensor:
-        """Apply the seeds in training mode to the features of their hosts, one entry each; see `_apply`."""
+        """Apply the seeds in training mode to the features of their hosts, one entry each."""
         self.index.select_all(len(self.row_of_host))
-        return self._apply(_detach(x, self.isolated), _detach(x, self.detached))
+        return self.batched.module(_detach(x, self.detached))
 
     def evaluate(self, x: Tensor, hosts: Sequence[int]) -> Tensor:
-        """Apply the seed of host `hosts[i]` to entry i of `x`; hosts may be listed repeatedly. See `_apply`."""
+        """Apply the seed of host `hosts[i]` to entry i of `x`; hosts may be listed repeatedly."""
         self.index.select_rows(upload([self.row_of_host[host] for host in hosts], x.device))
-        return self._apply(x, x)
-
-    def _apply(self, x: Tensor, seed_inputs: Tensor) -> Tensor:
-        """Return the seeds' outputs for `seed_inputs`; with styles other than "add", already blended into `x`."""
-        if self.alphas is None:
-            return self.stacked.module(seed_inputs)
-        alphas = broadcast_per_entry(self.index.gather(self.alphas), x)
-        return mix(self.style, x, self.stacked.module, seed_input=seed_inputs, alpha=alphas)
+        return self.batched.module(x)
 
 
-class StackEntries:
-    """Stack entries of an evaluation pass: each stands for one host with one or more combinations of its seeds.
+class Entries:
+    """Entries of an evaluation pass: each stands for one host with one or more combinations of its seeds.
 
     As in `forward_variants`, an entry is divided at the first slot where its combinations differ, but each host has its
     own combinations.
@@ -195,15 +173,15 @@ class StackEntries:
         return [[entries[v] for v in range(len(entries))] for entries in entry_by_host]
 
 
-class StackedSlot:
+class BatchedSlot:
     """One slot of many hosts, each with its own seed or none. Replaces the forward pass of a `SeedSlot`."""
 
-    def __init__(self, index: StackIndex, entries: StackEntries) -> None:
+    def __init__(self, index: RowIndex, entries: Entries) -> None:
         self.index = index
         self.entries = entries
         self.seed_modules = nn.ModuleList()  # so that a search for buffers finds those of seeds
-        self.seeds_by_kind: dict[SeedKind, StackedSeeds] = {}  # of every kind so far
-        self.active_seeds: list[StackedSeeds] = []  # in the coming epoch
+        self.seeds_by_blueprint: dict[str, BatchedSeeds] = {}  # of every blueprint so far
+        self.active_seeds: list[BatchedSeeds] = []  # in the coming epoch
         self.orders: tuple[Tensor, Tensor] | None = None
         self.isolated: Flags = False
         self.blend_weights: Tensor | None = None
@@ -215,24 +193,24 @@ class StackedSlot:
         self.active_seeds, self.orders, self.isolated, self.blend_weights = [], None, False, None
 
     def assign(self, slots: Sequence[SeedSlot]) -> None:
-        """Assign the seeds of all hosts to stacked seeds by kind. Raises ValueError for a folded seed.
+        """Assign the seeds of all hosts to batched seeds by kind. Raises ValueError for a folded seed.
 
         Germination of a known kind changes the assignment only, and not the modules.
         """
-        slots_by_kind: dict[SeedKind, dict[int, SeedSlot]] = {}
+        slots_by_blueprint: dict[str, dict[int, SeedSlot]] = {}
         for host, slot in enumerate(slots):
             if slot.folded is not None:
                 raise ValueError(f"slot {slot.name!r}: executor fused cannot run a folded seed; use env.executor loop")
             if slot.occupied:
                 assert slot.blueprint is not None, "the seed's"
-                slots_by_kind.setdefault((slot.blueprint, slot.style), {})[host] = slot
-        for kind, own in slots_by_kind.items():
-            if kind not in self.seeds_by_kind:
-                self.seeds_by_kind[kind] = seeds = StackedSeeds(next(iter(own.values())).seed, kind[1])
-                self.seed_modules.append(seeds.stacked.module)
-            self.seeds_by_kind[kind].assign(own)
-            self.active_seeds.append(self.seeds_by_kind[kind])
-        if slots_by_kind:
+                slots_by_blueprint.setdefault(slot.blueprint, {})[host] = slot
+        for blueprint, seeded in slots_by_blueprint.items():
+            if blueprint not in self.seeds_by_blueprint:
+                self.seeds_by_blueprint[blueprint] = seeds = BatchedSeeds(next(iter(seeded.values())).seed)
+                self.seed_modules.append(seeds.batched.module)
+            self.seeds_by_blueprint[blueprint].assign(seeded)
+            self.active_seeds.append(self.seeds_by_blueprint[blueprint])
+        if slots_by_blueprint:
             self._plan_training(slots)
 
     def _plan_training(self, slots: Sequence[SeedSlot]) -> None:
@@ -248,18 +226,16 @@ class StackedSlot:
         self.orders = (upload(order, device), upload(inverse, device)) if len(parts) > 1 else None
         self.isolated = _compact_flags([slot.isolated for slot in slots], device)
         self.is_proximal = slots[0].isolation == "proximal"  # all hosts of a pool share their lifecycle
-        # By host index; 1 for styles other than "add", whose outputs are blended already.
+        # By host index. An isolated seed learns for full alpha.
         self.output_weights = {
-            host: _effective_alpha(slots[host]) if seeds.style == "add" else 1.0
-            for seeds in self.active_seeds
-            for host in seeds.row_of_host
+            host: 1.0 if slot.isolated else slot.alpha_now for host, slot in enumerate(slots) if slot.occupied
         }
         # None if all weights are 1: entries without a seed pass through unchanged anyway.
         weights = [self.output_weights.get(host, 0.0) for host in range(len(slots))]
         self.blend_weights = None if set(self.output_weights.values()) == {1.0} else upload(weights, device, dtype)
 
     def __call__(self, slot: SeedSlot, x: Tensor) -> Tensor:
-        """Return a stacked feature with all seeds applied; `slot` is the slot in the stack's network."""
+        """Return a batched feature with all seeds applied; `slot` is the slot in the batched network."""
         if not self.active_seeds:
             return x
         side_by_side = slot.layout == "vector" and x.shape[1] != slot.width  # [B, S·C], flattened from an image
@@ -278,10 +254,10 @@ class StackedSlot:
         mixed = self._blend(x, output, self.blend_weights)
         if self.isolated is False:
             return mixed
-        return _Isolate.apply(x, mixed, self.isolated, self.index.count, self.is_proximal)
+        return _HideIsolatedSeeds.apply(x, mixed, self.isolated, self.index.count, self.is_proximal)
 
     def _blend(self, x: Tensor, output: Tensor, weights: Tensor | None) -> Tensor:
-        return output.to(x.dtype) if weights is None else add(x, output, broadcast_per_entry(weights, x))
+        return output.to(x.dtype) if weights is None else blend(x, output, broadcast_per_entry(weights, x))
 
     def _evaluate(self, slot: SeedSlot, x: Tensor) -> Tensor:
         """Apply each host's seed to the entries whose combination contains it.

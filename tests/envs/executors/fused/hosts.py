@@ -25,7 +25,7 @@ FAST_CONFIG = EnvConfig(
     training=HostTraining(batches=2, batch_size=16, lr=0.02),
     # Within 20 environment steps seeds reach every stage, and slots germinate repeatedly.
     lifecycle=LifecycleConfig(training_ticks=1, min_contribution=None, auto_cull=False, embargo_ticks=1),
-    actions=ActionConfig(tempos={"FAST": 2}, styles=["linear_add", "sigmoid12_multiply", "linear_gate"]),
+    actions=ActionConfig(tempos={"FAST": 2}),
 )
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Stacked evaluation of combinations of seeds for many hosts, against a separate pass for each host."""
+"""Batched evaluation of combinations of seeds for many hosts, against a separate pass for each host."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import build_on
-from esper_lightning.envs.executors.fused.host import HostStack
+from esper_lightning.envs.executors.fused.host import BatchedHosts
 from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.counterfactual import SeedVariant, forward_variants
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
-from tests.growth.grown import CPU, LIFE, STYLES, generator_of, grow
+from tests.growth.grown import CPU, LIFE, generator_of, grow
 
 SLOTS = ("a", "b", "c")
 
@@ -38,7 +38,7 @@ class Chain(nn.Module):
 
 stages = st.tuples(*[st.sampled_from([Stage.DORMANT, *LIFE])] * len(SLOTS))
 
-kinds = st.tuples(*[st.tuples(st.sampled_from(["lora", "norm"]), st.sampled_from(STYLES))] * len(SLOTS))
+blueprints = st.tuples(*[st.sampled_from(["lora", "norm"])] * len(SLOTS))
 
 
 @st.composite
@@ -48,9 +48,9 @@ def hosts(draw: st.DrawFn) -> tuple[list[nn.Module], list[list[SeedVariant]]]:
     networks, wanted = [], []
     for i in range(draw(st.integers(1, 4))):
         network = build_on(CPU, lambda: Chain(trunks), generator_of(i)).double()
-        for slot, stage, (blueprint, style) in zip(network.slots, draw(stages), draw(kinds), strict=True):
+        for slot, stage, blueprint in zip(network.slots, draw(stages), draw(blueprints), strict=True):
             if stage is not Stage.DORMANT:
-                grow(slot, stage, blueprint, Ramp(draw(st.integers(1, 2))), i, style)
+                grow(slot, stage, blueprint, Ramp(draw(st.integers(1, 2))), i)
         networks.append(network.eval())
         wanted.append(draw(st.lists(st.frozensets(st.sampled_from(SLOTS)), min_size=count, max_size=count)))
     return networks, wanted
@@ -63,16 +63,16 @@ def test_each_host_has_as_many_entries_as_in_a_pass_of_its_own_and_they_say_the_
     """Equal combinations are computed once, and hosts keep their own weights, in whatever order entries are."""
     networks, wanted = drawn
     x = torch.randn(SAMPLES, 3, generator=generator_of(), dtype=torch.float64)
-    stack = HostStack(networks[0])
+    batched = BatchedHosts(networks[0])
     with torch.inference_mode():
-        stack.load(networks).bind(requires_grad=False)
-        ours = stack.evaluate(x, wanted).unflatten(0, (-1, SAMPLES))
+        batched.load(networks).bind(requires_grad=False)
+        ours = batched.evaluate(x, wanted).unflatten(0, (-1, SAMPLES))
         for i, (network, own, places) in enumerate(
-            zip(networks, wanted, stack.entries.entry_of_variant(), strict=True)
+            zip(networks, wanted, batched.entries.entry_of_variant(), strict=True)
         ):
             theirs, their_places = forward_variants(network, own, x)
             torch.testing.assert_close(ours[places], theirs.unflatten(0, (-1, SAMPLES))[their_places])
-            assert stack.entries.hosts.count(i) == max(their_places) + 1
-            assert sorted(set(places)) == [k for k, host in enumerate(stack.entries.hosts) if host == i]
+            assert batched.entries.hosts.count(i) == max(their_places) + 1
+            assert sorted(set(places)) == [k for k, host in enumerate(batched.entries.hosts) if host == i]
 
-    assert len(ours) == stack.entries.count
+    assert len(ours) == batched.entries.count

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.executors import FusedExecutor, LoopExecutor
-from esper_lightning.envs.executors.fused.epoch import STATE_NAMES, StackedOptimizer
-from esper_lightning.envs.executors.fused.host import HostStack
+from esper_lightning.envs.executors.fused.epoch import STATE_NAMES, BatchedOptimizer
+from esper_lightning.envs.executors.fused.host import BatchedHosts
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.param_groups import HOST_GROUP, find_group, seed_group_name
 from esper_lightning.growth.stages import Stage
@@ -45,7 +45,7 @@ def tensors_of(env: HostEnv) -> Iterator[Tensor]:
 
 
 class Twins:
-    """A pool of stacked hosts and one of separate hosts, to which the same things happen."""
+    """A pool of batched hosts and one of separate hosts, to which the same things happen."""
 
     def __init__(self) -> None:
         self.fused, self.loop = make("fused", "mlp", N), make("loop", "mlp", N)
@@ -62,8 +62,7 @@ class Twins:
         env = pool.envs[host]
         match event:
             case "germinate" if not env.growing.slots[slot].occupied:
-                blueprint, style = [("norm", "add"), ("lora", "add"), ("norm", "gate")][choice]
-                env.growing.germinate(slot, blueprint, style=style)  # type: ignore[arg-type]
+                env.growing.germinate(slot, ["norm", "lora", "mlp_small"][choice])
                 if choice == 1:
                     env.growing.slots[slot].move_to(Stage.TRAINING)
             case "cull":
@@ -214,27 +213,27 @@ def grow(env: HostEnv, slot: str, blueprint: str) -> None:
         group["weight_decay"] *= 2.0**i
 
 
-def stacked_optimizer(stack: HostStack, pool: HostPool) -> StackedOptimizer:
+def batched_optimizer(batched: BatchedHosts, pool: HostPool) -> BatchedOptimizer:
     """Return the optimizer of an epoch of a pool's hosts."""
     envs, training = pool.envs, pool.config.training
     networks, optimizers = [env.network for env in envs], [env.optimizer for env in envs]
-    arena = stack.move_into_arena(networks, optimizers, STATE_NAMES[training.optimizer])
+    arena = batched.move_into_arena(networks, optimizers, STATE_NAMES[training.optimizer])
     arena.bind(requires_grad=True)
     groups = [(i, HOST_GROUP) for i in range(len(envs))]
-    groups += [(i, seed_group_name(slot)) for members in stack.seed_slots for i, slot in members]
+    groups += [(i, seed_group_name(slot)) for members in batched.seed_slots for i, slot in members]
     options = [find_group(optimizers[host], name) for host, name in groups]
-    return StackedOptimizer(arena, training, [host for host, _ in groups], options)
+    return BatchedOptimizer(arena, training, [host for host, _ in groups], options)
 
 
-def learn(pool: HostPool, steps: range, stack: HostStack | None) -> None:
-    """Take steps with the same gradients, stacked in one epoch or each host alone."""
+def learn(pool: HostPool, steps: range, batched: BatchedHosts | None) -> None:
+    """Take steps with the same gradients, batched in one epoch or each host alone."""
     number = {p: i for env in pool.envs for i, p in enumerate(env.network.parameters())}
 
     def gradient(p: nn.Parameter, step: int) -> Tensor:
         return (step + 1) * torch.randn(p.shape, generator=generator_of(100 * step + number[p]), dtype=p.dtype)
 
-    if stack is not None:
-        optimizer = stacked_optimizer(stack, pool)
+    if batched is not None:
+        optimizer = batched_optimizer(batched, pool)
         for step in steps:
             arena = optimizer.arena
             arena.grads.copy_(arena.gather([gradient(p, step) for p in arena.parameters]))
@@ -253,21 +252,21 @@ def learn(pool: HostPool, steps: range, stack: HostStack | None) -> None:
 @pytest.mark.parametrize("limit", [None, 3.0])
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_any_rule_any_rates_and_any_number_of_steps(rule: dict[str, Any], limit: float | None) -> None:
-    stacked, alone = (grown_pool(max_grad_norm=limit, **rule) for _ in range(2))
-    for pool, stack in ((stacked, HostStack(stacked.envs[0].network)), (alone, None)):
-        learn(pool, range(3), stack)
+    together, alone = (grown_pool(max_grad_norm=limit, **rule) for _ in range(2))
+    for pool, batched in ((together, BatchedHosts(together.envs[0].network)), (alone, None)):
+        learn(pool, range(3), batched)
         grow(pool.envs[2], "layer2", "norm")  # its step count begins here
-        learn(pool, range(3, 5), stack)
+        learn(pool, range(3, 5), batched)
         pool.envs[0].growing.remove_seed("layer1")
-        learn(pool, range(5, 7), stack)
+        learn(pool, range(5, 7), batched)
 
-    for ours, theirs in zip(stacked.envs, alone.envs, strict=True):
+    for ours, theirs in zip(together.envs, alone.envs, strict=True):
         torch.testing.assert_close(list(tensors_of(ours)), list(tensors_of(theirs)), rtol=1e-10, atol=1e-12)
 
 
 def test_hosts_that_are_not_healthy_stay_as_they_are() -> None:
     pool, same = grown_pool(), grown_pool()
-    optimizer = stacked_optimizer(HostStack(pool.envs[0].network), pool)
+    optimizer = batched_optimizer(BatchedHosts(pool.envs[0].network), pool)
     for healthy in (True, False):
         optimizer.arena.grads.fill_(1.0 if healthy else float("nan"))
         optimizer.step(torch.tensor([True, healthy, True]))

@@ -1,4 +1,4 @@
-"""Hosts stacked into one network give the same results as separate hosts, whatever happens to them."""
+"""Hosts batched into one network give the same results as separate hosts, whatever happens to them."""
 
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ from esper_lightning.blueprints.seeds import Residual
 from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import ActionConfig, HostPool
 from esper_lightning.envs.executors import FusedExecutor
-from esper_lightning.envs.executors.fused.layers import StackedConv2d, StackedLinear
+from esper_lightning.envs.executors.fused.layers import BatchedConv2d, BatchedLinear
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.blend import Isolation
 from esper_lightning.growth.stages import Stage
@@ -113,23 +113,23 @@ def test_in_half_precision_all_layers_compute_in_it_and_what_is_measured_is_not_
 
     pool = make("fused", host, 3, torch.float32, training=replace(TRAINING, precision=half))
     pool.reset(range(3))
-    for env, style in zip(pool.envs, ("add", "multiply", "gate"), strict=True):
-        env.growing.germinate(env.slots[0].name, "attention", style=style)
+    for env in pool.envs:
+        env.growing.germinate(env.slots[0].name, "attention")
     pool.train_without_actions(1)
     seen = set()
 
     def watch(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, name: str) -> None:
         seen.add((name, module.training, output.dtype))
 
-    (stack,) = pool.executor.stacks.values()  # type: ignore[attr-defined]
-    modules = stack.network.named_modules()
-    layers = {name: one for name, one in modules if isinstance(one, StackedConv2d | StackedLinear)}
+    (batched,) = pool.executor.batched.values()  # type: ignore[attr-defined]
+    modules = batched.network.named_modules()
+    layers = {name: one for name, one in modules if isinstance(one, BatchedConv2d | BatchedLinear)}
     for name, layer in layers.items():
         layer.register_forward_hook(partial(watch, name=name))
     pool.train_without_actions(2)
     measured = pool.executor.validate(pool.envs, pool.data.validation)
 
-    assert sum(".seed." in name for name in layers) >= 3
+    assert sum(".seed." in name for name in layers) >= 2
     assert seen == {(name, mode, dtype) for name in layers for mode in (True, False)}
     assert {p.dtype for env in pool.envs for p in env.network.parameters()} == {measured.dtype} == {torch.float32}
     assert not torch.equal(measured[:, 0], measured[:, 0].to(dtype).float())
@@ -199,7 +199,7 @@ def test_seeds_with_running_statistics_in_hosts_that_are_computed_twice(monkeypa
 
 
 def test_executors_may_take_turns_because_everything_lives_in_the_environments() -> None:
-    """The stack first meets hosts and seeds that have grown in a validation pass; later the loop takes over."""
+    """Batched hosts first meet seeds that have grown in a validation pass; later the loop takes over."""
     turns, loop = make("loop", "cnn", 3), make("loop", "cnn", 3)
     for pool in (turns, loop):
         play(pool, 8)
@@ -235,7 +235,7 @@ def test_gradient_statistics_are_those_of_the_loop() -> None:
     for pool in both("gpt", training=HostTraining(batches=2, batch_size=16, max_grad_norm=0.01)):
         pool.reset(range(3))
         pool.envs[0].growing.germinate("layer1", "mlp_small")
-        pool.envs[2].growing.germinate("layer2", "norm", style="gate")
+        pool.envs[2].growing.germinate("layer2", "norm")
         rows.append(pool.executor.train_epoch(pool.envs, pool.data.train))
 
     torch.testing.assert_close(*rows, rtol=EXACT, atol=EXACT)

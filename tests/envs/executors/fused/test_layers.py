@@ -1,4 +1,4 @@
-"""Each stacked layer, against the same number of separate layers; and the layout of stacked features."""
+"""Each batched layer, against the same number of separate layers; and the layout of batched features."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,21 +12,20 @@ from torch import Tensor, nn
 from esper_lightning.blueprints import build_on
 from esper_lightning.blueprints.seeds import GroupNorm, LearnedNorm
 from esper_lightning.envs.executors.fused import layers
-from esper_lightning.envs.executors.fused.flat import Assignment, FlatWeights, StackedModule
+from esper_lightning.envs.executors.fused.flat import Assignment, BatchedModule, FlatWeights
 from esper_lightning.envs.executors.fused.layers import (
     MAX_PRODUCT_HOSTS,
-    StackIndex,
+    RowIndex,
+    batch_inputs,
+    batch_layers,
     broadcast_per_entry,
     columns_to_rows,
     merge,
     rows_to_columns,
     select_entries,
     split,
-    stack_inputs,
-    stack_layers,
-    unstack_outputs,
+    unbatch_outputs,
 )
-from esper_lightning.growth.blend import SampleGate
 from esper_lightning.hosts.transformer import PositionEmbedding, TokenEmbedding
 from tests.growth.grown import CPU, add_noise, generator_of
 
@@ -41,17 +40,6 @@ WORDS = (6,)
 Make = Callable[[], nn.Module]
 
 close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
-
-
-class Gated(nn.Module):
-    """Module that multiplies a feature by its gate, so that gates are tested in use."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.gate = SampleGate(4, channels)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return h * self.gate(h)
 
 
 def and_linear(make: Make) -> nn.Module:
@@ -84,14 +72,11 @@ LAYERS: dict[str, tuple[Make, tuple[int, ...]]] = {
     "positions": (partial(PositionEmbedding, 8, 4), SEQUENCE),
     "towards group norm": (lambda: LearnedNorm(GroupNorm(1, 4)), IMAGE),
     "towards layer norm": (lambda: LearnedNorm(nn.LayerNorm(4)), SEQUENCE),
-    "gate, image": (partial(Gated, 1), IMAGE),
-    "gate, sequence": (partial(Gated, -1), SEQUENCE),
-    "gate, vector": (partial(Gated, 1), VECTOR),
 }
 
 
-class StackedAndSeparate:
-    """The same layers stacked and separate, each with its own weights, and input features."""
+class BatchedAndSeparate:
+    """The same layers batched and separate, each with its own weights, and input features."""
 
     def __init__(self, make: Make, shape: tuple[int, ...], count: int, entries: list[int] | None = None) -> None:
         self.layers = [build_on(CPU, make, generator_of(i)).double() for i in range(count)]
@@ -99,9 +84,9 @@ class StackedAndSeparate:
             add_noise(layer, seed=i)
             for number, buffer in enumerate(layer.buffers()):
                 buffer.add_(i + number)
-        self.index = StackIndex()
-        self.stack = stack_layers(make(), self.index)
-        self.weights = FlatWeights([Assignment(StackedModule(self.stack), self.layers, range(count))])
+        self.index = RowIndex()
+        self.batched = batch_layers(make(), self.index)
+        self.weights = FlatWeights([Assignment(BatchedModule(self.batched), self.layers, range(count))])
         self.entries = list(range(count)) if entries is None else entries
         rows = (len(self.entries) * SAMPLES, *shape)
         if shape == WORDS:
@@ -109,13 +94,13 @@ class StackedAndSeparate:
         else:
             self.x = torch.randn(rows, generator=generator_of(7), dtype=torch.float64, requires_grad=True)
 
-    def stacked_outputs(self, columns: bool = False) -> Tensor:  # [V·B, …], entry by entry
-        """Return the stack's outputs; with `columns`, inputs are laid out like flattened images."""
+    def batched_outputs(self, columns: bool = False) -> Tensor:  # [V·B, …], entry by entry
+        """Return the outputs of the batched layers; with `columns`, inputs are laid out like flattened images."""
         count = len(self.entries)
-        x = rows_to_columns(self.x, count) if columns else stack_inputs(self.x, count)
-        y = self.stack(x)
+        x = rows_to_columns(self.x, count) if columns else batch_inputs(self.x, count)
+        y = self.batched(x)
         assert x.ndim < 4 or y.is_contiguous(memory_format=memory_format()), "the memory format stays"
-        return columns_to_rows(y, count) if columns else unstack_outputs(y, count, SAMPLES)
+        return columns_to_rows(y, count) if columns else unbatch_outputs(y, count, SAMPLES)
 
     def separate_outputs(self) -> Tensor:
         parts = self.x.chunk(len(self.entries))
@@ -125,7 +110,7 @@ class StackedAndSeparate:
         self.index.select_all(len(self.layers))
         self.weights.bind(requires_grad=True)
         found = []
-        for answer in (lambda: self.stacked_outputs(columns), self.separate_outputs):
+        for answer in (lambda: self.batched_outputs(columns), self.separate_outputs):
             y = answer()
             y.square().sum().backward()
             found.append((y, self.x.grad))
@@ -152,29 +137,29 @@ def as_on_each_device(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("count", [1, 3, MAX_PRODUCT_HOSTS["cpu"] + 1])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_outputs_gradients_and_statistics_are_those_of_each(layer: str, count: int) -> None:
-    StackedAndSeparate(*LAYERS[layer], count).assert_same_in_training()
+    BatchedAndSeparate(*LAYERS[layer], count).assert_same_in_training()
 
 
 @pytest.mark.thinned(5)
 @pytest.mark.parametrize("entries", [[2, 0, 2], [1, 1, 0, 2, 2, 0, 1], [1]], ids=str)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_in_evaluation_a_host_may_be_there_several_times(layer: str, entries: list[int]) -> None:
-    pair = StackedAndSeparate(*LAYERS[layer], 3, entries)
-    for module in (pair.stack, *pair.layers):
+    pair = BatchedAndSeparate(*LAYERS[layer], 3, entries)
+    for module in (pair.batched, *pair.layers):
         module.eval()
     with torch.inference_mode():
         pair.weights.bind(requires_grad=False)
         pair.index.select_rows(torch.tensor(entries))
-        close(pair.stacked_outputs(), pair.separate_outputs())
+        close(pair.batched_outputs(), pair.separate_outputs())
 
 
 def test_the_words_are_judged_by_each_hosts_own_vectors() -> None:
-    pair = StackedAndSeparate(partial(TokenEmbedding, 9, 4), SEQUENCE, 3)
+    pair = BatchedAndSeparate(partial(TokenEmbedding, 9, 4), SEQUENCE, 3)
     pair.index.select_all(3)
     pair.weights.bind(requires_grad=True)
 
     alone = [layer.logits(part) for layer, part in zip(pair.layers, pair.x.chunk(3), strict=True)]
-    close(pair.stack.logits(pair.x), torch.cat(alone))
+    close(pair.batched.logits(pair.x), torch.cat(alone))
 
 
 SHAPES = {"image": (3, 4, 2), "sequence": (4, 3), "vector": (3,)}
@@ -182,8 +167,8 @@ SHAPES = {"image": (3, 4, 2), "sequence": (4, 3), "vector": (3,)}
 
 
 def entries_of(x: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Return the part of each entry of a stacked feature."""
-    return (x if x.ndim != 4 else unstack_outputs(x, count, len(x))).chunk(count)
+    """Return the part of each entry of a batched feature."""
+    return (x if x.ndim != 4 else unbatch_outputs(x, count, len(x))).chunk(count)
 
 
 @pytest.mark.usefixtures("as_on_each_device")
@@ -193,22 +178,22 @@ def test_features_are_selected_distributed_and_merged_entry_by_entry(shape: str,
     """Outputs and gradients are those of the same operations on the entries one by one."""
     count, samples = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
     x = torch.randn((count * samples, *SHAPES[shape]), generator=generator_of(), requires_grad=True)
-    own, stacked = x.chunk(count), stack_inputs(x, count)
+    own, batched = x.chunk(count), batch_inputs(x, count)
     chosen = data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=7))
     order = data.draw(st.permutations(range(count)))
     cuts = sorted(data.draw(st.sets(st.integers(1, count - 1)))) if count > 1 else []
     parts = [order[a:b] for a, b in zip([0, *cuts], [*cuts, count], strict=True)]
     sizes, inverse = [len(part) for part in parts], sorted(range(count), key=order.__getitem__)
     numbers = torch.arange(1.0, count + 1)
-    split_up = split(stacked, sizes, torch.tensor(order))
+    split_up = split(batched, sizes, torch.tensor(order))
     factor = {entry: i + 2 for i, part in enumerate(parts) for entry in part}  # each part has a different function
     changed = merge([part * (i + 2) for i, part in enumerate(split_up)], sizes, torch.tensor(inverse))
     cases = [
-        (stacked, own),
-        (select_entries(stacked, count, torch.tensor(chosen)), [own[i] for i in chosen]),
+        (batched, own),
+        (select_entries(batched, count, torch.tensor(chosen)), [own[i] for i in chosen]),
         (merge(split_up, sizes, torch.tensor(inverse)), own),
         (changed, [part * factor[i] for i, part in enumerate(own)]),
-        (stacked * broadcast_per_entry(numbers, stacked), [part * n for part, n in zip(own, numbers, strict=True)]),
+        (batched * broadcast_per_entry(numbers, batched), [part * n for part, n in zip(own, numbers, strict=True)]),
     ]
     for ours, theirs in cases:
         assert ours.ndim < 4 or ours.is_contiguous(memory_format=memory_format())

@@ -1,4 +1,4 @@
-"""A host is either trained in a stack exactly as by itself, or refused with a one-line error."""
+"""A host is either trained batched with others exactly as by itself, or refused with a one-line error."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.executors.fused.proof import check_stack
+from esper_lightning.envs.executors.fused.proof import check_batched
 from esper_lightning.growth.attach import attach_at
 from esper_lightning.growth.fold import fold
 from esper_lightning.growth.slot import SeedSlot
@@ -158,8 +158,8 @@ def pool_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., HostPool]:
 def run_some_steps(pool: HostPool) -> None:
     """Run some environment steps with seeds of two kinds."""
     pool.reset(range(3))
-    for env, style in zip(pool.envs, ("gate", "add"), strict=False):
-        env.growing.germinate(env.slots[0].name, "norm", style=style)
+    for env, blueprint in zip(pool.envs, pool.space.blueprint[:2], strict=False):
+        env.growing.germinate(env.slots[0].name, blueprint)
         pool.train_without_actions(2)
 
 
@@ -182,7 +182,7 @@ def test_a_host_that_runs_in_one_precision_alone_is_shown_to_be_right_in_it(pool
 @pytest.mark.parametrize("middle", rest_is_slow(REFUSED, list(REFUSED)[::2]))
 def test_it_is_refused_in_one_line_with_the_way_out(pool_of: Callable[..., HostPool], middle: str) -> None:
     layout, what, reason = REFUSED[middle]
-    message = rf"^executor fused cannot stack this host: .*{reason}.*; use env\.executor loop, threads or streams$"
+    message = rf"^executor fused cannot batch this host: .*{reason}.*; use env\.executor loop, threads or streams$"
     pool_of("loop", host_around(layout, what))
     with pytest.raises(ValueError, match=message) as error:
         pool_of("fused", host_around(layout, what))
@@ -195,7 +195,7 @@ def test_the_proof_leaves_everything_as_it_was(pool_of: Callable[..., HostPool])
     run_some_steps(pool)
     env = pool.envs[0]
     before, torch_state = deepcopy(env.state_dict()), torch.get_rng_state()
-    check_stack(env, pool.data.train.inputs)
+    check_batched(env, pool.data.train.inputs)
 
     assert differences(before, env.state_dict()) == []
     assert torch.equal(torch.get_rng_state(), torch_state)
