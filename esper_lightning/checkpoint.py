@@ -1,4 +1,4 @@
-"""Checkpoints and policy files: writing, reading and checking them, and resuming on other hosts or another device.
+"""Checkpoints and policy files: writing, reading and checking them, and resuming on another type of device.
 
 A checkpoint belongs to this package if it has `SCHEMA_KEY`. It is read as plain data and tensors: no code in it runs.
 """
@@ -162,13 +162,21 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str =
     return lines
 
 
-# Resuming with another number of hosts, or on another type of device
+# Resuming on another type of device
 
 
-def begin_rollout(checkpoint: dict[str, Any]) -> None:
-    """Change `checkpoint` in place so that it resumes at the start of a rollout, with any number of environments.
+def saved_on_another_device(checkpoint: dict[str, Any], device: torch.device) -> bool:
+    """Return whether the run that wrote `checkpoint` was on another type of device than `device`."""
+    saved = checkpoint["callbacks"]["RolloutState"]["loop"]["generator"]
+    return generator_device(saved) not in (None, device.type)
 
-    An unfinished rollout is discarded; the policy, its optimizer and its normalisers do not change.
+
+def move_to_device(checkpoint: dict[str, Any], pool: dict[str, Any], *, device: torch.device, rng_seed: int) -> None:
+    """Change `checkpoint` in place so that it resumes on another type of device, at the start of a rollout.
+
+    No random generator can move there: exploration goes on with one that is seeded by the RNG seed of the run and the
+    next episode, and the `pool` of the checkpoint loses its hosts. An unfinished rollout is discarded; the policy, its
+    optimizer and its normalisers do not change.
     """
     fit, loop = checkpoint["loops"]["fit_loop"], checkpoint["callbacks"]["RolloutState"]["loop"]
     batches, epochs = fit["epoch_loop.batch_progress"], fit["epoch_progress"]
@@ -182,26 +190,11 @@ def begin_rollout(checkpoint: dict[str, Any]) -> None:
         progress["ready"] = progress["started"] = progress["completed"] = progress["processed"]
     for loader in fit["state_dict"]["combined_loader"]:
         loader["position"] = 0
-    kept = {"ticks": loop["ticks"] - played, "episode": loop["episode"] - (played > 0), "generator": loop["generator"]}
+    episode = loop["episode"] - (played > 0)
+    new_rng_seed = int(np.random.SeedSequence([rng_seed, episode]).generate_state(1)[0])
+    generator = torch.Generator(device).manual_seed(new_rng_seed).get_state()
+    kept = {"ticks": loop["ticks"] - played, "episode": episode, "generator": generator}
     checkpoint["callbacks"]["RolloutState"]["loop"] = kept
-
-
-def saved_on_another_device(checkpoint: dict[str, Any], device: torch.device) -> bool:
-    """Return whether the run that wrote `checkpoint` was on another type of device than `device`."""
-    saved = checkpoint["callbacks"]["RolloutState"]["loop"]["generator"]
-    return generator_device(saved) not in (None, device.type)
-
-
-def move_environments(checkpoint: dict[str, Any], pool: dict[str, Any], *, device: torch.device, rng_seed: int) -> None:
-    """Change `checkpoint` in place so that it resumes on another type of device, at the start of a rollout.
-
-    No random generator can move there: exploration goes on with one that is seeded by the RNG seed of the run and the
-    next episode, and the `pool` of the checkpoint loses its hosts.
-    """
-    begin_rollout(checkpoint)
-    loop = checkpoint["callbacks"]["RolloutState"]["loop"]
-    new_rng_seed = int(np.random.SeedSequence([rng_seed, loop["episode"]]).generate_state(1)[0])
-    loop["generator"] = torch.Generator(device).manual_seed(new_rng_seed).get_state()
     pool["envs"] = []
 
 

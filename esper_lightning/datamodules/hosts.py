@@ -11,8 +11,8 @@ from lightning import LightningDataModule, Trainer
 from esper_lightning.checkpoint import (
     FEATURES_KEY,
     HORIZON_KEY,
-    begin_rollout,
-    move_environments,
+    check_identity,
+    move_to_device,
     saved_on_another_device,
 )
 from esper_lightning.console import print_status
@@ -325,21 +325,19 @@ class HostPoolData(LightningDataModule):
         return {"lifecycle": asdict(env.lifecycle), "actions": asdict(env.actions), "sight": asdict(env.sight)}
 
     def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adapt a checkpoint to this run's device and number of hosts. Raises ValueError if it cannot be resumed."""
+        """Adapt a checkpoint to this run's device. Raises ValueError if it cannot be resumed."""
         own = checkpoint.get(type(self).__qualname__)
         if own is None:
             raise ValueError(
                 f"the checkpoint lacks {type(self).__qualname__}, the state of its hosts; give another one"
             )
-        change = None
+        check_identity({"data.n_envs": len(own["pool"]["envs"])}, {"data.n_envs": self.n_envs})
         if saved_on_another_device(checkpoint, device := self.pool.device):
-            move_environments(checkpoint, own["pool"], device=device, rng_seed=self.seed)
-            change = f"this run is on {device.type}, the run so far was on another type of device"
-        elif (saved := len(own["pool"]["envs"])) != self.n_envs:
-            begin_rollout(checkpoint)
-            change = f"{self.n_envs} environments, the run so far had {saved}"
-        if change:
-            print_status(f"{change}: it resumes at the next rollout; results differ from those of an uninterrupted run")
+            move_to_device(checkpoint, own["pool"], device=device, rng_seed=self.seed)
+            print_status(
+                f"this run is on {device.type}, the run so far was on another type of device: it resumes at the next "
+                f"rollout; results differ from those of an uninterrupted run"
+            )
 
     def train_dataloader(self) -> TickLoader:
         return TickLoader(self.env.horizon)
@@ -372,5 +370,5 @@ class HostPoolData(LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state = state_dict["pool"]
-        if len(state["envs"]) == self.n_envs:  # else the next rollout begins with new hosts
+        if state["envs"]:  # else the run comes from another type of device, and its next rollout begins with new hosts
             self.pool.load_state_dict(state | {"envs": self.ranks.rows(state["envs"])})

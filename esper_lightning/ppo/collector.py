@@ -302,8 +302,7 @@ class RolloutCollector:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state of `state_dict`.
 
-        `checkpoint.begin_rollout` removes the rollout from it, as for another number of hosts; the next step of the
-        training then begins a new rollout.
+        `checkpoint.move_to_device` removes the rollout from it; the next step of the training then begins a new one.
         """
         self.episode, self.ticks = state["episode"], state["ticks"]
         self.generator.set_state(check_generator_state("the generator's state", state["generator"], self.generator))
