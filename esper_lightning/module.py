@@ -39,7 +39,7 @@ from esper_lightning.limits import has_end, share_of_training
 from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
 from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms, update_metrics
 from esper_lightning.ppo.rollout_buffer import Rollout
-from esper_lightning.ppo.running_norm import NormalizeConfig, RunningMeanStd, make_norm
+from esper_lightning.ppo.running_norm import RunningMeanStd, make_norm
 from esper_lightning.ranks import ALONE
 from esper_lightning.serialization import load_settings
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, policy_shape, use_ieee_float32
@@ -54,7 +54,6 @@ MAX_SKIPS = 3
 """Consecutive skipped minibatches that end the run."""
 
 POLICY_IDENTITY = ("width", "memory", "asymmetric")
-NORMALIZE_IDENTITY = ("momentum", "rewards")
 """Names of the settings that determine the weights of a checkpoint and their meaning: a resumed run must share them."""
 
 
@@ -88,7 +87,6 @@ class TamiyoModule(LightningModule):
     Args:
         policy: Architecture and size of the policy.
         ppo: Settings of PPO.
-        normalize: Settings of observation normalisation.
         evaluation: Settings of the comparison that `test` makes.
     """
 
@@ -96,18 +94,15 @@ class TamiyoModule(LightningModule):
         self,
         policy: PolicyConfig = PolicyConfig(),
         ppo: PPOConfig = PPOConfig(),
-        normalize: NormalizeConfig = NormalizeConfig(),
         evaluation: EvaluationConfig = EvaluationConfig(),
     ) -> None:
         super().__init__()
         # A checkpoint holds the settings as plain data, which `load_from_checkpoint` hands to this constructor.
         self.policy_config = load_settings(PolicyConfig, policy)
         self.ppo = load_settings(PPOConfig, ppo)
-        self.normalize = load_settings(NormalizeConfig, normalize)
         self.evaluation = load_settings(EvaluationConfig, evaluation)
-        settings = (self.policy_config, self.ppo, self.normalize, self.evaluation)
-        names = ("policy", "ppo", "normalize", "evaluation")
-        self.save_hyperparameters({name: asdict(config) for name, config in zip(names, settings, strict=True)})
+        settings = {"policy": self.policy_config, "ppo": self.ppo, "evaluation": self.evaluation}
+        self.save_hyperparameters({name: asdict(config) for name, config in settings.items()})
         self.automatic_optimization = False
         self.policy_shape: PolicyShape | None = None  # None until the policy is built
         self.ranks = ALONE
@@ -165,10 +160,10 @@ class TamiyoModule(LightningModule):
         use_ieee_float32()
         self.policy_shape = shape
         self.policy = Policy(shape, self.policy_config)
-        self.observation_norm = make_norm(shape.rows or shape.features, self.normalize)
+        self.observation_norm = make_norm(shape.rows or shape.features)
         self.value_norm = RunningMeanStd((), clip=float("inf"))
-        self.privileged_norm = make_norm(shape.privileged, self.normalize) if self.policy_config.asymmetric else None
-        self.reward_norm = RunningMeanStd((), clip=float("inf")) if self.normalize.rewards else None
+        self.privileged_norm = make_norm(shape.privileged) if self.policy_config.asymmetric else None
+        self.reward_norm = RunningMeanStd((), clip=float("inf")) if self.ppo.normalize_rewards else None
 
     def on_fit_start(self) -> None:
         data = attached_data(self.trainer)
@@ -418,8 +413,7 @@ class TamiyoModule(LightningModule):
     def _identity(self, data: PolicyData) -> dict[str, Any]:
         """Return the properties that a resumed run must share with the saved one, by setting name."""
         own = {f"model.policy.{name}": getattr(self.policy_config, name) for name in POLICY_IDENTITY}
-        own |= {f"model.normalize.{name}": getattr(self.normalize, name) for name in NORMALIZE_IDENTITY}
-        return data.resume_identity() | own
+        return data.resume_identity() | own | {"model.ppo.normalize_rewards": self.ppo.normalize_rewards}
 
 
 def skip_unless(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:

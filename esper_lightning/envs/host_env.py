@@ -243,7 +243,6 @@ class HostEnv(Subject):
             self.optimizer,
             horizon=context.horizon,
             lifecycle=config.lifecycle,
-            seed_options=self.training.group_options("seed"),
             generator=self.generator,
         )
         super().__init__(growing, space, actions=config.actions, objective=config.objective, flops=flops)
@@ -302,12 +301,9 @@ class HostEnv(Subject):
 
     def _set_optimizer_options(self) -> None:
         """Set the optimizer options of the coming epoch in this run, in place of those of a loaded state."""
-        share = self.lr_share
+        options = self.training.group_options()
         for group in self.optimizer.param_groups:
-            options = self.training.group_options(group["name"])
-            group.update(options, lr=options["lr"] * share)
-        seed_options = self.training.group_options("seed")
-        self.growing.seed_options = seed_options | {"lr": seed_options["lr"] * share}
+            group.update(options, lr=options["lr"] * self.lr_share)
 
     # One step, in this order: begin_step, an epoch of training and validation by the executor, finish_step, reward.
 

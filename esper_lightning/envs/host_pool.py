@@ -283,14 +283,14 @@ class HostPool:
         Raises ActionError, a ValueError, if the masks forbid an action; then no host has changed.
         """
         with self.clock.measure("bookkeeping"):
-            chosen, executed = self.read_action(action)
+            executed = self.read_action(action)
             vetoes = []
             for i, env in enumerate(self.envs):
                 if reasons := env.refusal_reasons(executed[i]):
                     vetoes.append(HostVeto(i, env.tick + 1, self.space.describe(executed[i]), reasons))
-                    chosen[i] = executed[i] = WAIT_ACTION
+                    executed[i] = WAIT_ACTION
             if vetoes:
-                action = to_action(chosen, self.device)
+                action = to_action(executed, self.device)
             events = []
             for i, env in enumerate(self.envs):
                 with isolate_oom(env):
@@ -352,22 +352,15 @@ class HostPool:
         self._take_snapshots([env for env in self.envs if env.monitor and env.monitor.snapshot_due and not env.ended])
         return result
 
-    def read_action(self, action: Action) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """Return the indices of each host's action as they are given, and as they would be executed now.
-
-        They differ under `masks: false` only, where an impossible action is executed as WAIT. Raises ActionError if an
-        action is not allowed.
-        """
+    def read_action(self, action: Action) -> list[tuple[int, ...]]:
+        """Return the indices of each host's action. Raises ActionError if an action is not allowed."""
         check_is_action(action, self.n_envs)
         chosen: list[tuple[int, ...]] = list(zip(*download(torch.stack(action)).tolist(), strict=True))
-        executable = chosen
-        if not self.config.sight.masks:
-            executable = [row if self.masks_on_cpu.allows(i, row) else WAIT_ACTION for i, row in enumerate(chosen)]
-        for i, (env, row) in enumerate(zip(self.envs, executable, strict=True)):
+        for i, (env, row) in enumerate(zip(self.envs, chosen, strict=True)):
             if env.tick >= self.horizon:
                 raise ValueError(f"host {i}: the episode is over after {env.tick} ticks; reset the pool")
             check_possible(self.space, self.masks_on_cpu, i, row)
-        return chosen, executable
+        return chosen
 
     def _train_epoch(self) -> list[EpochResult | None]:  # [N]
         """Train every host for one epoch and validate it. None: its episode has ended, or it ran out of memory."""

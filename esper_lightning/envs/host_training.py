@@ -107,9 +107,6 @@ class HostTraining:
     in the first one to nearly 0 in the last (Loshchilov and Hutter 2017, SGDR, eq. 5, without restarts). decay keeps it
     for four fifths of the episode, and lowers it linearly over the rest, to nearly 0 in the last epoch."""
 
-    seed_lr_factor: float = 1.0
-    """Ratio of the learning rate of seeds to that of the host."""
-
     weight_decay: float = 0.0
     """Weight decay of host and seeds."""
 
@@ -149,7 +146,7 @@ class HostTraining:
             raise ValueError(f"training.lr_schedule must be one of {known}, got {self.lr_schedule!r}")
         if self.batches is not None and self.flops is not None:
             raise ValueError("training.batches and training.flops both say how long a host epoch is; give one of them")
-        for name in ("lr", "seed_lr_factor", "batch_size", "batches", "flops", "micro_batches", "max_grad_norm"):
+        for name in ("lr", "batch_size", "batches", "flops", "micro_batches", "max_grad_norm"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"training.{name} must be {'finite' if value > 0 else 'positive'}, got {value}")
@@ -170,17 +167,16 @@ class HostTraining:
         """Return the learning rate as a share of `lr`, 0 to 1, after a share `progress` of the episode."""
         return LR_SCHEDULES[self.lr_schedule](min(1.0, progress))
 
-    def group_options(self, group: str) -> dict[str, float]:
-        """Return the optimizer options of a parameter group: that of the host, or of a seed for any other name."""
-        lr = self.lr if group == HOST_GROUP else self.lr * self.seed_lr_factor
-        options = {"lr": float(lr), "weight_decay": float(self.weight_decay)}
+    def group_options(self) -> dict[str, float]:
+        """Return the optimizer options of every parameter group."""
+        options = {"lr": float(self.lr), "weight_decay": float(self.weight_decay)}
         return options | ({"momentum": MOMENTUM} if self.optimizer == "sgd" else {})
 
     def make_optimizer(self, network: nn.Module) -> torch.optim.Optimizer:
         """Create an optimizer with the parameter group of the host only."""
         group = {"params": list(network.parameters()), "name": HOST_GROUP}
         # Fused: one kernel for all tensors, and on CUDA no synchronization to learn if the loss scale skips the step.
-        return OPTIMIZERS[self.optimizer]([group], fused=True, **self.group_options(HOST_GROUP))
+        return OPTIMIZERS[self.optimizer]([group], fused=True, **self.group_options())
 
     def autocast(self, device: torch.device) -> AbstractContextManager:
         """Return the autocast context of the configured precision."""

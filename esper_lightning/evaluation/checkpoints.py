@@ -31,7 +31,7 @@ from esper_lightning.envs import ActionConfig, ActionSpace
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.machine import CPU
-from esper_lightning.ppo.running_norm import NormalizeConfig, make_norm
+from esper_lightning.ppo.running_norm import make_norm
 from esper_lightning.serialization import load_settings
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, use_ieee_float32
 
@@ -71,7 +71,7 @@ def restore_policy(
     shape = PolicyShape.from_state_dict(checkpoint[MODULE_KEY]["shape"])
     with torch.device("meta"):  # initial weights would draw from the global random numbers
         policy = Policy(shape, _known_settings(PolicyConfig, settings["policy"]))
-        normalise = make_norm(shape.rows or shape.features, _known_settings(NormalizeConfig, settings["normalize"]))
+        normalise = make_norm(shape.rows or shape.features)
     for prefix, part in {"policy.": policy, "observation_norm.": normalise}.items():
         own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
         part.load_state_dict(own, assign=True)

@@ -235,7 +235,7 @@ class RolloutCollector:
         advantages, returns = torch.where(usable, advantages, 0.0), torch.where(usable, returns, 0.0)
         # Steps of a host whose episode ended before the horizon are padding.
         active, unforced = ~steps.masks.ended & usable, ~steps.masks.forced & usable
-        advantages, spread = normalise(advantages, unforced, config.advantage_floor, ranks=ranks)
+        advantages, spread = normalise(advantages, unforced, ranks=ranks)
         self.value_norm.update(returns[active], ranks)
         rollout = Rollout(steps, advantages, self.value_norm(returns), buffer.state)
         if buffer.sequence_length < buffer.ticks:

@@ -154,10 +154,7 @@ class ObservationBuilder:
             blueprint=growable.expand(len(envs), -1, -1).clone(),
             ended=torch.zeros(len(envs), dtype=torch.bool),
         )
-        # Those that a policy receives: all True under `masks: false`, except `ended`.
         self.masks = Masks(*(mask.to(device) for mask in self.masks_on_cpu))
-        if not self.config.masks:
-            self.masks = Masks(*(torch.ones_like(mask, memory_format=torch.contiguous_format) for mask in self.masks))
         self.described = describe_all(envs)
         features = compute_features(envs[:1], self.masks_on_cpu.blueprint[:1], describe_all(envs[:1]))
         names = [[prefix + name for name in part] for prefix, part in zip(PARTS, features, strict=True)]
@@ -178,8 +175,7 @@ class ObservationBuilder:
         """Update what stays the same in an episode; `growable` [N, K, blueprints] bool is what can grow in it."""
         self.described = describe_all(self.envs)
         self.masks_on_cpu.blueprint.copy_(growable)
-        if self.config.masks:
-            self.masks.blueprint.copy_(copy_to_device(growable, self.device))
+        self.masks.blueprint.copy_(copy_to_device(growable, self.device))
 
     def update(self) -> None:
         """Update observation, masks and refusals from the environments."""
@@ -195,8 +191,7 @@ class ObservationBuilder:
         ended = torch.tensor([env.ended for env in self.envs])
         for masks in (self.masks_on_cpu, self.masks):
             masks.ended.copy_(copy_to_device(ended, masks.ended.device))
-            if self.config.masks or masks is self.masks_on_cpu:
-                masks.slot.copy_(copy_to_device(slot, masks.slot.device))
+            masks.slot.copy_(copy_to_device(slot, masks.slot.device))
 
     def update_observation(self) -> None:
         """Update the observation from the environments and the masks."""
