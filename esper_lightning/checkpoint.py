@@ -67,11 +67,7 @@ class DivergedError(ArithmeticError):
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Plugin of a Trainer that writes a draft beside a checkpoint, flushes it to disk, and renames it.
-
-    A crash keeps the previous checkpoint. Lightning alone does so only if the folder of temporary files is on the same
-    file system as the checkpoint.
-    """
+    """Plugin of a Trainer that writes checkpoints so that a crash keeps the previous one, on any file system."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -208,8 +204,7 @@ def checkpoint_errors(path: str | Path, use: str) -> Iterator[None]:
         raise ValueError(f"checkpoint {str(path)!r} cannot be {use}: {' '.join(str(error).split())}") from error
 
 
-# Policy files: weights as safetensors, with all that is needed to use and to trace them as JSON metadata. Such a file
-# is small and complete, while a checkpoint also holds the hosts and the optimizer.
+# Policy files: weights as safetensors, with all that is needed to use and to trace them as JSON metadata.
 
 
 def names_policy(name: str) -> bool:
@@ -218,15 +213,9 @@ def names_policy(name: str) -> bool:
 
 
 def write_policy(checkpoint: str | Path, path: str | Path, results: Mapping[str, str]) -> None:
-    """Write the policy of a checkpoint to a safetensors file, which replaces an earlier one atomically.
+    """Write the policy of a checkpoint, or of a policy file, to the safetensors file `path`, with all settings.
 
-    Args:
-        checkpoint: Checkpoint of a run on hosts, or a safetensors file whose results are replaced. Its settings, which
-            tell the hosts and the RNG seed of the training, go along.
-        path: File to write.
-        results: What was measured of the policy, as text by title.
-
-    Raises ValueError, in one line, if the checkpoint is damaged or foreign.
+    `results` are texts by title about what was measured. Raises ValueError if the checkpoint is damaged or foreign.
     """
     parts = read_policy(checkpoint)
     described = {part: parts[part] for part in DESCRIBED if part in parts}
@@ -239,8 +228,6 @@ def write_policy(checkpoint: str | Path, path: str | Path, results: Mapping[str,
 
 def read_policy(path: str | Path) -> dict[str, Any]:
     """Return the parts of a checkpoint that restore a policy, from a checkpoint, a safetensors file or by name.
-
-    From a safetensors file come also its `versions` and `results`.
 
     Raises ValueError, in one line, if the file is missing, damaged or foreign.
     """

@@ -40,8 +40,7 @@ CONFIGS_OF_SEVERAL_TASKS = frozenset({"general", "mixed"})
 class GrowthVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     """N hosts that are trained together. A step is one host epoch; the reward is that of the config.
 
-    An action that is not possible is executed as WAIT. An environment whose episode ends is reset in the same step. Its
-    RNG seeds are drawn from its own generator; no comparison of this project evaluates these hosts.
+    An action that is not possible is executed as WAIT. An environment whose episode ends is reset in the same step.
     """
 
     metadata: dict[str, Any] = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012  # as in Gymnasium

@@ -31,10 +31,7 @@ from esper_lightning.tasks import Task, TaskData, check_data, fingerprint
 
 
 class TickLoader:
-    """Loader that yields the ticks 0 … horizon − 1 of a rollout.
-
-    It has a length, so Lightning prefetches nothing. A torch DataLoader would draw a random number for each iterator.
-    """
+    """Loader of the ticks 0 … horizon − 1 of a rollout. A DataLoader would draw a random number for each iterator."""
 
     def __init__(self, horizon: int) -> None:
         self.horizon = horizon
@@ -138,13 +135,9 @@ class LoadedTask(NamedTuple):
 def find_host_devices(
     names: Sequence[str] | None, executor: str, device: torch.device, *, alone: bool = True
 ) -> list[torch.device]:
-    """Return the devices of hosts, which are assigned to them in turn.
+    """Return the devices of hosts, which are assigned to them in turn, given `env.devices` and the policy's device.
 
-    Args:
-        names: Names of the devices, such as `cuda:1`. None: `device`, and with streams every other visible GPU, too.
-        executor: Name of the executor that trains the hosts.
-        device: Device of the policy.
-        alone: One process trains. False: several do, and each has its own device.
+    `alone`: one process trains. False: several do, and each has its own device.
     """
     if names is None:
         if executor != "streams" or not alone or device.type != "cuda":
@@ -350,10 +343,7 @@ class HostPoolData(LightningDataModule):
         return EpisodeLoader([])
 
     def validation_pools(self, n_envs: int) -> list[HostPool]:
-        """Return one pool of `n_envs` hosts for each task, for validation only.
-
-        The pools are kept for the next call with the same `n_envs`.
-        """
+        """Return one pool of `n_envs` hosts for each task, for validation only; the next call has the same ones."""
         if not self._validation_pools or self._validation_pools[0].n_envs != n_envs:
             self._validation_pools = [self.make_pool(n_envs, task=task) for task in self.pools]
         for pool in self._validation_pools:

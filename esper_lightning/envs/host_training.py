@@ -103,9 +103,8 @@ class HostTraining:
     """Learning rate of the host. Tiny hosts learn faster with a larger one, as in configs/digits.yaml."""
 
     lr_schedule: Literal["constant", "cosine", "decay"] = "constant"
-    """Learning rate over an episode. cosine lowers it after every host epoch along half a period of a cosine, from lr
-    in the first one to nearly 0 in the last (Loshchilov and Hutter 2017, SGDR, eq. 5, without restarts). decay keeps it
-    for four fifths of the episode, and lowers it linearly over the rest, to nearly 0 in the last epoch."""
+    """Learning rate over an episode. cosine falls to nearly 0 (https://arxiv.org/abs/1608.03983, eq. 5, no restarts);
+    decay stays at lr for four fifths of the episode, and falls linearly to nearly 0 over the rest."""
 
     weight_decay: float = 0.0
     """Weight decay of host and seeds."""
@@ -114,12 +113,10 @@ class HostTraining:
     """Samples B in a host minibatch."""
 
     batches: int | None = None
-    """Minibatches in a host epoch, at most 100,000. None: one pass over the training data, without an incomplete last
-    batch, or as many as `flops` allows."""
+    """Minibatches in a host epoch. None: one pass over the training data, or as many as `flops` allows."""
 
     flops: float | None = None
-    """FLOPs of training in a host epoch, forward and backward: a larger host trains on fewer minibatches. What is left
-    of it is added to the next epoch's. None: `batches` holds for hosts of every size."""
+    """FLOPs of training in a host epoch; what is left is added to the next one's. None: `batches` holds for all."""
 
     micro_batches: int = 1
     """Number of parts into which a minibatch is split to save memory; BatchNorm then normalises each separately."""
@@ -128,14 +125,10 @@ class HostTraining:
     """Norm to which the gradients of the host and of each seed are clipped. None: no clipping."""
 
     precision: Literal["fp32", "tf32", "bf16", "fp16", "auto"] = "fp32"
-    """Precision of hosts in training and validation; bf16 and fp16 use torch's autocast. With fp16 each host's loss is
-    scaled, and steps whose gradients overflow are skipped. tf32 needs a GPU, whose convolutions and matrix products
-    then round their inputs to 10 bits. auto takes bf16 on a GPU that has it, fp16 on another GPU, and fp32 on the
-    CPU."""
+    """Precision of hosts; bf16 and fp16 by autocast. auto: bf16 or fp16 on a GPU, fp32 on the CPU. tf32 needs a GPU."""
 
     onednn: bool = True
-    """Use oneDNN for convolutions on the CPU. Without it, torch's own kernels take 1.3 to 1.8 times less processor time
-    for hosts of a few channels (measured on digits) and more for wide ones."""
+    """Use oneDNN for convolutions on the CPU; for hosts of a few channels torch's own kernels are faster without it."""
 
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     """Augmentation of training images."""

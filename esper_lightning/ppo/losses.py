@@ -27,9 +27,7 @@ class Anneal:
     """Value at the last rollout and after it."""
 
     shape: Literal["linear", "geometric"] = "linear"
-    """Change by equal differences (linear) or equal ratios (geometric) per rollout.
-
-    Equal ratios leave a large start early and spend more of the run at small values."""
+    """Change by equal differences (linear) or equal ratios (geometric), which soon leave a large start, per rollout."""
 
     def __post_init__(self) -> None:
         if not min(self.start, self.end) >= 0.0:
@@ -59,9 +57,7 @@ class PPOConfig:
     """Minibatches per pass: the environments (or sequences) of a rollout are divided into so many groups."""
 
     sequence: int | None = None
-    """Environment steps of backpropagation through time: a rollout is split into sequences of this length.
-
-    Each sequence begins with the stored recurrent state. Shorter is faster. None: whole rollouts."""
+    """Environment steps of backpropagation through time; shorter is faster. None: whole rollouts."""
 
     value_coefficient: float = 0.5
     """Weight of the value loss."""
@@ -73,8 +69,7 @@ class PPOConfig:
     """Weight of the entropy bonus."""
 
     gamma: float = 1.0
-    """Discount per environment step. With 1 the return of an episode is the change of the objective, whenever it
-    comes."""
+    """Discount per environment step. With 1 the return of an episode is the change of the objective."""
 
     gae_lambda: float = 0.95
     """GAE's lambda: 0 relies on values, 1 on sampled returns."""
@@ -86,13 +81,10 @@ class PPOConfig:
     """Largest norm of the policy's gradient; larger gradients are clipped."""
 
     target_kl: float | None = 0.02
-    """Target of the mean KL divergence between the policies before and after an update, which ends early at 1.5 times
-    this. None: no limit."""
+    """Target of the mean KL divergence of an update, which ends early at 1.5 times this. None: no limit."""
 
     horizon_is_end: bool = True
-    """Treat the horizon as a terminal state (the objective is defined there) and not as a time limit.
-
-    Ignored for environments that reset themselves: they report termination and truncation of each episode."""
+    """Treat the horizon as a terminal state, and not as a time limit, unless environments reset themselves."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "minibatches", "sequence"):
@@ -150,8 +142,7 @@ class PPOTerms(NamedTuple):
 def ppo_terms(policy: Policy, minibatch: Rollout, config: PPOConfig, ranks: Ranks = ALONE) -> PPOTerms:
     """Compute the terms of a minibatch of whole sequences, relative to the policy that acted.
 
-    With several ranks the minibatch is this rank's part of it, which may be empty; means are those of all ranks, and
-    their gradients those of this rank's part, see `Ranks.sum_with_gradient`.
+    With several ranks `minibatch` is this rank's part, which may be empty; see `Ranks.sum_with_gradient`.
     """
     steps = minibatch.steps
     if not steps.log_prob.shape[1]:

@@ -114,15 +114,15 @@ def register(
     """Return a decorator that registers a reward as `name`, the value of `data.env.reward.mode`.
 
     The function takes the record of one environment step of one host and the settings, and returns every term by name.
-    Their sum is the reward. A second definition of the same function, as in a notebook, replaces the first.
+    Their sum is the reward.
 
     Args:
         name: Name of the reward.
-        terms: Names of the terms, which appear in plots as `reward/<name>`. `rollback` is the Governor's penalty.
+        terms: Names of the terms, which appear in plots as `reward/<name>`.
         needs_host_only: Validate every host with all seeds switched off, too: `HostStep.host_only_score`.
         depends_on_seeds: False for a reward that does not read `HostStep.slots`, which is then left empty.
-        taken_back: Terms that count in a step in which the host is rolled back, because they take back what earlier
-            steps lent. All others are then 0, and without any the function is not called.
+        taken_back: Terms that count in a step in which the host is rolled back, as they take back what was lent. All
+            others are then 0, and without any the function is not called.
 
     Raises ValueError if the name is taken, or if the terms are no list of different names.
     """
@@ -145,10 +145,7 @@ class RewardConfig:
     """Settings of a controller's reward. Evaluation always uses the objective, whatever the reward."""
 
     mode: str = "objective"
-    """Name or import path of the reward. objective: the change of the objective in each tick. kept: the change of the
-    objective with fossilized seeds only: the same sum, but a seed is rewarded when it is fossilized, not when it is
-    blended. sparse: the objective at the end only. shaped: points attributed to seeds, shaping, rent,
-    warnings, costs of ops. See docs/concepts/environment.md; docs/guides/extending.md shows how to add your own."""
+    """Name or import path of the reward: objective, kept, sparse, shaped. See docs/concepts/environment.md."""
 
     gamma: float = 1.0
     """Discount factor of the shaping; copied from model.ppo.gamma, so set that instead."""
@@ -163,8 +160,7 @@ class RewardConfig:
 def compute_terms(step: HostStep, config: RewardConfig) -> dict[str, float]:
     """Return every term of the config's reward for one step by name; their sum is the reward.
 
-    Raises ValueError unless the reward returns a finite number for each term that it has declared. Only
-    where the host's own measurements are not finite may a term be so too.
+    Raises ValueError unless each declared term is a finite number, or the host's own measurements are not finite.
     """
     reward = REWARDS.find(config.mode)
     if step.already_ended or (step.diverged and not reward.taken_back):
