@@ -59,10 +59,7 @@ class GrowthVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start an episode in every environment.
-
-        Each has a seed, or None to continue its generator; a single number s stands for s, s + 1, s + 2 …
-        """
+        """Start an episode in every environment. A single seed s stands for s, s + 1 …; None continues a generator."""
         if isinstance(seed, int | np.integer):
             seed = [int(seed) + i for i in range(self.num_envs)]
         for i, own in enumerate([None] * self.num_envs if seed is None else seed):

@@ -39,10 +39,7 @@ class WaitOnly:
 
 
 class RandomValid:
-    """Draws actions uniformly: a possible op, then a slot possible for it, then a possible choice of every other head.
-
-    Every episode continues the stream of random numbers.
-    """
+    """Draws a possible op uniformly, then a slot that is possible for it, then a choice of every other head."""
 
     def __init__(self, rng_seed: int) -> None:
         self.generator = torch.Generator().manual_seed(rng_seed)

@@ -37,13 +37,7 @@ class Subject:
     """A growing network with the record of its training, as controllers see it.
 
     It does not train the network: `HostEnv` does in an environment, and the callback `Grow` in a training of your own.
-    Both call `apply` before an epoch and `record_epoch` after it.
-
-    Args:
-        growing: Network with slots and its optimizer.
-        space: Choices that the numbers of an action index.
-        actions, objective: Settings.
-        flops: FLOPs of the host.
+    Both call `apply` before an epoch and `record_epoch` after it. `flops` are those of the host.
     """
 
     def __init__(
@@ -206,16 +200,8 @@ class Subject:
 class HostEnv(Subject):
     """An environment whose episode is the training of one host network: the subject, and what trains and prices it.
 
-    An episode depends on the RNG seed of `reset` and on the actions alone. An environment step is one host epoch.
-
-    Args:
-        network: Host with empty slots, on `device`.
-        space: Choices that the numbers of an action index.
-        context: Context of the first episode; `set_context` replaces it.
-        config: Settings of the environments.
-        device: Device of the network.
-        flops: FLOPs of the host.
-        architecture: Name of the architecture; its hosts can be stacked while they have the same depth.
+    An episode depends on the RNG seed of `reset` and on the actions alone. An environment step is one host epoch. The
+    `network` is on the device and has empty slots; hosts of one `architecture` and depth can be batched.
     """
 
     def __init__(
@@ -384,10 +370,7 @@ class HostEnv(Subject):
         return events
 
     def update_objective(self) -> LossAndScore:
-        """Update the objective J from the last validation.
-
-        Returns the score that J is computed from: with all seeds, or at the horizon with the fossilized ones only.
-        """
+        """Update J from the last validation. Returns its score: of all seeds, or of fossilized ones at the horizon."""
         assert self.validated is not None, "an episode begins with a validation"
         score = self.validated.fossilized if self.tick >= self.horizon else self.validated.all_seeds
         self.objective = self.objective_at(score.score)
@@ -469,12 +452,8 @@ class HostEnv(Subject):
     def roll_back(self, stop: bool, cause: str) -> list[SeedEvent]:
         """Roll the host back to its last snapshot and cull its live seeds; the tick count still moves on by one.
 
-        Args:
-            stop: The Governor gives the host up for the rest of the episode.
-            cause: Cause in the events.
-
-        Returns one event for each slot whose stage differs from its stage before the rollback, so that the sequence of
-        events stays complete.
+        `stop`: the Governor gives the host up for the rest of the episode. Returns one event, with the cause, for each
+        slot whose stage changes.
         """
         assert self.monitor is not None, "only watched hosts have snapshots"
         before = zip(self.slots, self.records, strict=True)

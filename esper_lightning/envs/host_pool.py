@@ -200,10 +200,7 @@ class HostPool:
         self._take_snapshots(self.envs)
 
     def _prepare_executor(self, name: str, kinds: Sequence[HostEnv]) -> tuple[str, LoopExecutor]:
-        """Return the executor of this name, prepared for one environment of each architecture, with its own name.
-
-        `auto` stands for the one that fits hosts and device. Raises ValueError if the hosts cannot be executed.
-        """
+        """Return the executor of this name, prepared for one environment of each architecture, with its own name."""
         if name != AUTO:
             executor = EXECUTORS.find(name)(self.task, self.config.training)
             executor.prepare(kinds, self.data.train)
@@ -276,9 +273,7 @@ class HostPool:
     def step(self, action: Action) -> StepResult:
         """Apply the actions, train every host for one epoch, validate it, and return the result.
 
-        One step makes two device-to-host transfers: the actions, because they decide which modules exist, and all
-        measurements together, because the next action depends on them. A rollback adds a third one, since the restored
-        host is validated again.
+        One step makes two device-to-host transfers, the actions and all measurements together; a rollback adds one.
 
         Raises ActionError, a ValueError, if the masks forbid an action; then no host has changed.
         """
@@ -400,10 +395,7 @@ class HostPool:
         return {name: torch.tensor([row[name] for row in rewards], dtype=torch.float64) for name in rewards[0]}
 
     def train_without_actions(self, ticks: int) -> None:
-        """Train all hosts for `ticks` epochs without actions and without the Governor, beyond the horizon too.
-
-        Seeds still advance and are culled automatically.
-        """
+        """Train all hosts for `ticks` epochs without actions and without the Governor, beyond the horizon too."""
         for _ in range(ticks):
             results = self._train_epoch()
             self._raise_failures()
@@ -412,10 +404,7 @@ class HostPool:
         self.observation_builder.update()
 
     def test_scores(self) -> tuple[Tensor, Tensor]:
-        """Return test loss and score [N] of each host with its fossilized seeds only.
-
-        Raises MemoryError if a host runs out of memory.
-        """
+        """Return test loss and score [N] of each host with its fossilized seeds only; it may raise MemoryError."""
         validated = self.executor.validate(self.envs, self.data.test)
         self._raise_failures()
         scores = [one.fossilized for one in unpack_validations(download(validated), len(self.space.slot))]

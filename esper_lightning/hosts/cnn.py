@@ -47,11 +47,9 @@ class CNN(nn.Module):
             block, after its pool if it has one.
         isolate: Detach the seeds' inputs until they are fossilized (`SeedSlot.detach_input`). None: only for images.
         checkpoint_activations: Recompute the activations of each block in the backward pass instead of storing them,
-            with the same results bit for bit. 128 images of 3×32×32 then need 3.0 instead of 20.5 MiB (base 8), for
-            1.6 times the processor time (1.9 times with base 32).
-        channels_last: Keep features as [B, H, W, C] in memory. A training step on 3×32×32 images then takes 0.60
-            (base 8) and 0.65 (base 32) times the processor time, measured on one CPU core; 1.02 and 0.99 times without
-            oneDNN (see HostTraining), and up to 1.09 times in hosts of a few channels.
+            with the same results bit for bit: a seventh of the memory for 1.6 times the processor time (base 8).
+        channels_last: Keep features as [B, H, W, C] in memory: with oneDNN 0.6 times the processor time on 32×32
+            pixels, and up to 1.09 times in hosts of a few channels.
     """
 
     def __init__(

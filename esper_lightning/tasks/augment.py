@@ -48,10 +48,7 @@ class AugmentParams(NamedTuple):
 
 
 def draw_augment_params(config: AugmentConfig, shape: Sequence[int], generator: torch.Generator) -> AugmentParams:
-    """Draw parameters for images of batch shape `shape` [..., B], on the generator's device.
-
-    Augmentations that are off draw no random numbers.
-    """
+    """Draw parameters for images of batch shape `shape` [..., B]; augmentations that are off draw nothing."""
     options = {"generator": generator, "device": generator.device}
     return AugmentParams(
         shift=torch.randint(-config.pad, config.pad + 1, (*shape, 2), **options) if config.pad else None,

@@ -126,15 +126,7 @@ def draw_fonts() -> Tensor:  # [fonts, 62, 64, 64] in 0 … 1
 
 
 class _Renderer:
-    """Renders batches of images of random characters in random fonts.
-
-    Args:
-        drawings: Drawings of the fonts, [fonts, 62, 64, 64].
-        side: Side S of an image.
-        channels: Number of channels C.
-        distortion: Largest distortions.
-        generator: Generator of all random numbers.
-    """
+    """Renders batches of images of random characters in random fonts, given drawings [fonts, 62, 64, 64]."""
 
     def __init__(
         self, drawings: Tensor, side: int, channels: int, *, distortion: Distortion, generator: torch.Generator

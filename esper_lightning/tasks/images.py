@@ -61,9 +61,8 @@ def stratified(labels: np.ndarray, validation: float, test: float) -> tuple[np.n
 class CIFAR10(Task):
     """60,000 colour images of 32×32 pixels in ten classes (https://www.cs.toronto.edu/~kriz/cifar.html).
 
-    Only evaluations use its 10,000 test images; validation images come from the rest. All images are kept on the hosts'
-    device, those of training as uint8. In a minibatch each channel has mean 0 and standard deviation 1, and images are
-    augmented (`data.env.training.augment`). torchvision reads the files and verifies their checksums.
+    Only evaluations use its 10,000 test images; validation images come from the rest. In a minibatch each channel has
+    mean 0 and standard deviation 1, and images are augmented (`data.env.training.augment`).
 
     Args:
         root: Folder that holds `cifar-10-batches-py`.

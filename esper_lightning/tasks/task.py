@@ -182,17 +182,12 @@ class Task(ABC):
         return Measures(loss, score)
 
     def test_metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        """Return further metrics of one host on the test split, by name.
+        """Return further metrics of one host on the test split, by name; arguments are those of `measure`.
 
-        - Classes: `calibration_error`, the expected calibration error, which is the mean difference between confidence
-          and accuracy (https://arxiv.org/abs/1706.04599); and `accuracy.<class>`, the accuracy on the samples of each
-          class, NaN for a class without samples.
+        - Classes: `calibration_error`, the expected calibration error (https://arxiv.org/abs/1706.04599); and
+          `accuracy.<class>`, NaN for a class without samples.
         - Tokens: `perplexity`, e to the mean cross-entropy per token.
         - Quantities: `r2`, the coefficient of determination, which refers to the mean of the test data.
-
-        Args:
-            outputs: Logits [samples, classes] or [samples, T, classes]; quantities [samples, k].
-            targets: Class numbers [samples] or [samples, T]; quantities [samples] or [samples, k].
         """
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         if self.score == "r2":

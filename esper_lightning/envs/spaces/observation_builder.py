@@ -52,8 +52,7 @@ class RowSizes(NamedTuple):
     blueprint: int  # the first is 1 if it can grow there
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split rows [..., K, R] into features of the host [..., host], the slots [..., K, slot] and the blueprints
-        [..., K, B, blueprint]."""
+        """Split rows [..., K, R] into features of the host [...], the slots [..., K] and the blueprints [..., K, B]."""
         host, slot, blueprints = rows.split([self.host, self.slot, rows.shape[-1] - self.host - self.slot], -1)
         return host[..., 0, :], slot, blueprints.unflatten(-1, (-1, self.blueprint))
 
@@ -71,10 +70,7 @@ def compute_features(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Return the features of hosts [N], slots [N, K] and blueprints in slots [N, K, B] by name.
 
-    Args:
-        envs: Environments with equal numbers of slots and of blueprints.
-        growable: Which blueprint can grow in which slot, [N, K, B] bool.
-        described: Descriptions of the environments.
+    `growable` [N, K, B] bool tells which blueprint can grow in which slot; `described` comes from `describe_all`.
     """
     rows = [host_features(env) for env in envs]
     host = dict(zip(rows[0], torch.tensor([list(row.values()) for row in rows]).unbind(-1), strict=True))
@@ -106,10 +102,7 @@ def compute_features(
 
 
 def _rents(envs: Sequence[Subject], blueprint_parameters: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the additional rent of fossilizing now the seed of each slot [N, K], and one of each blueprint [N, K, B].
-
-    Empty slots and fossilized seeds have none.
-    """
+    """Return the additional rent of fossilizing now the seed of each slot [N, K], and of each blueprint [N, K, B]."""
     seeds = [[slot.size if slot.live else 0 for slot in env.slots] for env in envs]
     added = torch.cat([torch.tensor(seeds, dtype=torch.float32).unsqueeze(-1), blueprint_parameters], -1)
     sizes = [
@@ -133,8 +126,6 @@ class ObservationBuilder:
         config: Settings of actions and observation.
         device: Device of observation and masks.
         num_privileged: Number of privileged features P of each episode; 0: nothing is hidden.
-
-    Raises ValueError if a pattern in `config.sight` matches no feature.
     """
 
     def __init__(
