@@ -78,17 +78,15 @@ def check_generator_state(label: str, saved: Tensor, generator: torch.Generator)
 def load_settings(kind: type[Settings], saved: Any) -> Settings:
     """Return settings, a dataclass of type `kind`, given these or the plain data that `asdict` has made of them.
 
-    Raises ValueError if the data name a setting that does not exist, or if a value is out of range.
+    Settings that no longer exist are ignored, because an earlier version may have written the data. Raises ValueError
+    if a value is out of range.
     """
     if isinstance(saved, kind):
         return saved
-    types, values = get_type_hints(kind), dict(saved)
-    for name, value in values.items():
-        hint = types.get(name)
-        nested: Any = next((one for one in (hint, *get_args(hint)) if is_dataclass(one)), None)
-        if nested is not None and isinstance(value, Mapping):
-            values[name] = load_settings(nested, value)
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise ValueError(f"the settings {kind.__name__} do not fit: {error}") from error
+    values = {}
+    for name, hint in get_type_hints(kind).items():
+        if name in saved:
+            nested: list[Any] = [part for part in (hint, *get_args(hint)) if is_dataclass(part)]
+            is_nested = nested and isinstance(saved[name], Mapping)
+            values[name] = load_settings(nested[0], saved[name]) if is_nested else saved[name]
+    return kind(**values)

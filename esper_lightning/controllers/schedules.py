@@ -167,7 +167,10 @@ class FixedSchedule:
 
 
 class SchedulePerPrice(FixedSchedule):
-    """Plays the schedule for the host's price of parameters, or for the nearest price with a schedule."""
+    """Plays the schedule for the host's price of parameters, or for the nearest price with a schedule.
+
+    The price is the only variable that is known before an episode begins.
+    """
 
     def __init__(self, schedules: Mapping[float, Schedule]) -> None:
         super().__init__(())

@@ -25,7 +25,7 @@ from esper_lightning.growth.param_groups import host_groups, nominal_lr
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import REWARDS, HostStep, ObjectiveConfig, SlotStatus, SlotStep, objective
-from esper_lightning.rewards.objective import SMALLEST_HOST
+from esper_lightning.rewards.reward import SMALLEST_HOST
 from esper_lightning.tasks import Batches
 
 if TYPE_CHECKING:

@@ -35,7 +35,11 @@ HOST_PARENTS = {"slot": "op", "blueprint": "slot", "style": "slot", "tempo": "sl
 
 
 def host_table_shapes(sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Return (rows, choices) of the table of each head; a head `style` with one choice is left out."""
+    """Return (rows, choices) of the table of each head.
+
+    `sizes`: choices by head. Rows: one per choice of the parent, else one. `style` is left out if there is only one
+    style.
+    """
     return {
         head: (sizes[HOST_PARENTS[head]] if head in HOST_PARENTS else 1, choices)
         for head, choices in sizes.items()

@@ -80,7 +80,8 @@ class ActionConfig:
     """Names or import paths of the blueprints of seeds to offer. None: all of this package that fit the host."""
 
     styles: list[str] = field(default_factory=lambda: ["linear_add"])
-    """Blend styles: curve of the alpha ramp and combination with the host's feature, as `sigmoid12_add`."""
+    """Blend styles: a curve of the alpha ramp (linear, sigmoid12), an underscore, and
+    how the seed's output combines with the host's feature (add, multiply, gate)."""
 
     tempos: dict[str, int] = field(default_factory=lambda: {"FAST": 3, "STANDARD": 5, "SLOW": 8})
     """Duration of blending in host epochs, by name of the tempo."""

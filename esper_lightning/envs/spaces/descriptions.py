@@ -54,7 +54,10 @@ class HostDescription(NamedTuple):
 
 
 def describe(subject: Subject) -> HostDescription:
-    """Return numbers that describe each slot, and each blueprint in each slot, so that one policy reads any host."""
+    """Return numbers that describe each slot, and each blueprint in each slot.
+
+    They let one policy read any host.
+    """
     described = [
         [_describe_blueprint(subject, slot, blueprint) for blueprint in subject.space.blueprint]
         for slot in subject.slots

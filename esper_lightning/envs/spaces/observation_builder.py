@@ -24,7 +24,7 @@ from esper_lightning.envs.spaces.descriptions import (
 from esper_lightning.envs.spaces.observation import CONTRIBUTION_SCALE, clip, host_features, slot_features
 from esper_lightning.envs.vector_env import Observation
 from esper_lightning.growth.growing_network import RefusalReasons
-from esper_lightning.rewards.objective import SMALLEST_HOST
+from esper_lightning.rewards.reward import SMALLEST_HOST
 
 PARTS = ("", "slot.", "blueprint.")
 """Prefixes of the names of features: of the host, of a slot, of a blueprint in a slot."""
@@ -102,7 +102,10 @@ def compute_features(
 
 
 def _rents(envs: Sequence[Subject], blueprint_parameters: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the additional rent of fossilizing now the seed of each slot [N, K], and of each blueprint [N, K, B]."""
+    """Return the additional rent of fossilizing now the seed of each slot [N, K], and one of each blueprint [N, K, B].
+
+    Empty slots and fossilized seeds have none.
+    """
     seeds = [[slot.size if slot.live else 0 for slot in env.slots] for env in envs]
     added = torch.cat([torch.tensor(seeds, dtype=torch.float32).unsqueeze(-1), blueprint_parameters], -1)
     sizes = [
