@@ -64,8 +64,7 @@ class RolloutState(Callback):
 def map_rows(collector_state: dict[str, Any], change: Callable[[Tensor, int], Tensor]) -> dict[str, Any]:
     """Apply `change` to every tensor of a collector's state that has one row per environment, and return these parts.
 
-    It splits and joins rollouts when the number of processes changes. `change(tensor, axis)` gets the axis of the
-    environments: 0, or 1 for tensors [T, N, …].
+    `change(tensor, axis)` gets the axis of the environments: 0, or 1 for tensors [T, N, …].
     """
     buffer = collector_state["buffer"]
     changed = {

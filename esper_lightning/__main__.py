@@ -9,14 +9,10 @@ from esper_lightning.console import quieter_lightning
 
 @quieter_lightning()
 def main(args: list[str] | None = None) -> None:
-    """Run the command line.
+    """Run the command line with `args`, by default those of the process.
 
-    A wrong setting that this package, the argument parser, or Lightning's Trainer when it is built finds is one line on
-    stderr and exit code 2. A policy that is not finite is one line and exit code 3. Every other error, also one of the
-    user's code, is a traceback.
-
-    Args:
-        args: Arguments of the command line. None: those of the process.
+    A wrong setting is one line on stderr and exit code 2, a policy that is not finite one line and exit code 3. Every
+    other error, also one of the user's code, is a traceback.
     """
     if str(Path.cwd()) not in sys.path:
         # So that a config can name the user's own modules; last, so that it hides no package.

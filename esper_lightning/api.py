@@ -94,17 +94,14 @@ def grow(
         validation: Minibatches on which seeds are judged, of the same form.
         slots: Names of its modules, as in `named_modules`, behind which seeds may grow.
         epochs: Epochs of training; after each, the controller chooses one action.
-        controller: `tamiyo`, the policy that comes with the package; the name of a rule; an import path; a schedule
-            (`x.json`); a policy of your own (`x.ckpt` or `x.safetensors`); an object; or `wait`: nothing grows.
+        controller: `tamiyo`, a rule, an import path, a file (.json, .ckpt, .safetensors), an object, or `wait`.
         blueprints: Kinds of seeds, by name or import path. None: all of this package that fit.
         lr: Learning rate.
         loss: Function of outputs and targets.
-        controls: Train copies of the network as it is given, too, with the same data in the same order, and print how
-            they end. `ungrown`: nothing grows. `built in`: the seeds that the network ends with are in it from the
-            first batch on. `built in, equal FLOPs`: the same, for as many batches as have the training FLOPs of
-            growth; its last value is that of the end.
-        folder: Folder for a CSV log of each training (`grown`, `ungrown` …), of which `report` makes a page. None:
-            nothing is written.
+        controls: Train copies of the network as it is given, too, on the same data. `ungrown`: nothing grows. `built
+            in`: all seeds of the end are in it from the first batch on. `built in, equal FLOPs`: the same, for as many
+            batches as have the training FLOPs of growth.
+        folder: Folder for a CSV log of each training, of which `report` makes a page. None: nothing is written.
         accelerator: Device, as Lightning's Trainer names it.
         rng_seed: RNG seed of the order of data and of the seeds' weights.
 

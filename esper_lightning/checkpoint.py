@@ -1,4 +1,4 @@
-"""Checkpoints and policy files: writing, reading and checking them, and resuming on other hosts or another device.
+"""Checkpoints and policy files: writing, reading and checking them, and resuming on another type of device.
 
 A checkpoint belongs to this package if it has `SCHEMA_KEY`. It is read as plain data and tensors: no code in it runs.
 """
@@ -67,11 +67,7 @@ class DivergedError(ArithmeticError):
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Plugin of a Trainer that writes a draft beside a checkpoint, flushes it to disk, and renames it.
-
-    A crash keeps the previous checkpoint. Lightning alone does so only if the folder of temporary files is on the same
-    file system as the checkpoint.
-    """
+    """Plugin of a Trainer that writes checkpoints so that a crash keeps the previous one, on any file system."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -162,13 +158,21 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str =
     return lines
 
 
-# Resuming with another number of hosts, or on another type of device
+# Resuming on another type of device
 
 
-def begin_rollout(checkpoint: dict[str, Any]) -> None:
-    """Change `checkpoint` in place so that it resumes at the start of a rollout, with any number of environments.
+def saved_on_another_device(checkpoint: dict[str, Any], device: torch.device) -> bool:
+    """Return whether the run that wrote `checkpoint` was on another type of device than `device`."""
+    saved = checkpoint["callbacks"]["RolloutState"]["loop"]["generator"]
+    return generator_device(saved) not in (None, device.type)
 
-    An unfinished rollout is discarded; the policy, its optimizer and its normalisers do not change.
+
+def move_to_device(checkpoint: dict[str, Any], pool: dict[str, Any], *, device: torch.device, rng_seed: int) -> None:
+    """Change `checkpoint` in place so that it resumes on another type of device, at the start of a rollout.
+
+    No random generator can move there: exploration goes on with one that is seeded by the RNG seed of the run and the
+    next episode, and the `pool` of the checkpoint loses its hosts. An unfinished rollout is discarded; the policy, its
+    optimizer and its normalisers do not change.
     """
     fit, loop = checkpoint["loops"]["fit_loop"], checkpoint["callbacks"]["RolloutState"]["loop"]
     batches, epochs = fit["epoch_loop.batch_progress"], fit["epoch_progress"]
@@ -182,26 +186,11 @@ def begin_rollout(checkpoint: dict[str, Any]) -> None:
         progress["ready"] = progress["started"] = progress["completed"] = progress["processed"]
     for loader in fit["state_dict"]["combined_loader"]:
         loader["position"] = 0
-    kept = {"ticks": loop["ticks"] - played, "episode": loop["episode"] - (played > 0), "generator": loop["generator"]}
+    episode = loop["episode"] - (played > 0)
+    new_rng_seed = int(np.random.SeedSequence([rng_seed, episode]).generate_state(1)[0])
+    generator = torch.Generator(device).manual_seed(new_rng_seed).get_state()
+    kept = {"ticks": loop["ticks"] - played, "episode": episode, "generator": generator}
     checkpoint["callbacks"]["RolloutState"]["loop"] = kept
-
-
-def saved_on_another_device(checkpoint: dict[str, Any], device: torch.device) -> bool:
-    """Return whether the run that wrote `checkpoint` was on another type of device than `device`."""
-    saved = checkpoint["callbacks"]["RolloutState"]["loop"]["generator"]
-    return generator_device(saved) not in (None, device.type)
-
-
-def move_environments(checkpoint: dict[str, Any], pool: dict[str, Any], *, device: torch.device, rng_seed: int) -> None:
-    """Change `checkpoint` in place so that it resumes on another type of device, at the start of a rollout.
-
-    No random generator can move there: exploration goes on with one that is seeded by the RNG seed of the run and the
-    next episode, and the `pool` of the checkpoint loses its hosts.
-    """
-    begin_rollout(checkpoint)
-    loop = checkpoint["callbacks"]["RolloutState"]["loop"]
-    new_rng_seed = int(np.random.SeedSequence([rng_seed, loop["episode"]]).generate_state(1)[0])
-    loop["generator"] = torch.Generator(device).manual_seed(new_rng_seed).get_state()
     pool["envs"] = []
 
 
@@ -215,8 +204,7 @@ def checkpoint_errors(path: str | Path, use: str) -> Iterator[None]:
         raise ValueError(f"checkpoint {str(path)!r} cannot be {use}: {' '.join(str(error).split())}") from error
 
 
-# Policy files: weights as safetensors, with all that is needed to use and to trace them as JSON metadata. Such a file
-# is small and complete, while a checkpoint also holds the hosts and the optimizer.
+# Policy files: weights as safetensors, with all that is needed to use and to trace them as JSON metadata.
 
 
 def names_policy(name: str) -> bool:
@@ -225,15 +213,9 @@ def names_policy(name: str) -> bool:
 
 
 def write_policy(checkpoint: str | Path, path: str | Path, results: Mapping[str, str]) -> None:
-    """Write the policy of a checkpoint to a safetensors file, which replaces an earlier one atomically.
+    """Write the policy of a checkpoint, or of a policy file, to the safetensors file `path`, with all settings.
 
-    Args:
-        checkpoint: Checkpoint of a run on hosts, or a safetensors file whose results are replaced. Its settings, which
-            tell the hosts and the RNG seed of the training, go along.
-        path: File to write.
-        results: What was measured of the policy, as text by title.
-
-    Raises ValueError, in one line, if the checkpoint is damaged or foreign.
+    `results` are texts by title about what was measured. Raises ValueError if the checkpoint is damaged or foreign.
     """
     parts = read_policy(checkpoint)
     described = {part: parts[part] for part in DESCRIBED if part in parts}
@@ -246,8 +228,6 @@ def write_policy(checkpoint: str | Path, path: str | Path, results: Mapping[str,
 
 def read_policy(path: str | Path) -> dict[str, Any]:
     """Return the parts of a checkpoint that restore a policy, from a checkpoint, a safetensors file or by name.
-
-    From a safetensors file come also its `versions` and `results`.
 
     Raises ValueError, in one line, if the file is missing, damaged or foreign.
     """

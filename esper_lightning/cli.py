@@ -185,13 +185,9 @@ def make_cli(args: list[str], **settings: Any) -> EsperCLI:
 
 
 def load_config(config: str | Path, *overrides: str) -> EsperCLI:
-    """Return `model`, `datamodule` and `trainer` of a config, as `fit` makes them.
+    """Return `model`, `datamodule` and `trainer` of a config, given by path or name, as `fit` makes them.
 
-    Args:
-        config: Path of a YAML file, or the name of a config of the package, as `digits`.
-        overrides: Further settings as on the command line, such as `--data.n_envs=8`.
-
-    Raises ValueError, naming the file, if a setting is not valid.
+    `overrides` are further settings, such as `--data.n_envs=8`. Raises ValueError if a setting is not valid.
     """
     try:
         args = ["--config", str(find_config(config)), *overrides]

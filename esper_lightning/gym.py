@@ -40,8 +40,7 @@ CONFIGS_OF_SEVERAL_TASKS = frozenset({"general", "mixed"})
 class GrowthVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     """N hosts that are trained together. A step is one host epoch; the reward is that of the config.
 
-    An action that is not possible is executed as WAIT. An environment whose episode ends is reset in the same step. Its
-    RNG seeds are drawn from its own generator; no comparison of this project evaluates these hosts.
+    An action that is not possible is executed as WAIT. An environment whose episode ends is reset in the same step.
     """
 
     metadata: dict[str, Any] = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012  # as in Gymnasium
@@ -60,10 +59,7 @@ class GrowthVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start an episode in every environment.
-
-        Each has a seed, or None to continue its generator; a single number s stands for s, s + 1, s + 2 …
-        """
+        """Start an episode in every environment. A single seed s stands for s, s + 1 …; None continues a generator."""
         if isinstance(seed, int | np.integer):
             seed = [int(seed) + i for i in range(self.num_envs)]
         for i, own in enumerate([None] * self.num_envs if seed is None else seed):

@@ -39,7 +39,7 @@ from esper_lightning.limits import has_end, share_of_training
 from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
 from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms, update_metrics
 from esper_lightning.ppo.rollout_buffer import Rollout
-from esper_lightning.ppo.running_norm import NormalizeConfig, RunningMeanStd, make_norm
+from esper_lightning.ppo.running_norm import RunningMeanStd, make_norm
 from esper_lightning.ranks import ALONE
 from esper_lightning.serialization import load_settings
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, policy_shape, use_ieee_float32
@@ -54,7 +54,6 @@ MAX_SKIPS = 3
 """Consecutive skipped minibatches that end the run."""
 
 POLICY_IDENTITY = ("width", "memory", "asymmetric")
-NORMALIZE_IDENTITY = ("momentum", "rewards")
 """Names of the settings that determine the weights of a checkpoint and their meaning: a resumed run must share them."""
 
 
@@ -82,13 +81,11 @@ class TamiyoModule(LightningModule):
     """LightningModule that trains Tamiyo, or a policy for any other vector environment, with PPO.
 
     A Lightning batch is one environment step of all hosts, or a whole rollout where steps are short. An epoch is one
-    rollout and one PPO update. `validate` plays one episode of fresh hosts with the most likely actions; `test`
-    compares the policy with baselines.
+    rollout and one PPO update. `test` compares the policy with baselines.
 
     Args:
         policy: Architecture and size of the policy.
         ppo: Settings of PPO.
-        normalize: Settings of observation normalisation.
         evaluation: Settings of the comparison that `test` makes.
     """
 
@@ -96,18 +93,15 @@ class TamiyoModule(LightningModule):
         self,
         policy: PolicyConfig = PolicyConfig(),
         ppo: PPOConfig = PPOConfig(),
-        normalize: NormalizeConfig = NormalizeConfig(),
         evaluation: EvaluationConfig = EvaluationConfig(),
     ) -> None:
         super().__init__()
         # A checkpoint holds the settings as plain data, which `load_from_checkpoint` hands to this constructor.
         self.policy_config = load_settings(PolicyConfig, policy)
         self.ppo = load_settings(PPOConfig, ppo)
-        self.normalize = load_settings(NormalizeConfig, normalize)
         self.evaluation = load_settings(EvaluationConfig, evaluation)
-        settings = (self.policy_config, self.ppo, self.normalize, self.evaluation)
-        names = ("policy", "ppo", "normalize", "evaluation")
-        self.save_hyperparameters({name: asdict(config) for name, config in zip(names, settings, strict=True)})
+        settings = {"policy": self.policy_config, "ppo": self.ppo, "evaluation": self.evaluation}
+        self.save_hyperparameters({name: asdict(config) for name, config in settings.items()})
         self.automatic_optimization = False
         self.policy_shape: PolicyShape | None = None  # None until the policy is built
         self.ranks = ALONE
@@ -145,10 +139,7 @@ class TamiyoModule(LightningModule):
                     raise ValueError(f"RewardConfig.{name} is {ours} and PPOConfig.{name} {theirs}; give both the same")
 
     def setup(self, stage: str) -> None:
-        """Build the policy for the environments of the Trainer's data module, unless it is built already.
-
-        The environments stay outside: this module must not train hosts.
-        """
+        """Build the policy for the environments of the Trainer's data module, unless it is built already."""
         data = attached_data(self.trainer)
         if stage == "fit":
             self.check(data)
@@ -165,10 +156,10 @@ class TamiyoModule(LightningModule):
         use_ieee_float32()
         self.policy_shape = shape
         self.policy = Policy(shape, self.policy_config)
-        self.observation_norm = make_norm(shape.rows or shape.features, self.normalize)
+        self.observation_norm = make_norm(shape.rows or shape.features)
         self.value_norm = RunningMeanStd((), clip=float("inf"))
-        self.privileged_norm = make_norm(shape.privileged, self.normalize) if self.policy_config.asymmetric else None
-        self.reward_norm = RunningMeanStd((), clip=float("inf")) if self.normalize.rewards else None
+        self.privileged_norm = make_norm(shape.privileged) if self.policy_config.asymmetric else None
+        self.reward_norm = RunningMeanStd((), clip=float("inf")) if self.ppo.normalize_rewards else None
 
     def on_fit_start(self) -> None:
         data = attached_data(self.trainer)
@@ -211,10 +202,7 @@ class TamiyoModule(LightningModule):
 
     @property
     def progress(self) -> float:
-        """Progress of the training at the update of the present rollout: 0 at the first one, 1 at the last.
-
-        With a limit of steps or of time the number of rollouts is estimated from those that are over.
-        """
+        """Progress of the training at the update of the present rollout: 0 at the first, 1 at the last; estimated."""
         rollouts = self.trainer.current_epoch  # that are over
         if rollouts == 0 or self._share == 0.0:
             return 0.0
@@ -237,7 +225,7 @@ class TamiyoModule(LightningModule):
     def update(self, rollout: Rollout, summary: RolloutSummary) -> None:
         """Run one PPO update on a rollout, store its report and log it.
 
-        A minibatch whose loss or gradient is not finite is skipped. Raises DivergedError after three in a row, or if
+        Minibatches whose loss or gradient is not finite are skipped. Raises DivergedError after three in a row, or if
         the policy's weights are not finite at the end.
         """
         config, parameters, optimizer = self.ppo, list(self.policy.parameters()), self.optimizers()
@@ -365,10 +353,7 @@ class TamiyoModule(LightningModule):
         self.log_dict(logged, batch_size=1, sync_dist=self.ranks.world > 1)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Compare the policy with baselines on fresh hosts and test data; see `EvaluationConfig`.
-
-        Tables go to the folder `evaluation` of the run, the policy's means to the loggers.
-        """
+        """Compare the policy with baselines on fresh hosts and test data; see `EvaluationConfig`."""
         folder = Path(self.trainer.log_dir or self.trainer.default_root_dir) / EVALUATION_FOLDER
         if not self.trainer.is_global_zero:
             return  # one process compares; the others wait for it
@@ -394,10 +379,7 @@ class TamiyoModule(LightningModule):
         check_finite(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check that a checkpoint fits this run, and adapt it where it may differ.
-
-        Raises ValueError if it is damaged, not of this package, or of another kind of run.
-        """
+        """Check that a checkpoint fits this run, and adapt it where it may differ. Raises ValueError if it does not."""
         check_policy(checkpoint)
         if self.policy_shape is None:  # `load_from_checkpoint`: there is no run to fit
             self.build(PolicyShape.from_state_dict(checkpoint[MODULE_KEY]["shape"]))
@@ -418,15 +400,13 @@ class TamiyoModule(LightningModule):
     def _identity(self, data: PolicyData) -> dict[str, Any]:
         """Return the properties that a resumed run must share with the saved one, by setting name."""
         own = {f"model.policy.{name}": getattr(self.policy_config, name) for name in POLICY_IDENTITY}
-        own |= {f"model.normalize.{name}": getattr(self.normalize, name) for name in NORMALIZE_IDENTITY}
-        return data.resume_identity() | own
+        return data.resume_identity() | own | {"model.ppo.normalize_rewards": self.ppo.normalize_rewards}
 
 
 def skip_unless(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer's next step do nothing, unless `finite` [] bool is True.
+    """Make the optimizer's next step change nothing, unless `finite` [] bool is True.
 
-    A skipped step changes neither parameters nor moments nor step counts. A fused optimizer reads the flag on the
-    device, so that the host does not wait for the GPU; any other one steps no parameter that has no gradient.
+    A fused optimizer reads the flag on the device; any other one steps no parameter that has no gradient.
     """
     if optimizer.defaults.get("fused"):
         fused: Any = optimizer  # torch does not declare these attributes, which its fused optimizers read

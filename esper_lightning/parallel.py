@@ -42,9 +42,8 @@ def run_all(
 ) -> dict[str, list[Result]]:
     """Return the results of independent pieces of work, in their order; an executor runs them in other processes.
 
-    Every piece begins with the same state of the global random generators, from which only parts of users draw, so that
-    no piece, order or number of processes changes what another one draws. Pieces of one process may share a pool, whose
-    state they overwrite; each other process has a copy.
+    Every piece begins with the same state of the global random generators. Pieces of one process may share a pool,
+    whose state they overwrite; each other process has a copy.
     """
     if executor is None:
         return {name: [_run(piece) for piece in pieces] for name, pieces in work.items()}

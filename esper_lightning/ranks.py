@@ -37,11 +37,8 @@ def share_machine(processes: int) -> None:
 class Ranks:
     """The processes of a run, as one of them sees them.
 
-    Environments are numbered 0 … N - 1 over all ranks. The environments of each task are divided into W equal parts,
-    and rank r owns part r of each, so RNG seeds and exploration of an environment do not depend on W.
-
-    `sizes` are the numbers of environments of each task, over all ranks. Raises ValueError if they cannot be shared
-    evenly.
+    Environments are numbered 0 … N - 1 over all ranks. Those of each task, `sizes` in number, are divided into W equal
+    parts, and rank r owns part r of each. Raises ValueError if they cannot be shared evenly.
     """
 
     def __init__(self, sizes: Sequence[int] = (), rank: int = 0, world: int = 1) -> None:
@@ -99,11 +96,7 @@ class Ranks:
         return result
 
     def sum_with_gradient(self, values: Tensor) -> Tensor:
-        """Return the sum over all ranks, with W times the gradient of this rank's part.
-
-        A loss of such sums has the same value on every rank. DDP divides the sum of the ranks' gradients by W, which
-        leaves the gradient that one process with all environments would have.
-        """
+        """Return the sum over all ranks, with W times the gradient of this rank's part: DDP divides gradients by W."""
         return values if self.world == 1 else _Sum.apply(values, self)
 
     def moments(self, values: Tensor) -> tuple[int, Tensor, Tensor]:
@@ -128,10 +121,7 @@ class Ranks:
         return self.join(parts)
 
     def gather(self, record: Record) -> list[Record]:
-        """Return the records of all ranks on rank 0, in the order of ranks; elsewhere an empty list.
-
-        Tensors in them may be on any device, and come to the CPU.
-        """
+        """Return the records of all ranks on rank 0, with tensors on the CPU; elsewhere an empty list."""
         if self.world == 1:
             return [record]
         file = io.BytesIO()

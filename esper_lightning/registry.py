@@ -1,7 +1,6 @@
 """Parts and configs by name: those of this package, of modules that the user imports, and of installed packages.
 
-A setting names a part by the name under which it is registered, or by its import path, as in `mine.Patient`. Each kind
-of part has one registry. A part that settings do not name changes nothing, however many are registered.
+A setting names a part by the name under which it is registered, or by its import path, as in `mine.Patient`.
 """
 
 import difflib
@@ -40,9 +39,8 @@ class Registry(dict[str, Part], Generic[Part]):
         """Classes and functions that were registered by `add`, by name."""
 
     def register(self, name: str) -> Callable[[Definition], Definition]:
-        """Return a decorator that registers a class or function as the part `name`.
+        """Return a decorator that registers a class or function as the part `name`; defined again, it is replaced.
 
-        A second definition of the same class or function, as when a cell of a notebook runs again, replaces the first.
         Raises ValueError if the name is taken or has a dot, or if the class or function cannot be such a part.
         """
         check_part_name(self.kind, name)
@@ -63,10 +61,7 @@ class Registry(dict[str, Part], Generic[Part]):
         self.registered[name] = made_from
 
     def find(self, name: str, others: Sequence[str] = ()) -> Part:
-        """Return the part with a name or an import path.
-
-        Raises ValueError if there is none. It then suggests a registered name or one of `others`.
-        """
+        """Return the part with a name or an import path. Raises ValueError, with a suggestion, if there is none."""
         if name not in self and "." not in name:
             import_installed()
         if name in self:
@@ -129,10 +124,9 @@ def is_of_this_package(made: Any) -> bool:
 
 
 def plain_factory(factory: Any) -> partial:
-    """Return a class or function with its arguments as one `partial` of itself.
+    """Return a class or function with its arguments as one `partial` of itself, which other processes can be sent.
 
-    A config gives partial(make, …, class), where `make` calls the class, and holds the command line: such a factory
-    cannot be sent to another process.
+    A config gives partial(make, …, class), where `make` calls the class, and holds the command line.
     """
     arguments: dict[str, Any] = {}
     while isinstance(factory, partial):
@@ -142,12 +136,7 @@ def plain_factory(factory: Any) -> partial:
 
 
 def describe_factory(factory: Any, architecture: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return a class or function with its arguments, as in a config; both are plain text and numbers.
-
-    Args:
-        factory: A class or function, or one with arguments, as a config or `functools.partial` gives it.
-        architecture: Further arguments, such as those by which hosts of a family differ.
-    """
+    """Return a class or function, or a `partial`, with its arguments and those of `architecture`, as plain data."""
     plain = plain_factory(factory)
     factory, arguments = plain.func, plain.keywords
     module, name = factory.__module__, factory.__qualname__
@@ -171,10 +160,7 @@ def config_paths() -> list[Path]:
 
 
 def find_config(name: str | Path) -> Path:
-    """Return the path of a config that is named by its path, or by its name in the package; files come first.
-
-    Raises ValueError if there is none.
-    """
+    """Return the path of a config, given its path or its name in the package. Raises ValueError if there is none."""
     if Path(name).is_file():
         return Path(name)
     packaged = {path.stem: path for path in config_paths()}

@@ -20,10 +20,7 @@ GENERATOR_STATE_BYTES = {5056: "cpu", 16: "cuda"}
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write` with the path of a draft beside `path`, flush the draft to disk and rename it to `path`.
-
-    Drafts of `path` that killed processes have left are removed.
-    """
+    """Call `write` with the path of a draft, flush it and rename it to `path`; remove drafts of killed processes."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         try:
             os.kill(int(left.suffixes[-2].removeprefix(".")), 0)  # asks whether the process is there
@@ -81,18 +78,15 @@ def check_generator_state(label: str, saved: Tensor, generator: torch.Generator)
 def load_settings(kind: type[Settings], saved: Any) -> Settings:
     """Return settings, a dataclass of type `kind`, given these or the plain data that `asdict` has made of them.
 
-    Names that the data lack have their defaults. Raises ValueError if they name a setting that does not exist, or if a
-    value is out of range.
+    Settings that no longer exist are ignored, because an earlier version may have written the data. Raises ValueError
+    if a value is out of range.
     """
     if isinstance(saved, kind):
         return saved
-    types, values = get_type_hints(kind), dict(saved)
-    for name, value in values.items():
-        hint = types.get(name)
-        nested: Any = next((one for one in (hint, *get_args(hint)) if is_dataclass(one)), None)
-        if nested is not None and isinstance(value, Mapping):
-            values[name] = load_settings(nested, value)
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise ValueError(f"the settings {kind.__name__} do not fit: {error}") from error
+    values = {}
+    for name, hint in get_type_hints(kind).items():
+        if name in saved:
+            nested: list[Any] = [part for part in (hint, *get_args(hint)) if is_dataclass(part)]
+            is_nested = nested and isinstance(saved[name], Mapping)
+            values[name] = load_settings(nested[0], saved[name]) if is_nested else saved[name]
+    return kind(**values)

@@ -45,11 +45,9 @@ def sweep(
     """Train with several RNG seeds and settings, and print and save one table of the results.
 
     Args:
-        config: Config of every run: a path, or the name of one of the package. Several, with commas between them, are
-            read in order.
+        config: Config of every run, a path or a name; several, with commas between them, are read in order.
         seeds: Number of RNG seeds: 0, 1 and so on.
-        set: Settings to vary, each with the list of its values, as in '{model.ppo.lr: [0.001, 0.003]}'. All values are
-            combined with each other.
+        set: Settings to vary, each with the list of its values, as in '{model.ppo.lr: [0.001, 0.003]}'.
         jobs: Runs side by side, each on a core.
         out: Folder of the sweep, which must be empty.
     """

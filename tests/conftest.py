@@ -22,7 +22,7 @@ from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.hosts import CNN
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig
-from esper_lightning.ppo.running_norm import NormalizeConfig, RunningMeanStd, make_norm
+from esper_lightning.ppo.running_norm import RunningMeanStd, make_norm
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
 from esper_lightning.tasks import Digits
 from tests.envs.executors.fake_cuda import FakeCuda
@@ -176,7 +176,7 @@ def make_loop(
 
     def make(n_envs: int = 3, **ppo: Any) -> RolloutCollector:
         pool = make_pool(n_envs)
-        observation_norm = make_norm(pool.rows, NormalizeConfig())
+        observation_norm = make_norm(pool.rows)
         value_norm = RunningMeanStd((), clip=float("inf"))
         return RolloutCollector(
             pool,

@@ -16,7 +16,7 @@ from esper_lightning.cli import EsperCLI
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import ActionConfig, EnvConfig
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.module import ADAM_EPS, NormalizeConfig, TamiyoModule
+from esper_lightning.module import ADAM_EPS, TamiyoModule
 from esper_lightning.ppo.collector import RolloutSummary
 from esper_lightning.ppo.losses import Anneal, PPOConfig, ppo_terms
 from esper_lightning.ppo.rollout_buffer import Rollout
@@ -55,7 +55,7 @@ def test_a_module_from_a_checkpoint_alone_acts_like_the_trained_one(built: Esper
     loaded = TamiyoModule.load_from_checkpoint(run.last)
 
     trained, pool = built.model, built.datamodule.make_pool(3)
-    for settings in ("policy_config", "ppo", "normalize"):
+    for settings in ("policy_config", "ppo"):
         assert getattr(loaded, settings) == getattr(trained, settings)
     assert differences(dict(loaded.state_dict()), dict(trained.state_dict())) == []
     assert torch.equal(episode(pool, loaded.controller()), episode(pool, trained.controller()))
@@ -120,15 +120,14 @@ def test_the_best_checkpoint_holds_the_weights_that_were_validated(run: Run) -> 
     assert differences(best["state_dict"], load(run.checkpoints / f"tick{tick}.ckpt")["state_dict"]) == []
 
 
-def test_what_is_seen_is_normalised_as_was_asked_for() -> None:
-    module = TamiyoModule(PolicyConfig(asymmetric=True), normalize=NormalizeConfig(momentum=0.9))
+def test_what_is_seen_is_normalised() -> None:
+    module = TamiyoModule(PolicyConfig(asymmetric=True))
     module.build(PolicyShape(3, ActionConfig().make_space(["block1"], ["norm", "conv_light"]), privileged=2))
     features = 5.0 + 3.0 * torch.randn(9, 3, generator=torch.Generator().manual_seed(0))
     module.observation_norm.update(features)
 
-    for norm in (module.observation_norm, module.privileged_norm):
-        assert (norm.momentum, norm.clip) == (0.9, 10.0)
-    assert (module.value_norm.momentum, module.value_norm.clip) == (None, float("inf")), "targets are as they are"
+    assert (module.observation_norm.clip, module.privileged_norm.clip) == (10.0, 10.0)
+    assert module.value_norm.clip == float("inf"), "targets are as they are"
     shown = module.controller().normalise(features)
     assert torch.equal(shown, module.observation_norm(features)) and shown.mean().abs() < 0.5, "to Tamiyo playing too"
 
@@ -232,7 +231,6 @@ def test_an_update_is_adam_on_the_loss_of_one_minibatch_after_the_other(
             lr=Anneal(start=0.02, end=0.01),
             epochs=3,
             minibatches=2,
-            clip=0.01,
             value_coefficient=0.7,
             entropy=Anneal(start=0.2, end=0.1),
             max_grad_norm=0.2,

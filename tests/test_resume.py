@@ -24,7 +24,7 @@ from tests.runs import (
 )
 from tests.tiers import rest_is_slow
 
-OPTIONS = (*("--model.normalize.rewards=true", "--model.normalize.momentum=0.9", "--model.ppo.value_clip=0.5"),)
+OPTIONS = ("--model.ppo.normalize_rewards=true", "--model.ppo.value_clip=0.5")
 """Settings with every option of PPO that is off by default."""
 
 END = EPOCHS * HORIZON

@@ -1,13 +1,15 @@
-"""Replaced files are whole at any moment."""
+"""Replaced files are whole at any moment, and saved settings are read again."""
 
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from esper_lightning.serialization import replace_and_keep, replace_durably
+from esper_lightning.ppo.losses import Anneal, PPOConfig
+from esper_lightning.serialization import load_settings, replace_and_keep, replace_durably
 
 
 class Killed(BaseException):
@@ -53,3 +55,12 @@ def test_the_draft_of_a_killed_process_is_removed(tmp_path: Path) -> None:
 
     assert {path.name for path in tmp_path.iterdir()} == {"a.ckpt", f".a.ckpt.{os.getppid()}.tmp"}
     assert (tmp_path / "a.ckpt").read_bytes() == b"whole"
+
+
+def test_settings_of_an_earlier_version_are_read_without_those_that_are_gone() -> None:
+    settings = PPOConfig(lr=Anneal(start=0.1, end=0.2), epochs=3)
+    saved = asdict(settings)
+
+    assert load_settings(PPOConfig, saved | {"gone": 1, "lr": saved["lr"] | {"gone": 2}}) == settings
+    with pytest.raises(ValueError, match=r"ppo\.epochs must be at least 1, got 0"):
+        load_settings(PPOConfig, {"epochs": 0})

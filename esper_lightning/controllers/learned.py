@@ -111,10 +111,8 @@ class TrainingHosts(NamedTuple):
 class LearnedController:
     """Takes the policy's most likely action: the most likely op, then the most likely choice of each further head.
 
-    Args:
-        policy: The network.
-        normalise: Function from raw features to the normalised features that the network was trained on.
-        training: Hosts of its training, with which those of an episode are compared. None: they are the same.
+    `normalise` makes the features that the network knows of raw ones. `training` are the hosts of its training, with
+    which those of an episode are compared. None: they are the same.
     """
 
     def __init__(

@@ -39,10 +39,7 @@ class WaitOnly:
 
 
 class RandomValid:
-    """Draws actions uniformly: a possible op, then a slot possible for it, then a possible choice of every other head.
-
-    Every episode continues the stream of random numbers.
-    """
+    """Draws a possible op uniformly, then a slot that is possible for it, then a choice of every other head."""
 
     def __init__(self, rng_seed: int) -> None:
         self.generator = torch.Generator().manual_seed(rng_seed)
@@ -190,8 +187,7 @@ class ClimbingConfig:
     """Order in which hill climbing tries seeds, and conditions for fossilizing them."""
 
     order: Literal["listed", "cheapest", "dearest"] = "dearest"
-    """Order of the candidate seeds. listed: the first blueprint in every slot, then the second, and so on. cheapest,
-    dearest: by the number of parameters. When all possible ones have been tried, they are tried again."""
+    """Order of the candidates: listed, one blueprint after the other in every slot, or by the number of parameters."""
 
     blueprints: list[str] | None = None
     """Blueprints to try, in this order. None: all available ones."""
@@ -200,8 +196,7 @@ class ClimbingConfig:
     """Among slots with the same priority prefer the one nearest to the output, not the one nearest to the input."""
 
     at_once: int = 3
-    """Maximum number of seeds that grow at the same time. With 1 no seed disturbs the measurement of another, but in a
-    short episode most seeds get too little time."""
+    """Maximum number of seeds that grow at the same time. With 1 no seed disturbs the measurement of another."""
 
     patience: int = 3
     """Ticks for which a blended seed with too little gain may continue before it is culled."""

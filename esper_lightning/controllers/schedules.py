@@ -128,8 +128,7 @@ def is_possible(pool: Hosts, host: int, action: Sequence[int]) -> bool:
 class FixedSchedule:
     """Plays a schedule, one for all hosts or one per host, whatever the state of the host.
 
-    A scheduled action waits for its tick, and then until it is possible. Each tick carries out the first action that is
-    due and possible; earlier ones for the same slot are then dropped.
+    Each tick carries out the first action that is due and possible; earlier ones for the same slot are then dropped.
     """
 
     def __init__(self, schedules: Schedule | Sequence[Schedule]) -> None:
@@ -158,7 +157,7 @@ class FixedSchedule:
         return WAIT_ACTION
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the remaining actions of each host, for an episode that is continued later."""
+        """Remaining actions of each host, for an episode that is continued later."""
         return {"remaining": list(self.remaining)}
 
     def load_state_dict(self, pool: Hosts, state: Mapping[str, Any]) -> None:

@@ -27,10 +27,8 @@ Topology = tuple[FossilizedSeed, ...]
 class StaticController(WaitOnly):
     """Gives every host its final network, the topology with its index, before the first tick and then only waits.
 
-    The weights of the seeds come from the host's own generator, right after the host's weights, and are initialised
-    according to `lifecycle.birth`. Alpha is 1 and every seed is fossilized, so all of the network learns from the first
-    minibatch, on the same data as in any other episode. Blocks that deepen the host are no copies here: their
-    weights are drawn.
+    The weights of seeds and of further blocks are drawn from the host's own generator. Every seed is fossilized, so all
+    of the network learns from the first minibatch, on the same data as in any other episode.
     """
 
     def __init__(self, topologies: Sequence[Topology]) -> None:

@@ -17,7 +17,7 @@ class VectorData(LightningDataModule):
     Checkpoints do not contain the state of the environments: a resumed run begins new episodes.
 
     Args:
-        env: Function that returns a VectorEnv, for example `esper_lightning.envs.gymnasium.gym_vector`.
+        env: Function that returns a VectorEnv, as `esper_lightning.envs.gymnasium.gym_vector`.
         settings: Keyword arguments of this function.
         seed: RNG seed of episodes and exploration.
     """

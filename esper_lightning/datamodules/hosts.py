@@ -11,8 +11,8 @@ from lightning import LightningDataModule, Trainer
 from esper_lightning.checkpoint import (
     FEATURES_KEY,
     HORIZON_KEY,
-    begin_rollout,
-    move_environments,
+    check_identity,
+    move_to_device,
     saved_on_another_device,
 )
 from esper_lightning.console import print_status
@@ -31,10 +31,7 @@ from esper_lightning.tasks import Task, TaskData, check_data, fingerprint
 
 
 class TickLoader:
-    """Loader that yields the ticks 0 … horizon − 1 of a rollout.
-
-    It has a length, so Lightning prefetches nothing. A torch DataLoader would draw a random number for each iterator.
-    """
+    """Loader of the ticks 0 … horizon − 1 of a rollout. A DataLoader would draw a random number for each iterator."""
 
     def __init__(self, horizon: int) -> None:
         self.horizon = horizon
@@ -138,13 +135,9 @@ class LoadedTask(NamedTuple):
 def find_host_devices(
     names: Sequence[str] | None, executor: str, device: torch.device, *, alone: bool = True
 ) -> list[torch.device]:
-    """Return the devices of hosts, which are assigned to them in turn.
+    """Return the devices of hosts, which are assigned to them in turn, given `env.devices` and the policy's device.
 
-    Args:
-        names: Names of the devices, such as `cuda:1`. None: `device`, and with streams every other visible GPU, too.
-        executor: Name of the executor that trains the hosts.
-        device: Device of the policy.
-        alone: One process trains. False: several do, and each has its own device.
+    `alone`: one process trains. False: several do, and each has its own device.
     """
     if names is None:
         if executor != "streams" or not alone or device.type != "cuda":
@@ -325,21 +318,19 @@ class HostPoolData(LightningDataModule):
         return {"lifecycle": asdict(env.lifecycle), "actions": asdict(env.actions), "sight": asdict(env.sight)}
 
     def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adapt a checkpoint to this run's device and number of hosts. Raises ValueError if it cannot be resumed."""
+        """Adapt a checkpoint to this run's device. Raises ValueError if it cannot be resumed."""
         own = checkpoint.get(type(self).__qualname__)
         if own is None:
             raise ValueError(
                 f"the checkpoint lacks {type(self).__qualname__}, the state of its hosts; give another one"
             )
-        change = None
+        check_identity({"data.n_envs": len(own["pool"]["envs"])}, {"data.n_envs": self.n_envs})
         if saved_on_another_device(checkpoint, device := self.pool.device):
-            move_environments(checkpoint, own["pool"], device=device, rng_seed=self.seed)
-            change = f"this run is on {device.type}, the run so far was on another type of device"
-        elif (saved := len(own["pool"]["envs"])) != self.n_envs:
-            begin_rollout(checkpoint)
-            change = f"{self.n_envs} environments, the run so far had {saved}"
-        if change:
-            print_status(f"{change}: it resumes at the next rollout; results differ from those of an uninterrupted run")
+            move_to_device(checkpoint, own["pool"], device=device, rng_seed=self.seed)
+            print_status(
+                f"this run is on {device.type}, the run so far was on another type of device: it resumes at the next "
+                f"rollout; results differ from those of an uninterrupted run"
+            )
 
     def train_dataloader(self) -> TickLoader:
         return TickLoader(self.env.horizon)
@@ -352,10 +343,7 @@ class HostPoolData(LightningDataModule):
         return EpisodeLoader([])
 
     def validation_pools(self, n_envs: int) -> list[HostPool]:
-        """Return one pool of `n_envs` hosts for each task, for validation only.
-
-        The pools are kept for the next call with the same `n_envs`.
-        """
+        """Return one pool of `n_envs` hosts for each task, for validation only; the next call has the same ones."""
         if not self._validation_pools or self._validation_pools[0].n_envs != n_envs:
             self._validation_pools = [self.make_pool(n_envs, task=task) for task in self.pools]
         for pool in self._validation_pools:
@@ -372,5 +360,5 @@ class HostPoolData(LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state = state_dict["pool"]
-        if len(state["envs"]) == self.n_envs:  # else the next rollout begins with new hosts
+        if state["envs"]:  # else the run comes from another type of device, and its next rollout begins with new hosts
             self.pool.load_state_dict(state | {"envs": self.ranks.rows(state["envs"])})

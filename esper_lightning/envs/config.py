@@ -31,18 +31,14 @@ class EnvConfig:
     """Settings of an environment: host training, seed lifecycle, actions, objective, reward and observation."""
 
     horizon: int = 12
-    """Length T of an episode in environment steps (host epochs). The variable `horizon` of a family shortens the
-    episodes of single hosts."""
+    """Length T of an episode in environment steps (host epochs); contexts of a family may have shorter ones."""
 
     executor: str = "loop"
-    """Name or import path of the executor of host training. loop: one host after the other. threads (CPU): one host per
-    core. streams (CUDA): one host per stream. fused: all hosts as one network, for many small hosts. The first
-    three give the same results bit for bit, fused gives them up to rounding. auto: streams on CUDA; on a CPU fused for
-    small hosts that can be batched, else threads, or loop with one core or one host."""
+    """Name or import path of the executor of host training: loop, threads, streams, fused or auto. See
+    docs/reference/executors.md."""
 
     devices: list[str] | None = None
-    """Devices on which hosts train, such as [cuda:0, cuda:1], in turn. The policy stays on the device of the trainer.
-    None: that device, and with executor streams all visible GPUs."""
+    """Devices of hosts, in turn, as [cuda:0, cuda:1]. None: that of the policy; with streams all visible GPUs."""
 
     training: HostTraining = field(default_factory=HostTraining)
     """Training of hosts."""

@@ -36,10 +36,7 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def download(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the CPU. Only here does an environment step read from its device and wait for it.
-
-    The wait covers the work on the current stream, not on the whole device.
-    """
+    """Copy a tensor to the CPU. Only here does an environment step wait for the current stream of its device."""
     if tensor.device.type != "cuda":
         return tensor.cpu()
     numbers = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -78,13 +78,7 @@ def discover_spaces(
 class EnvFactory:
     """Creates and keeps environments; `make` returns the one for a host index and the RNG seed of an episode.
 
-    Args:
-        task, data: Task, and its data on the hosts' devices.
-        host: Factory of host networks.
-        config: Settings of the environments, with the distribution over contexts.
-        devices: Devices of hosts, which are assigned to them in turn.
-        held_out: True to draw held-out contexts.
-        shared_space: Slots and blueprints shared with the hosts of other tasks.
+    Arguments are those of `HostPool`.
 
     Attributes:
         data: The data in all transforms that the contexts need, on the devices.

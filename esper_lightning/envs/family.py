@@ -30,7 +30,7 @@ TRANSFORM, PRICE, HORIZON = "data.transform", "objective.price", "horizon"
 OFFERED_SLOTS, OFFERED_BLUEPRINTS = "offer.slots", "offer.blueprints"
 """Variables that limit what an episode offers."""
 
-TRAINING_VARIABLES = ("lr", "lr_schedule", "seed_lr_factor", "weight_decay", "flops")
+TRAINING_VARIABLES = ("lr", "lr_schedule", "weight_decay", "flops")
 """Settings of host training that may be variables: those that may differ between hosts trained together."""
 
 MAX_CONTEXTS = 2_000
@@ -46,7 +46,7 @@ class Context(NamedTuple):
         return dict(self.variables).get(variable)
 
     def variables_in(self, group: str) -> dict[str, Any]:
-        """Return the variables named `<group>.<rest>`, by `<rest>`."""
+        """Variables named `<group>.<rest>`, by `<rest>`."""
         return {name.removeprefix(f"{group}."): value for name, value in self.variables if name.startswith(f"{group}.")}
 
     @property
@@ -120,10 +120,8 @@ class FamilyConfig:
     """Contexts of episodes: the variables that differ between episodes, and their values.
 
     Names of variables are `host.<argument of the host>`, `data.transform`, `training.lr` (or lr_schedule,
-    seed_lr_factor, weight_decay, flops), `objective.price`, `horizon`: the length of the episode, at most env.horizon,
-    `offer.slots` and `offer.blueprints`: numbers of slots and of blueprints on offer, which the RNG seed of the episode
-    selects, and `fail` or `fail.<blueprint>`: the probability that a slot gives a blueprint's seeds no gradient for the
-    whole episode.
+    weight_decay, flops), `objective.price`, `horizon`, `offer.slots`, `offer.blueprints`, and `fail` or
+    `fail.<blueprint>`; see docs/guides/transfer.md.
     """
 
     train: list[VariableGrid] = field(default_factory=list)

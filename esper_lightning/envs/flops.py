@@ -156,10 +156,7 @@ def measure_flops(host: nn.Module, sample: ExampleInput) -> HostFlops:
 
 @contextmanager
 def plain_operators() -> Iterator[None]:
-    """Compute attention, transformer layers and recurrent layers as matrix products.
-
-    FlopCounter does not count the fused operators that take their place in evaluation mode.
-    """
+    """Compute attention, transformer and recurrent layers as matrix products, which FlopCounter counts."""
     mha, mkldnn = torch.backends.mha, torch.backends.mkldnn
     before = mha.get_fastpath_enabled(), mkldnn.enabled
     with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
@@ -175,8 +172,7 @@ def plain_operators() -> Iterator[None]:
 
 @torch.no_grad()
 def count_flops(host: nn.Module, run: Callable[[], Any]) -> HostFlops:
-    """Count the FLOPs of `run`, a forward pass of a host with empty slots on one sample; sets the host to evaluation
-    mode."""
+    """Count the FLOPs of `run`, a forward pass of a host with empty slots on one sample, in evaluation mode."""
     slots = slots_of(host).values()
     positions_by_slot: dict[str, list[int]] = {slot.name: [] for slot in slots}
     before: dict[str, int] = {}

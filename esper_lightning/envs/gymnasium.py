@@ -23,12 +23,11 @@ class GymVector:
     """Vector environment that wraps a gymnasium vector environment and stores its observations in tensors.
 
     Args:
-        envs: Environments with `AutoresetMode.SAME_STEP`. Only in this mode every step belongs to an episode, and the
-            final observation is available.
+        envs: Environments with `AutoresetMode.SAME_STEP`, in which every step belongs to an episode.
         horizon: Steps of a rollout.
         device: Device of observations, rewards and masks. None: torch's default.
-        mask: Key of the action mask in the environments' info: one row of flags per environment with one flag per
-            choice, and the heads of a MultiDiscrete action one after the other.
+        mask: Key of the action mask in the environments' info: a row of flags per environment, one for each choice of
+            each head.
     """
 
     autoreset = True

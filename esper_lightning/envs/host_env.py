@@ -25,7 +25,7 @@ from esper_lightning.growth.param_groups import host_groups, nominal_lr
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import REWARDS, HostStep, ObjectiveConfig, SlotStatus, SlotStep, objective
-from esper_lightning.rewards.objective import SMALLEST_HOST
+from esper_lightning.rewards.reward import SMALLEST_HOST
 from esper_lightning.tasks import Batches
 
 if TYPE_CHECKING:
@@ -37,13 +37,7 @@ class Subject:
     """A growing network with the record of its training, as controllers see it.
 
     It does not train the network: `HostEnv` does in an environment, and the callback `Grow` in a training of your own.
-    Both call `apply` before an epoch and `record_epoch` after it.
-
-    Args:
-        growing: Network with slots and its optimizer.
-        space: Choices that the numbers of an action index.
-        actions, objective: Settings.
-        flops: FLOPs of the host.
+    Both call `apply` before an epoch and `record_epoch` after it. `flops` are those of the host.
     """
 
     def __init__(
@@ -205,16 +199,8 @@ class Subject:
 class HostEnv(Subject):
     """An environment whose episode is the training of one host network: the subject, and what trains and prices it.
 
-    An episode depends on the RNG seed of `reset` and on the actions alone. An environment step is one host epoch.
-
-    Args:
-        network: Host with empty slots, on `device`.
-        space: Choices that the numbers of an action index.
-        context: Context of the first episode; `set_context` replaces it.
-        config: Settings of the environments.
-        device: Device of the network.
-        flops: FLOPs of the host.
-        architecture: Name of the architecture; its hosts can be batched while they have the same depth.
+    An episode depends on the RNG seed of `reset` and on the actions alone. An environment step is one host epoch. The
+    `network` is on the device and has empty slots; hosts of one `architecture` and depth can be batched.
     """
 
     def __init__(
@@ -242,7 +228,6 @@ class HostEnv(Subject):
             self.optimizer,
             horizon=context.horizon,
             lifecycle=config.lifecycle,
-            seed_options=self.training.group_options("seed"),
             generator=self.generator,
         )
         super().__init__(growing, space, actions=config.actions, objective=config.objective, flops=flops)
@@ -301,12 +286,9 @@ class HostEnv(Subject):
 
     def _set_optimizer_options(self) -> None:
         """Set the optimizer options of the coming epoch in this run, in place of those of a loaded state."""
-        share = self.lr_share
+        options = self.training.group_options()
         for group in self.optimizer.param_groups:
-            options = self.training.group_options(group["name"])
-            group.update(options, lr=options["lr"] * share)
-        seed_options = self.training.group_options("seed")
-        self.growing.seed_options = seed_options | {"lr": seed_options["lr"] * share}
+            group.update(options, lr=options["lr"] * self.lr_share)
 
     # One step, in this order: begin_step, an epoch of training and validation by the executor, finish_step, reward.
 
@@ -387,10 +369,7 @@ class HostEnv(Subject):
         return events
 
     def update_objective(self) -> LossAndScore:
-        """Update the objective J from the last validation.
-
-        Returns the score that J is computed from: with all seeds, or at the horizon with the fossilized ones only.
-        """
+        """Update J from the last validation. Returns its score: of all seeds, or of fossilized ones at the horizon."""
         assert self.validated is not None, "an episode begins with a validation"
         score = self.validated.fossilized if self.tick >= self.horizon else self.validated.all_seeds
         self.objective = self.objective_at(score.score)
@@ -479,12 +458,8 @@ class HostEnv(Subject):
     def roll_back(self, stop: bool, cause: str) -> list[SeedEvent]:
         """Roll the host back to its last snapshot and cull its live seeds; the tick count still moves on by one.
 
-        Args:
-            stop: The Governor gives the host up for the rest of the episode.
-            cause: Cause in the events.
-
-        Returns one event for each slot whose stage differs from its stage before the rollback, so that the sequence of
-        events stays complete.
+        `stop`: the Governor gives the host up for the rest of the episode. Returns one event, with the cause, for each
+        slot whose stage changes.
         """
         assert self.monitor is not None, "only watched hosts have snapshots"
         before = zip(self.slots, self.records, strict=True)

@@ -200,10 +200,7 @@ class HostPool:
         self._take_snapshots(self.envs)
 
     def _prepare_executor(self, name: str, kinds: Sequence[HostEnv]) -> tuple[str, LoopExecutor]:
-        """Return the executor of this name, prepared for one environment of each architecture, with its own name.
-
-        `auto` stands for the one that fits hosts and device. Raises ValueError if the hosts cannot be executed.
-        """
+        """Return the executor of this name, prepared for one environment of each architecture, with its own name."""
         if name != AUTO:
             executor = EXECUTORS.find(name)(self.task, self.config.training)
             executor.prepare(kinds, self.data.train)
@@ -276,21 +273,19 @@ class HostPool:
     def step(self, action: Action) -> StepResult:
         """Apply the actions, train every host for one epoch, validate it, and return the result.
 
-        One step makes two device-to-host transfers: the actions, because they decide which modules exist, and all
-        measurements together, because the next action depends on them. A rollback adds a third one, since the restored
-        host is validated again.
+        One step makes two device-to-host transfers, the actions and all measurements together; a rollback adds one.
 
         Raises ActionError, a ValueError, if the masks forbid an action; then no host has changed.
         """
         with self.clock.measure("bookkeeping"):
-            chosen, executed = self.read_action(action)
+            executed = self.read_action(action)
             vetoes = []
             for i, env in enumerate(self.envs):
                 if reasons := env.refusal_reasons(executed[i]):
                     vetoes.append(HostVeto(i, env.tick + 1, self.space.describe(executed[i]), reasons))
-                    chosen[i] = executed[i] = WAIT_ACTION
+                    executed[i] = WAIT_ACTION
             if vetoes:
-                action = to_action(chosen, self.device)
+                action = to_action(executed, self.device)
             events = []
             for i, env in enumerate(self.envs):
                 with isolate_oom(env):
@@ -352,22 +347,15 @@ class HostPool:
         self._take_snapshots([env for env in self.envs if env.monitor and env.monitor.snapshot_due and not env.ended])
         return result
 
-    def read_action(self, action: Action) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """Return the indices of each host's action as they are given, and as they would be executed now.
-
-        They differ under `masks: false` only, where an impossible action is executed as WAIT. Raises ActionError if an
-        action is not allowed.
-        """
+    def read_action(self, action: Action) -> list[tuple[int, ...]]:
+        """Return the indices of each host's action. Raises ActionError if an action is not allowed."""
         check_is_action(action, self.n_envs)
         chosen: list[tuple[int, ...]] = list(zip(*download(torch.stack(action)).tolist(), strict=True))
-        executable = chosen
-        if not self.config.sight.masks:
-            executable = [row if self.masks_on_cpu.allows(i, row) else WAIT_ACTION for i, row in enumerate(chosen)]
-        for i, (env, row) in enumerate(zip(self.envs, executable, strict=True)):
+        for i, (env, row) in enumerate(zip(self.envs, chosen, strict=True)):
             if env.tick >= self.horizon:
                 raise ValueError(f"host {i}: the episode is over after {env.tick} ticks; reset the pool")
             check_possible(self.space, self.masks_on_cpu, i, row)
-        return chosen, executable
+        return chosen
 
     def _train_epoch(self) -> list[EpochResult | None]:  # [N]
         """Train every host for one epoch and validate it. None: its episode has ended, or it ran out of memory."""
@@ -407,10 +395,7 @@ class HostPool:
         return {name: torch.tensor([row[name] for row in rewards], dtype=torch.float64) for name in rewards[0]}
 
     def train_without_actions(self, ticks: int) -> None:
-        """Train all hosts for `ticks` epochs without actions and without the Governor, beyond the horizon too.
-
-        Seeds still advance and are culled automatically.
-        """
+        """Train all hosts for `ticks` epochs without actions and without the Governor, beyond the horizon too."""
         for _ in range(ticks):
             results = self._train_epoch()
             self._raise_failures()
@@ -419,10 +404,7 @@ class HostPool:
         self.observation_builder.update()
 
     def test_scores(self) -> tuple[Tensor, Tensor]:
-        """Return test loss and score [N] of each host with its fossilized seeds only.
-
-        Raises MemoryError if a host runs out of memory.
-        """
+        """Return test loss and score [N] of each host with its fossilized seeds only; it may raise MemoryError."""
         validated = self.executor.validate(self.envs, self.data.test)
         self._raise_failures()
         scores = [one.fossilized for one in unpack_validations(download(validated), len(self.space.slot))]

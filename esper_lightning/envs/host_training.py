@@ -103,12 +103,8 @@ class HostTraining:
     """Learning rate of the host. Tiny hosts learn faster with a larger one, as in configs/digits.yaml."""
 
     lr_schedule: Literal["constant", "cosine", "decay"] = "constant"
-    """Learning rate over an episode. cosine lowers it after every host epoch along half a period of a cosine, from lr
-    in the first one to nearly 0 in the last (Loshchilov and Hutter 2017, SGDR, eq. 5, without restarts). decay keeps it
-    for four fifths of the episode, and lowers it linearly over the rest, to nearly 0 in the last epoch."""
-
-    seed_lr_factor: float = 1.0
-    """Ratio of the learning rate of seeds to that of the host."""
+    """Learning rate over an episode. cosine falls to nearly 0 (https://arxiv.org/abs/1608.03983, eq. 5, no restarts);
+    decay stays at lr for four fifths of the episode, and falls linearly to nearly 0 over the rest."""
 
     weight_decay: float = 0.0
     """Weight decay of host and seeds."""
@@ -117,12 +113,10 @@ class HostTraining:
     """Samples B in a host minibatch."""
 
     batches: int | None = None
-    """Minibatches in a host epoch, at most 100,000. None: one pass over the training data, without an incomplete last
-    batch, or as many as `flops` allows."""
+    """Minibatches in a host epoch. None: one pass over the training data, or as many as `flops` allows."""
 
     flops: float | None = None
-    """FLOPs of training in a host epoch, forward and backward: a larger host trains on fewer minibatches. What is left
-    of it is added to the next epoch's. None: `batches` holds for hosts of every size."""
+    """FLOPs of training in a host epoch; what is left is added to the next one's. None: `batches` holds for all."""
 
     micro_batches: int = 1
     """Number of parts into which a minibatch is split to save memory; BatchNorm then normalises each separately."""
@@ -131,14 +125,10 @@ class HostTraining:
     """Norm to which the gradients of the host and of each seed are clipped. None: no clipping."""
 
     precision: Literal["fp32", "tf32", "bf16", "fp16", "auto"] = "fp32"
-    """Precision of hosts in training and validation; bf16 and fp16 use torch's autocast. With fp16 each host's loss is
-    scaled, and steps whose gradients overflow are skipped. tf32 needs a GPU, whose convolutions and matrix products
-    then round their inputs to 10 bits. auto takes bf16 on a GPU that has it, fp16 on another GPU, and fp32 on the
-    CPU."""
+    """Precision of hosts; bf16 and fp16 by autocast. auto: bf16 or fp16 on a GPU, fp32 on the CPU. tf32 needs a GPU."""
 
     onednn: bool = True
-    """Use oneDNN for convolutions on the CPU. Without it, torch's own kernels take 1.3 to 1.8 times less processor time
-    for hosts of a few channels (measured on digits) and more for wide ones."""
+    """Use oneDNN for convolutions on the CPU; for hosts of a few channels torch's own kernels are faster without it."""
 
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     """Augmentation of training images."""
@@ -149,7 +139,7 @@ class HostTraining:
             raise ValueError(f"training.lr_schedule must be one of {known}, got {self.lr_schedule!r}")
         if self.batches is not None and self.flops is not None:
             raise ValueError("training.batches and training.flops both say how long a host epoch is; give one of them")
-        for name in ("lr", "seed_lr_factor", "batch_size", "batches", "flops", "micro_batches", "max_grad_norm"):
+        for name in ("lr", "batch_size", "batches", "flops", "micro_batches", "max_grad_norm"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"training.{name} must be {'finite' if value > 0 else 'positive'}, got {value}")
@@ -170,17 +160,16 @@ class HostTraining:
         """Return the learning rate as a share of `lr`, 0 to 1, after a share `progress` of the episode."""
         return LR_SCHEDULES[self.lr_schedule](min(1.0, progress))
 
-    def group_options(self, group: str) -> dict[str, float]:
-        """Return the optimizer options of a parameter group: that of the host, or of a seed for any other name."""
-        lr = self.lr if group == HOST_GROUP else self.lr * self.seed_lr_factor
-        options = {"lr": float(lr), "weight_decay": float(self.weight_decay)}
+    def group_options(self) -> dict[str, float]:
+        """Return the optimizer options of every parameter group."""
+        options = {"lr": float(self.lr), "weight_decay": float(self.weight_decay)}
         return options | ({"momentum": MOMENTUM} if self.optimizer == "sgd" else {})
 
     def make_optimizer(self, network: nn.Module) -> torch.optim.Optimizer:
         """Create an optimizer with the parameter group of the host only."""
         group = {"params": list(network.parameters()), "name": HOST_GROUP}
         # Fused: one kernel for all tensors, and on CUDA no synchronization to learn if the loss scale skips the step.
-        return OPTIMIZERS[self.optimizer]([group], fused=True, **self.group_options(HOST_GROUP))
+        return OPTIMIZERS[self.optimizer]([group], fused=True, **self.group_options())
 
     def autocast(self, device: torch.device) -> AbstractContextManager:
         """Return the autocast context of the configured precision."""

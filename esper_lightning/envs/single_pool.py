@@ -61,10 +61,7 @@ class SinglePool:
         self._is_observed = False
 
     def choose(self, controller: Any) -> list[int]:
-        """Return the action that a controller's method `act(pool)` chooses, an index per head.
-
-        Raises ValueError if it is none, or is forbidden.
-        """
+        """Return the action that a controller chooses, an index per head. Raises ValueError if it is not allowed."""
         try:
             chosen = controller.act(self)
             check_is_action(chosen, self.n_envs)

@@ -1,10 +1,9 @@
 """Trained policies loaded from checkpoints, and controllers found by their names."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,11 +30,9 @@ from esper_lightning.envs import ActionConfig, ActionSpace
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.machine import CPU
-from esper_lightning.ppo.running_norm import NormalizeConfig, make_norm
+from esper_lightning.ppo.running_norm import make_norm
 from esper_lightning.serialization import load_settings
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, use_ieee_float32
-
-Settings = TypeVar("Settings")
 
 
 class TrainedPolicy(NamedTuple):
@@ -70,8 +67,8 @@ def restore_policy(
     settings, weights = checkpoint[HYPER_PARAMETERS_KEY], checkpoint["state_dict"]
     shape = PolicyShape.from_state_dict(checkpoint[MODULE_KEY]["shape"])
     with torch.device("meta"):  # initial weights would draw from the global random numbers
-        policy = Policy(shape, _known_settings(PolicyConfig, settings["policy"]))
-        normalise = make_norm(shape.rows or shape.features, _known_settings(NormalizeConfig, settings["normalize"]))
+        policy = Policy(shape, load_settings(PolicyConfig, settings["policy"]))
+        normalise = make_norm(shape.rows or shape.features)
     for prefix, part in {"policy.": policy, "observation_norm.": normalise}.items():
         own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
         part.load_state_dict(own, assign=True)
@@ -82,19 +79,13 @@ def restore_policy(
         training = TrainingHosts(
             shape.space,
             checkpoint[IDENTITY_KEY][FEATURES_KEY],
-            _known_settings(ObservationConfig, rules["sight"]),
+            load_settings(ObservationConfig, rules["sight"]),
             TrainingRules(
-                _known_settings(LifecycleConfig, rules["lifecycle"]),
-                _known_settings(ActionConfig, rules["actions"] | {"blueprints": None}),
+                load_settings(LifecycleConfig, rules["lifecycle"]),
+                load_settings(ActionConfig, rules["actions"] | {"blueprints": None}),
             ),
         )
     return TrainedPolicy(checkpoint[MODULE_KEY].get("seed"), source, policy, normalise, training)
-
-
-def _known_settings(kind: type[Settings], saved: Mapping[str, Any]) -> Settings:
-    """Return the settings in a file, perhaps of an earlier version: settings that no longer exist are ignored."""
-    known = {field.name for field in fields(kind)}  # pyright: ignore[reportArgumentType]  # a dataclass
-    return load_settings(kind, {name: value for name, value in saved.items() if name in known})
 
 
 def load_policies(paths: Sequence[str], data: HostPoolData) -> list[TrainedPolicy]:

@@ -18,8 +18,7 @@ class GovernorConfig:
     """Settings of the Governor: when a host counts as diverged, and how it reacts."""
 
     window: int = 3
-    """Number of last healthy host epochs whose mean loss is the normal loss; with fewer, it is the loss of guessing.
-    Losses fall steeply at first, so the mean over a longer window is out of date: see docs/concepts/governor.md."""
+    """Number of last healthy host epochs whose mean loss is the normal loss; with fewer, it is the loss of guessing."""
 
     max_loss: float = 12.0
     """Loss above which a host is out of range, whatever its normal loss: that of guessing among 160,000 classes."""
@@ -28,15 +27,13 @@ class GovernorConfig:
     """Multiple of the normal loss above which a loss is out of range."""
 
     patience: int = 3
-    """Consecutive host epochs with a loss out of range, or near that of guessing, that count as divergence. A spike of
-    one or two epochs mostly mends itself."""
+    """Consecutive suspicious host epochs that count as divergence: a spike of one or two mostly mends itself."""
 
     learned: float = 0.6
     """Share of the loss of guessing, ln(classes): a host whose mean healthy loss was below it counts as trained."""
 
     guessing: float = 0.065
-    """Margin below the loss of guessing, as a share of it: a trained host whose loss rises into this margin or above
-    it counts as guessing again."""
+    """Share of the loss of guessing: a trained host whose loss rises to this margin below it is guessing again."""
 
     cooldown: int = 5
     """Host epochs after a rollback in which only a number that is not finite leads to another rollback."""
@@ -105,10 +102,9 @@ class Judgement(NamedTuple):
 def judge(
     state: GovernorState, stats: EpochStats, chance_loss: float, *, config: GovernorConfig
 ) -> tuple[Judgement, GovernorState]:
-    """Judge one host epoch.
+    """Judge one host epoch. Returns the judgement, and the Governor's state of this host after the epoch.
 
-    Returns the judgement, and the Governor's state of this host after the epoch. Only healthy losses contribute to the
-    normal loss. `chance_loss` is that of guessing, ln(classes).
+    Only healthy losses contribute to the normal loss. `chance_loss` is that of guessing, ln(classes).
     """
     numbers = [("loss", stats.loss), ("training loss", stats.train_loss)]
     numbers += [("a gradient's norm", norm) for norm in stats.gradient_norms]
@@ -161,11 +157,7 @@ def veto_reasons(op: str, state: GovernorState) -> list[str]:
 
 
 class HostMonitor:
-    """Monitors one host across episodes: judges its epochs and holds its snapshot.
-
-    `chance_loss` is the loss of uniform guessing, ln(classes), and `steps_per_epoch` the optimizer steps of a host
-    epoch.
-    """
+    """Monitors one host across episodes: judges its epochs of `steps_per_epoch` steps, and holds its snapshot."""
 
     def __init__(
         self, config: GovernorConfig, *, chance_loss: float, steps_per_epoch: int, device: torch.device = CPU
@@ -181,12 +173,9 @@ class HostMonitor:
         self.alphas: list[float] = []  # alpha of each slot in the last host epoch, [K]
 
     def judge(self, stats: EpochStats, skipped_steps: int, alphas: list[float]) -> Judgement:
-        """Judge a host epoch and update the statistics.
+        """Judge a host epoch and update the statistics; the last two flags of `stats` are filled in here.
 
-        Args:
-            stats: Statistics of the epoch; `all_steps_skipped` and `seed_lost_weight` are filled in here.
-            skipped_steps: Optimizer steps that were skipped in the epoch because gradients overflowed fp16.
-            alphas: Alpha of the seed in each slot, [K]; 0 for a seed that is not blended.
+        `skipped_steps` are those that fp16 skipped, `alphas` [K] those of the slots, 0 for a seed that is not blended.
         """
         # In the first tick there is no alpha before.
         lost_weight = any(now < before for now, before in zip(alphas, self.alphas, strict=False))

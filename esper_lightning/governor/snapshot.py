@@ -1,8 +1,7 @@
 """Copies of a host's state, with one memory for the tensors of each data type on each device.
 
-Copying, saving, loading and sending a state takes a fixed time for each of its tensors, and a host of a few hundred
-parameters has a hundred of them. `Snapshot` holds the last good state in reused memory, so that repeated snapshots
-allocate nothing; `pack` makes the plain data of a checkpoint.
+Each tensor of a state costs a fixed time, and a tiny host has a hundred of them. `Snapshot` holds the last good state
+in reused memory, so that repeated snapshots allocate nothing; `pack` makes the plain data of a checkpoint.
 """
 
 import math
@@ -35,13 +34,9 @@ class TensorSpec(NamedTuple, Generic[KindT]):
 
 
 class Snapshot:
-    """Copy of a nested state of dicts, lists, numbers and tensors.
+    """Copy of a nested state of dicts, lists, numbers and tensors in one buffer on the CPU, which only grows.
 
-    The tensors of each data type are copied at once, into a single buffer on the CPU, which is reallocated only for a
-    larger state.
-
-    Args:
-        device: Device of the tensors. For a GPU the buffer is pinned and copies are asynchronous.
+    `device` is that of the tensors; for a GPU the buffer is pinned and copies are asynchronous.
     """
 
     def __init__(self, device: torch.device = CPU) -> None:
@@ -122,7 +117,7 @@ def take_apart(state: Any) -> tuple[Any, list[TensorSpec[Kind]], dict[Kind, list
     """Separate a nested state of dicts, lists, numbers and tensors from its tensors.
 
     Returns the state with a placeholder for every tensor, descriptions of the tensors in the order of the state, and
-    the numbers of each tensor in one row, by kind; the rows are views of the tensors where these have no gaps.
+    the numbers of each tensor in one row, by kind; rows are views where they can be.
     """
     specs: list[TensorSpec[Kind]] = []
     rows: dict[Kind, list[Tensor]] = {}

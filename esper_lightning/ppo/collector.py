@@ -60,16 +60,14 @@ class RolloutCollector:
     """Collects rollouts for PPO. A rollout is one episode of every host; with autoreset, T steps of each environment.
 
     Args:
-        pool: The environments.
+        pool: The environments of this process.
         policy: Policy that acts. Its recurrent state is stored here between steps.
-        observation_norm: Normaliser of observed features, frozen within a rollout and updated at its end.
-        value_norm: Normaliser of values, frozen within a rollout and updated at its end.
+        observation_norm, value_norm, privileged_norm: Normalisers, frozen within a rollout and updated at its end.
         config: Settings of PPO.
         run_rng_seed: RNG seed of the run: determines the episodes and the exploration.
-        privileged_norm: Normaliser of the privileged features of an asymmetric critic.
-        reward_norm: Statistics of the discounted sum of rewards, by whose standard deviation rewards are divided.
-            None: rewards are not normalised.
-        ranks: Processes that collect the rollout together; `pool` has the environments of this one. None: one process.
+        reward_norm: Statistics of the discounted sum of rewards, by whose deviation rewards are divided. None: they
+            are not.
+        ranks: Processes that collect the rollout together. None: one process.
     """
 
     def __init__(
@@ -235,7 +233,7 @@ class RolloutCollector:
         advantages, returns = torch.where(usable, advantages, 0.0), torch.where(usable, returns, 0.0)
         # Steps of a host whose episode ended before the horizon are padding.
         active, unforced = ~steps.masks.ended & usable, ~steps.masks.forced & usable
-        advantages, spread = normalise(advantages, unforced, config.advantage_floor, ranks=ranks)
+        advantages, spread = normalise(advantages, unforced, ranks=ranks)
         self.value_norm.update(returns[active], ranks)
         rollout = Rollout(steps, advantages, self.value_norm(returns), buffer.state)
         if buffer.sequence_length < buffer.ticks:
@@ -260,8 +258,7 @@ class RolloutCollector:
     def _update_reward_norm(self) -> Tensor | float:
         """Update the statistics of the discounted sum of rewards, and return the number by which rewards are divided.
 
-        As in Engstrom et al. 2020 (https://arxiv.org/abs/2005.12729, appendix A.2), the statistics include the rewards
-        that are divided, and no mean is subtracted from rewards: that would reward or punish the length of an episode.
+        See https://arxiv.org/abs/2005.12729, appendix A.2. No mean is subtracted, which would reward or punish length.
         """
         if self.reward_norm is None:
             return 1.0
@@ -302,8 +299,7 @@ class RolloutCollector:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state of `state_dict`.
 
-        `checkpoint.begin_rollout` removes the rollout from it, as for another number of hosts; the next step of the
-        training then begins a new rollout.
+        `checkpoint.move_to_device` removes the rollout from it; the next step of the training then begins a new one.
         """
         self.episode, self.ticks = state["episode"], state["ticks"]
         self.generator.set_state(check_generator_state("the generator's state", state["generator"], self.generator))

@@ -5,6 +5,9 @@ from torch import Tensor
 
 from esper_lightning.ranks import ALONE, Ranks
 
+ADVANTAGE_FLOOR = 1e-3
+"""Lower bound of the standard deviation by which advantages are divided: where all returns are alike, it is noise."""
+
 
 def gae(
     rewards: Tensor,  # [T, N]
@@ -45,11 +48,10 @@ def discounted_sums(
     return sums
 
 
-def normalise(advantages: Tensor, included: Tensor, floor: float, *, ranks: Ranks = ALONE) -> tuple[Tensor, float]:
+def normalise(advantages: Tensor, included: Tensor, *, ranks: Ranks = ALONE) -> tuple[Tensor, float]:
     """Normalise advantages to mean 0 and standard deviation 1 over the steps in `included` (bool, same shape).
 
-    Returns the normalised advantages and the standard deviation. They are divided by at least `floor`, so that noise is
-    not amplified when all returns are alike. Both numbers are those of the steps of all ranks.
+    Returns the normalised advantages and the standard deviation, which is that of the steps of all ranks.
     """
     sample = advantages[included]
     if ranks.world > 1:
@@ -59,4 +61,4 @@ def normalise(advantages: Tensor, included: Tensor, floor: float, *, ranks: Rank
         count, mean, spread = len(sample), sample.mean(), sample.std(correction=0) if len(sample) else sample.sum()
     if count < 2:
         return torch.zeros_like(advantages), 0.0
-    return (advantages - mean) / spread.clamp(min=floor), spread.item()
+    return (advantages - mean) / spread.clamp(min=ADVANTAGE_FLOOR), spread.item()

@@ -12,6 +12,9 @@ from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.ranks import ALONE, Ranks
 from esper_lightning.tamiyo.policy import Policy
 
+CLIP = 0.2
+"""Clip range of the probability ratio, as in the paper: beyond 1 ± this there is no incentive to move further."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Anneal:
@@ -24,9 +27,7 @@ class Anneal:
     """Value at the last rollout and after it."""
 
     shape: Literal["linear", "geometric"] = "linear"
-    """Change by equal differences (linear) or equal ratios (geometric) per rollout.
-
-    Equal ratios leave a large start early and spend more of the run at small values."""
+    """Change by equal differences (linear) or equal ratios (geometric), which soon leave a large start, per rollout."""
 
     def __post_init__(self) -> None:
         if not min(self.start, self.end) >= 0.0:
@@ -56,12 +57,7 @@ class PPOConfig:
     """Minibatches per pass: the environments (or sequences) of a rollout are divided into so many groups."""
 
     sequence: int | None = None
-    """Environment steps of backpropagation through time: a rollout is split into sequences of this length.
-
-    Each sequence begins with the stored recurrent state. Shorter is faster. None: whole rollouts."""
-
-    clip: float = 0.2
-    """Clip range of the probability ratio: beyond 1 ± this there is no incentive to move further."""
+    """Environment steps of backpropagation through time; shorter is faster. None: whole rollouts."""
 
     value_coefficient: float = 0.5
     """Weight of the value loss."""
@@ -73,32 +69,28 @@ class PPOConfig:
     """Weight of the entropy bonus."""
 
     gamma: float = 1.0
-    """Discount per environment step. With 1 the return of an episode is the change of the objective, whenever it
-    comes."""
+    """Discount per environment step. With 1 the return of an episode is the change of the objective."""
 
     gae_lambda: float = 0.95
     """GAE's lambda: 0 relies on values, 1 on sampled returns."""
 
-    advantage_floor: float = 1e-3
-    """Lower bound of the standard deviation by which advantages are divided."""
+    normalize_rewards: bool = False
+    """Divide rewards by the running standard deviation of the discounted sum of rewards."""
 
     max_grad_norm: float = 0.5
     """Largest norm of the policy's gradient; larger gradients are clipped."""
 
     target_kl: float | None = 0.02
-    """Target of the mean KL divergence between the policies before and after an update, which ends early at 1.5 times
-    this. None: no limit."""
+    """Target of the mean KL divergence of an update, which ends early at 1.5 times this. None: no limit."""
 
     horizon_is_end: bool = True
-    """Treat the horizon as a terminal state (the objective is defined there) and not as a time limit.
-
-    Ignored for environments that reset themselves: they report termination and truncation of each episode."""
+    """Treat the horizon as a terminal state, and not as a time limit, unless environments reset themselves."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "minibatches", "sequence"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"ppo.{name} must be at least 1, got {value}")
-        for name in ("clip", "value_clip", "advantage_floor", "max_grad_norm", "target_kl"):
+        for name in ("value_clip", "max_grad_norm", "target_kl"):
             if (value := getattr(self, name)) is not None and not value > 0.0:
                 raise ValueError(f"ppo.{name} must be positive, got {value}")
         for name, least in (("gamma", 1e-9), ("gae_lambda", 0.0)):
@@ -108,9 +100,9 @@ class PPOConfig:
             raise ValueError(f"ppo.value_coefficient must not be negative, got {self.value_coefficient}")
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
+def clipped_surrogate(ratio: Tensor, advantages: Tensor) -> Tensor:
     """Return PPO's clipped policy loss per step."""
-    return -torch.min(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages)
+    return -torch.min(ratio * advantages, ratio.clamp(1.0 - CLIP, 1.0 + CLIP) * advantages)
 
 
 def value_loss(values: Tensor, old: Tensor, targets: Tensor, *, clip: float | None) -> Tensor:
@@ -150,8 +142,7 @@ class PPOTerms(NamedTuple):
 def ppo_terms(policy: Policy, minibatch: Rollout, config: PPOConfig, ranks: Ranks = ALONE) -> PPOTerms:
     """Compute the terms of a minibatch of whole sequences, relative to the policy that acted.
 
-    With several ranks the minibatch is this rank's part of it, which may be empty; means are those of all ranks, and
-    their gradients those of this rank's part, see `Ranks.sum_with_gradient`.
+    With several ranks `minibatch` is this rank's part, which may be empty; see `Ranks.sum_with_gradient`.
     """
     steps = minibatch.steps
     if not steps.log_prob.shape[1]:
@@ -163,7 +154,7 @@ def ppo_terms(policy: Policy, minibatch: Rollout, config: PPOConfig, ranks: Rank
     unforced, active = ~steps.masks.forced, ~steps.masks.ended  # a forced action teaches the policy nothing
     log_ratio = distribution.log_prob(steps.action) - steps.log_prob
     ratio = log_ratio.exp()
-    surrogate = clipped_surrogate(ratio, minibatch.advantages, config.clip)
+    surrogate = clipped_surrogate(ratio, minibatch.advantages)
     error = value_loss(values, steps.values, minibatch.targets, clip=config.value_clip)
     entropy, relevance = distribution.entropy()  # [T, n, heads] both
     moved = log_ratio.detach()
@@ -173,7 +164,7 @@ def ppo_terms(policy: Policy, minibatch: Rollout, config: PPOConfig, ranks: Rank
         entropy=((entropy * relevance).sum(-1) * unforced).sum(),
         kl=(kl_estimate(moved) * unforced).sum(),
         kl_k1=(-moved * unforced).sum(),
-        clip_fraction=(((ratio.detach() - 1.0).abs() > config.clip) * unforced).sum(),
+        clip_fraction=(((ratio.detach() - 1.0).abs() > CLIP) * unforced).sum(),
         ratio_low=ratio.detach().min(),
         ratio_high=ratio.detach().max(),
         head_entropy=(entropy.detach() * (unforced[..., None] * relevance.detach())).sum((0, 1)),

@@ -79,9 +79,8 @@ class Rollout(NamedTuple):
     ) -> Iterator["Rollout"]:
         """Iterate over the rollout `epochs` times, each time in `parts` random groups of environments (or sequences).
 
-        There is one group per environment if there are fewer than `parts`. Only `usable` environments of all ranks,
-        [N] bool, are learned from. The groups are drawn from the environments of all ranks, alike on each of them by
-        generators in the same state; a rank gets its own part of a group, which may be empty.
+        Groups are drawn from the `usable` environments of all ranks, [N] bool, alike on each of them by generators in
+        the same state; a rank gets its own part of a group, which may be empty.
         """
         own, device = self.targets.shape[1], self.targets.device
         places = torch.arange(own, device=device)  # of the sequences of all ranks in this rollout; -1: of other ranks
@@ -145,10 +144,7 @@ class RolloutBuffer:
             stored.copy_(new)
 
     def add(self, step: Steps, state: RecurrentState) -> None:
-        """Store a copy of one step, and of the recurrent state before it if a sequence begins there.
-
-        The state before the first sequence is set by `clear`.
-        """
+        """Store a copy of one step, and of the recurrent state before it if a later sequence begins there."""
         assert self.length < self.ticks, "the rollout is full"
         if self.length and self.length % self.sequence_length == 0:
             for stored, new in zip(self.sequence_states, state, strict=True):

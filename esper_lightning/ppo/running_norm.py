@@ -1,7 +1,5 @@
 """Running mean and variance, stored as module buffers, so that checkpoints contain them."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
@@ -9,33 +7,14 @@ from esper_lightning.envs.spaces.observation_builder import RowSizes
 from esper_lightning.ranks import ALONE, Ranks
 
 
-@dataclass(frozen=True, kw_only=True)
-class NormalizeConfig:
-    """Running normalisation of observations and rewards."""
-
-    momentum: float | None = None
-    """Weight of the previous statistics at the update after a rollout. None: all observations so far count equally."""
-
-    rewards: bool = False
-    """Divide rewards by the running standard deviation of the discounted sum of rewards. Advantages and value targets
-    are normalised anyway, so this changes only the meaning of model.ppo.advantage_floor."""
-
-    def __post_init__(self) -> None:
-        if self.momentum is not None and not 0.0 < self.momentum < 1.0:
-            raise ValueError(f"normalize.momentum must lie in (0, 1), got {self.momentum}")
-
-
 class RunningMeanStd(nn.Module):
     """Running mean and variance of a stream of vectors.
 
-    Without momentum every value has the same weight (Chan et al.'s parallel update of Welford's sums). With momentum
-    old values fade by the factor `momentum` per update, and the shift of the mean is part of the variance. It is not
-    thread-safe; only the thread of the rollout updates it.
+    Every value has the same weight (Chan et al.'s parallel update of Welford's sums). It is not thread-safe; only the
+    thread of the rollout updates it.
 
     Args:
         shape: Shape of one value.
-        momentum: Weight of the old statistics in an update, 0 … 1 (the opposite of BatchNorm's momentum, which is the
-            weight of the new ones). None: every value has the same weight.
         clip: Normalised values are clipped to ± this.
     """
 
@@ -43,9 +22,8 @@ class RunningMeanStd(nn.Module):
     var: Tensor
     count: Tensor
 
-    def __init__(self, shape: tuple[int, ...], momentum: float | None = None, clip: float = 10.0) -> None:
+    def __init__(self, shape: tuple[int, ...], clip: float = 10.0) -> None:
         super().__init__()
-        self.momentum = momentum
         self.clip = clip
         self.register_buffer("mean", torch.zeros(shape))
         self.register_buffer("var", torch.ones(shape))
@@ -62,10 +40,7 @@ class RunningMeanStd(nn.Module):
         n_values, mean, var = ranks.moments(batch.reshape(-1, *self.mean.shape))
         if n_values == 0:
             return
-        if self.momentum is None:
-            weight = n_values / (self.count + n_values)
-        else:
-            weight = torch.where(self.count > 0, 1.0 - self.momentum, 1.0)
+        weight = n_values / (self.count + n_values)
         shift = mean - self.mean
         new_var = (1.0 - weight) * self.var + weight * var + weight * (1.0 - weight) * shift.square()
         new_mean = self.mean + weight * shift
@@ -98,11 +73,11 @@ class RowNorm(nn.Module):
     Only rows that are present count. The marks of presence stay as they are, and absent rows stay 0.
     """
 
-    def __init__(self, sizes: RowSizes, momentum: float | None = None) -> None:
+    def __init__(self, sizes: RowSizes) -> None:
         super().__init__()
         self.sizes = sizes
         self.host, self.slot, self.blueprint = (
-            RunningMeanStd((size,), momentum) for size in (sizes.host, sizes.slot - 1, sizes.blueprint - 1)
+            RunningMeanStd((size,)) for size in (sizes.host, sizes.slot - 1, sizes.blueprint - 1)
         )
 
     @torch.no_grad()
@@ -136,8 +111,6 @@ ObservationNorm = RunningMeanStd | RowNorm
 """Normaliser of observations."""
 
 
-def make_norm(features: int | RowSizes, settings: NormalizeConfig) -> ObservationNorm:
+def make_norm(features: int | RowSizes) -> ObservationNorm:
     """Return the normaliser of observations with so many features, or of observations in rows."""
-    if isinstance(features, RowSizes):
-        return RowNorm(features, momentum=settings.momentum)
-    return RunningMeanStd((features,), settings.momentum)
+    return RowNorm(features) if isinstance(features, RowSizes) else RunningMeanStd((features,))

@@ -7,16 +7,18 @@ A reward of your own is a function with a name and the names of its terms:
         return {"gain": step.objective - step.objective_before, "size": -0.01 * sum(s.growth for s in step.slots)}
 """
 
-from esper_lightning.rewards.objective import ObjectiveConfig, objective, rent
 from esper_lightning.rewards.reward import (
     REWARDS,
     ROLLBACK_TERM,
     HostStep,
+    ObjectiveConfig,
     RewardConfig,
     SlotStatus,
     SlotStep,
     compute_terms,
+    objective,
     register,
+    rent,
 )
 
 from esper_lightning.rewards import modes  # isort: skip  # it registers the rewards of this package

@@ -113,9 +113,8 @@ def attribution(contribution: float, progress: float, gain: float) -> float:
     Args:
         contribution: Score with the seed minus score without it.
         progress: Score now minus score when the seed was germinated.
-        gain: Score now minus score with every seed switched off. If it is negative, the host depends on seeds
-            that have not made it better, so that each seed's contribution looks too large: a positive attribution is
-            then less than half, and tends to 0 the further the gain is below 0. A negative one is kept.
+        gain: Score now minus score with every seed switched off. If it is negative, contributions look too large: a
+            positive attribution is then less than half, and tends to 0.
     """
     if contribution < 0.0:
         return contribution

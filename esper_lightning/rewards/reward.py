@@ -1,15 +1,50 @@
-"""What a reward is: a function of one environment step of one host, in plain numbers, that returns named terms."""
+"""The objective J, and what a reward is: a function of one environment step of one host that returns named terms."""
 
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+import torch
+from torch import Tensor
+
 from esper_lightning.growth.stages import LIVE, OCCUPIED, Stage
 from esper_lightning.registry import Registry, check_part_name
 
+SMALLEST_HOST = 200
+"""Least number of parameters that growth is relative to: relative to a tiny host every seed would look enormous."""
+
+RENT_CAP = 1.0
+"""Largest rent: no score is above 1, so a larger rent would mean nothing."""
+
 ROLLBACK_TERM = "rollback"
 """Name of the term that is added where hosts are watched: the penalty of a rollback by the Governor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """Settings of the objective J: score minus rent for the parameters of fossilized seeds."""
+
+    price: float = 0.05
+    """Rise of the score that a fossilized growth of the parameters by a factor of e must add to be worth it."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.price < math.inf:
+            raise ValueError(f"objective.price must be finite and not negative, got {self.price}")
+
+
+def rent(parameters: Tensor, host_parameters: Tensor | int, price: Tensor | float) -> Tensor:
+    """Return the rent [N] of networks with `parameters` [N], grown from hosts: price·ln(1 + growth), capped."""
+    growth = (parameters - host_parameters) / torch.as_tensor(host_parameters).clamp(min=SMALLEST_HOST)
+    return (price * torch.log1p(growth)).clamp(max=RENT_CAP)
+
+
+def objective(score: Tensor, parameters: Tensor, host_parameters: Tensor | int, price: Tensor | float) -> Tensor:  # [N]
+    """Return J [N] of networks with `score` [N] and `parameters` [N]; see `rent` for the other arguments.
+
+    The reward of a step is the change of J, so the rewards of an episode sum to J at its end minus J at its start.
+    """
+    return score - rent(parameters, host_parameters, price)
 
 
 class SlotStatus(NamedTuple):
@@ -114,15 +149,15 @@ def register(
     """Return a decorator that registers a reward as `name`, the value of `data.env.reward.mode`.
 
     The function takes the record of one environment step of one host and the settings, and returns every term by name.
-    Their sum is the reward. A second definition of the same function, as in a notebook, replaces the first.
+    Their sum is the reward.
 
     Args:
         name: Name of the reward.
-        terms: Names of the terms, which appear in plots as `reward/<name>`. `rollback` is the Governor's penalty.
+        terms: Names of the terms, which appear in plots as `reward/<name>`.
         needs_host_only: Validate every host with all seeds switched off, too: `HostStep.host_only_score`.
         depends_on_seeds: False for a reward that does not read `HostStep.slots`, which is then left empty.
-        taken_back: Terms that count in a step in which the host is rolled back, because they take back what earlier
-            steps lent. All others are then 0, and without any the function is not called.
+        taken_back: Terms that count in a step in which the host is rolled back, as they take back what was lent. All
+            others are then 0, and without any the function is not called.
 
     Raises ValueError if the name is taken, or if the terms are no list of different names.
     """
@@ -145,10 +180,7 @@ class RewardConfig:
     """Settings of a controller's reward. Evaluation always uses the objective, whatever the reward."""
 
     mode: str = "objective"
-    """Name or import path of the reward. objective: the change of the objective in each tick. kept: the change of the
-    objective with fossilized seeds only: the same sum, but a seed is rewarded when it is fossilized, not when it is
-    blended. sparse: the objective at the end only. shaped: points attributed to seeds, shaping, rent,
-    warnings, costs of ops. See docs/concepts/environment.md; docs/guides/extending.md shows how to add your own."""
+    """Name or import path of the reward: objective, kept, sparse, shaped. See docs/concepts/environment.md."""
 
     gamma: float = 1.0
     """Discount factor of the shaping; copied from model.ppo.gamma, so set that instead."""
@@ -163,8 +195,7 @@ class RewardConfig:
 def compute_terms(step: HostStep, config: RewardConfig) -> dict[str, float]:
     """Return every term of the config's reward for one step by name; their sum is the reward.
 
-    Raises ValueError unless the reward returns a finite number for each term that it has declared. Only
-    where the host's own measurements are not finite may a term be so too.
+    Raises ValueError unless each declared term is a finite number, or the host's own measurements are not finite.
     """
     reward = REWARDS.find(config.mode)
     if step.already_ended or (step.diverged and not reward.taken_back):

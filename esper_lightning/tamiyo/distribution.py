@@ -51,10 +51,7 @@ def masked_log_softmax(logits: Tensor, mask: Tensor) -> Tensor:
 
 
 def normalised_entropy(log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Return the entropy over the last axis as a fraction of that of a uniform choice among the possible.
-
-    It is 0 where at most one choice is possible.
-    """
+    """Return the entropy over the last axis as a fraction of that of a uniform choice; 0 where there is no choice."""
     count = mask.sum(-1)
     entropy = -(log_probs.exp() * log_probs * mask).sum(-1)
     return torch.where(count > 1, entropy / count.clamp(min=2).log(), 0.0)
@@ -80,8 +77,7 @@ def draw_rows(weights: Tensor, generator: torch.Generator, ranks: Ranks) -> Tens
 class FactoredDistribution(ABC):
     """Distribution over actions [..., N] with one table of conditional log-probabilities per head.
 
-    Logits and masks of each head are [..., rows, choices], in the order in which heads are drawn. The choice of the
-    head's parent, an earlier head, selects the row; a head without one has a single row.
+    Heads are drawn in the order of their tables; the choice of the parent, an earlier head, selects the row of a table.
     """
 
     def __init__(self, logits: HeadTables, masks: HeadTables, parents: Mapping[str, str]) -> None:
@@ -91,14 +87,10 @@ class FactoredDistribution(ABC):
         self.log_probs: HeadTables = {head: masked_log_softmax(table, masks[head]) for head, table in logits.items()}
 
     def sample(self, generator: torch.Generator, ranks: Ranks = ALONE) -> Any:
-        """Draw an action; `generator` must be on the device of the logits.
+        """Draw an action; `generator` is on the device of the logits, and in the same state on all ranks.
 
-        Where log-probabilities are NaN, all possible choices are equally likely: torch.multinomial on NaN raises a
-        device-side assert on CUDA, after which the process cannot use the GPU. The action's log-probability stays NaN,
-        so that nothing is learned from it.
-
-        With several ranks, whose generators are in the same state, the actions are those that one process would draw
-        for the environments of all ranks.
+        Where log-probabilities are NaN, all possible choices are equally likely (torch.multinomial on NaN would make
+        the GPU unusable for the process), and the action's log-probability stays NaN, so that it teaches nothing.
         """
 
         # `parent_choice`: the choice of the head's parent (`HOST_PARENTS`), which selects the row of its table.
@@ -133,11 +125,10 @@ class FactoredDistribution(ABC):
         return self.head_log_probs(action).sum(-1)
 
     def entropy(self) -> tuple[Tensor, Tensor]:
-        """Return the entropy of each head and the probability that it matters, both [..., heads]; both are exact.
+        """Return the exact entropy of each head and the probability that it matters, both [..., heads].
 
-        The entropy of a head is normalised (1: uniform over the possible choices) and averaged over its contexts,
-        weighted by their probabilities. The product of both, summed over heads, is the entropy of the action in these
-        units.
+        The entropy of a head is normalised (1: uniform over the possible choices) and averaged over the rows of its
+        table, weighted by their probabilities.
         """
         return self._mean_over_rows(lambda head: normalised_entropy(self.log_probs[head], self.masks[head]))
 

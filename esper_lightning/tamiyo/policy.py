@@ -47,11 +47,10 @@ class PolicyConfig:
     """Number of hidden features and of LSTM cells."""
 
     memory: Literal["lstm", "none"] = "lstm"
-    """Recurrent layer: an LSTM, or none, so that every action depends on the current observation only."""
+    """Recurrent layer: an LSTM, or none."""
 
     asymmetric: bool = False
-    """Give the critic the privileged features, which environments keep from the policy (the critic is used in training
-    only)."""
+    """Give the critic, which only training uses, the privileged features that environments keep from the policy."""
 
     def __post_init__(self) -> None:
         if self.width < 2:
@@ -202,8 +201,7 @@ class HostHeads(nn.Module):
         return {head: self.table(head, hidden.core, hidden.blueprints, slots) for head in self.sizes}
 
     def table(self, head: str, core: Tensor, blueprints: Tensor | None, slots: Tensor) -> Tensor:
-        """Return the logits of one head, [..., rows, choices], given core [..., W], encoded slots [..., K, H] and
-        blueprints [..., K, B, H]."""
+        """Return the logits of one head, [..., rows, choices], given core, encoded slots and blueprints."""
         inputs = {"op": (core,), "slot": (core, slots), "blueprint": (blueprints, slots)}.get(head, (slots,))
         return self.tables[head](*inputs)
 
@@ -212,10 +210,7 @@ class HostHeads(nn.Module):
         return HostDistribution(self(hidden), masks)
 
     def decide(self, hidden: Hidden, masks: Masks) -> Action:
-        """Return the most likely action of each host, [N]: the mode of `distribution`.
-
-        What follows the slot is computed for the chosen one alone: all of it would take most of the time.
-        """
+        """Return the most likely action of each host, [N]; to save time, later heads are computed for one slot."""
         core, slots, blueprints = hidden.core, self.encode_slots(hidden), hidden.blueprints
         assert blueprints is not None, "those of hosts"
         chosen: dict[str, Tensor] = {}
@@ -261,17 +256,13 @@ class RecurrentState(NamedTuple):
 def use_ieee_float32() -> None:
     """Let cuDNN compute float32 without rounding to TF32, in the whole process.
 
-    By default torch lets it round. The policy acts on one time step and learns from many, with different kernels, and
-    rounded differently its probability ratio would not begin at 1. Executors choose the precision of hosts themselves.
+    Acting and learning use different kernels; with different rounding the probability ratio would not begin at 1.
     """
     torch.backends.cudnn.allow_tf32 = False
 
 
 def pool_rows(rows: Tensor, present: Tensor) -> Tensor:  # [..., n, C] -> [..., 2·C]
-    """Return mean and maximum over the rows that are `present` [..., n], 1 or 0; 0 if none is.
-
-    Rows must not be negative.
-    """
+    """Return mean and maximum over the rows, not negative, that are `present` [..., n], 1 or 0; 0 if none is."""
     kept = rows * present.unsqueeze(-1)
     mean = kept.sum(-2) / present.sum(-1, keepdim=True).clamp(min=1)
     return torch.cat([mean, kept.amax(-2)], -1)
@@ -282,8 +273,6 @@ class Policy(nn.Module):
 
     Linear -> LayerNorm -> ReLU -> LSTM, added to its input -> LayerNorm -> action heads and critic. Without an LSTM the
     action heads and the critic follow the ReLU. Hosts' slots and blueprints are encoded and pooled before.
-
-    Raises ValueError if the critic is asymmetric but there are no privileged features.
     """
 
     def __init__(self, shape: PolicyShape, config: PolicyConfig) -> None:
@@ -408,9 +397,9 @@ class Policy(nn.Module):
 
 
 class Segments(NamedTuple):
-    """Split of T steps of N environments at the resets of their recurrent state into S segments, longest first.
+    """Split of T steps of N environments at their resets into S segments, longest first, for an LSTM in parallel.
 
-    Packed, an LSTM processes them in parallel. Positions count env * T + step.
+    Positions count env * T + step.
     """
 
     positions: Tensor  # [N·T] in the order of a PackedSequence: first steps of all segments, then second steps …
@@ -434,10 +423,7 @@ class Segments(NamedTuple):
 
 
 def split_segments(starts: Tensor) -> Segments:
-    """Split N sequences of T steps at the resets `starts` [T, N].
-
-    `starts[t, n]` is True if environment n was reset before step t. A segment begins at step 0 in any case.
-    """
+    """Split N sequences of T steps where `starts` [T, N] is True, before step t of environment n, and at step 0."""
     steps, envs = starts.shape
     cut = starts.T.clone()  # [N, T]
     cut[:, 0] = True

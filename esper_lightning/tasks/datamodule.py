@@ -27,9 +27,8 @@ STREAM_SAMPLES = 1024
 class FromDataModule(Task):
     """The data of a LightningDataModule, whose batches are pairs of inputs, and class numbers or quantities.
 
-    The data are read once and kept in memory on the hosts' device, images of uint8 as such. A random transform is
-    therefore applied only once, unless the training data are a stream; use data.env.training.augment for augmentation
-    that differs each time.
+    The data are read once and kept on the hosts' device, so a random transform is applied only once, unless the
+    training data are a stream; data.env.training.augment differs each time.
 
     Args:
         data: Data module with loaders for training, validation and test.
@@ -38,7 +37,7 @@ class FromDataModule(Task):
         metric: Import path of a function that takes the place of the score: of outputs and targets, to a number per
             sample, at most 1. The score still tells what the targets are.
         stream: True for training data that do not fit into memory: in each host epoch all hosts are trained on the next
-            batches of the training loader, which are read while they train if the loader has workers.
+            batches of the training loader.
     """
 
     def __init__(

@@ -70,7 +70,6 @@ class Glyphs(Task):
         level: Difficulty; see `LEVELS`.
         channels: 1 for grey, 3 for RGB, in which character and ground have a random brightness in each channel.
         train, validation, test: Number of images in each split.
-        rng_seed: RNG seed of all images.
     """
 
     def __init__(
@@ -82,7 +81,6 @@ class Glyphs(Task):
         train: int = 20_000,
         validation: int = 2_000,
         test: int = 4_000,
-        rng_seed: int = 0,
     ) -> None:
         if level not in LEVELS:
             raise ValueError(f"Glyphs: unknown level {level!r}; choose one of {', '.join(LEVELS)}")
@@ -92,12 +90,11 @@ class Glyphs(Task):
         self.channels = channels
         self.distortion = LEVELS[level]
         self.sizes = (train, validation, test)
-        self.rng_seed = rng_seed
 
     def load(self) -> TaskData:
         splits, drawings = [], draw_fonts()
         for i, size in enumerate(self.sizes):
-            generator = torch.Generator().manual_seed(3 * self.rng_seed + i)
+            generator = torch.Generator().manual_seed(i)
             renderer = _Renderer(drawings, self.side, self.channels, distortion=self.distortion, generator=generator)
             batches = [renderer.render(min(RENDER_BATCH, size - begin)) for begin in range(0, size, RENDER_BATCH)]
             splits.append(Split(*map(torch.cat, zip(*batches, strict=True))))
@@ -129,15 +126,7 @@ def draw_fonts() -> Tensor:  # [fonts, 62, 64, 64] in 0 … 1
 
 
 class _Renderer:
-    """Renders batches of images of random characters in random fonts.
-
-    Args:
-        drawings: Drawings of the fonts, [fonts, 62, 64, 64].
-        side: Side S of an image.
-        channels: Number of channels C.
-        distortion: Largest distortions.
-        generator: Generator of all random numbers.
-    """
+    """Renders batches of images of random characters in random fonts, given drawings [fonts, 62, 64, 64]."""
 
     def __init__(
         self, drawings: Tensor, side: int, channels: int, *, distortion: Distortion, generator: torch.Generator

@@ -61,46 +61,30 @@ def stratified(labels: np.ndarray, validation: float, test: float) -> tuple[np.n
 class CIFAR10(Task):
     """60,000 colour images of 32×32 pixels in ten classes (https://www.cs.toronto.edu/~kriz/cifar.html).
 
-    Only evaluations use its 10,000 test images; validation images come from the rest. All images are kept on the hosts'
-    device, those of training as uint8. In a minibatch each channel has mean 0 and standard deviation 1, and images are
-    augmented (`data.env.training.augment`). torchvision reads the files and verifies their checksums.
+    Only evaluations use its 10,000 test images; validation images come from the rest. In a minibatch each channel has
+    mean 0 and standard deviation 1, and images are augmented (`data.env.training.augment`).
 
     Args:
         root: Folder that holds `cifar-10-batches-py`.
         download: Unpack the archive `cifar-10-python.tar.gz` in `root` where files are missing or damaged; download it
             (170 MB) if it is not there.
         validation: Number of images for rewards and observations.
-        train: Number of images that hosts are trained on. None: all the others. Fewer make ticks shorter.
-        test: Number of images for evaluations. None: all.
     """
 
-    def __init__(
-        self,
-        root: str = "data",
-        *,
-        download: bool = False,
-        validation: int = 5000,
-        train: int | None = None,
-        test: int | None = None,
-    ) -> None:
+    def __init__(self, root: str = "data", *, download: bool = False, validation: int = 5000) -> None:
         self.root = Path(root)
         self.download = download
         self.validation = validation
-        self.train = train
-        self.test = test
 
     def load(self) -> TaskData:
         images, labels = self._read(train=True)
-        if not 1 <= self.validation <= len(images) - (self.train or 1):
-            raise ValueError(
-                f"CIFAR10: {self.validation} images for validation and {self.train or 1} for training, of "
-                f"{len(images)}; lower validation or train"
-            )
+        if not 1 <= self.validation < len(images):
+            raise ValueError(f"CIFAR10: validation must be at least 1 of {len(images)} images, got {self.validation}")
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SPLIT_RNG_SEED))
-        held_out, rest = order[: self.validation], order[self.validation :][: self.train]
+        held_out, rest = order[: self.validation], order[self.validation :]
         scale = channel_statistics(images[rest])
         train, validation = (Split(images[part], labels[part], scale=scale) for part in (rest, held_out))
-        test = Split(*(part[: self.test] for part in self._read(train=False)), scale=scale)
+        test = Split(*self._read(train=False), scale=scale)
         # Floats once and for all: converting them in every validation would add 5 % to the tick of a small CNN.
         return TaskData(train, validation.batch(), test.batch(), outputs=10)
 

@@ -62,8 +62,7 @@ class Stream:
 def passes(loader: Iterable[Any]) -> Iterator[Any]:
     """Iterate over the batches of endless passes. Raises ValueError if a pass has none.
 
-    No method of a stream, which would then refer to itself: the garbage collector that took it later would wait five
-    seconds for each worker of the loader.
+    As a method it would refer to its stream, whose removal would later wait five seconds for each worker of the loader.
     """
     while True:
         for part in (loader, getattr(loader, "sampler", None)):

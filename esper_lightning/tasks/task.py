@@ -36,6 +36,9 @@ score of a host is the mean over samples.
   mean as a prediction has 0.
 """
 
+CENTRES = 4
+"""Centres of each class of generated samples: with more than one, a linear model does not suffice."""
+
 SCALED = 0.1
 """Largest distance of mean and standard deviation of quantities in the training data from 0 and 1."""
 
@@ -179,17 +182,12 @@ class Task(ABC):
         return Measures(loss, score)
 
     def test_metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        """Return further metrics of one host on the test split, by name.
+        """Return further metrics of one host on the test split, by name; arguments are those of `measure`.
 
-        - Classes: `calibration_error`, the expected calibration error, which is the mean difference between confidence
-          and accuracy (https://arxiv.org/abs/1706.04599); and `accuracy.<class>`, the accuracy on the samples of each
-          class, NaN for a class without samples.
+        - Classes: `calibration_error`, the expected calibration error (https://arxiv.org/abs/1706.04599); and
+          `accuracy.<class>`, NaN for a class without samples.
         - Tokens: `perplexity`, e to the mean cross-entropy per token.
         - Quantities: `r2`, the coefficient of determination, which refers to the mean of the test data.
-
-        Args:
-            outputs: Logits [samples, classes] or [samples, T, classes]; quantities [samples, k].
-            targets: Class numbers [samples] or [samples, T]; quantities [samples] or [samples, k].
         """
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         if self.score == "r2":
@@ -277,15 +275,12 @@ def fingerprint(data: TaskData) -> str:
 
 
 class Synthetic(Task):
-    """Classification of generated samples; each class is a mixture of Gaussians around random centres.
+    """Classification of generated samples; each class is a mixture of standard Gaussians around random centres.
 
     Args:
         shape: Shape of one input: [3, 32, 32] for images, [20] for vectors.
         classes: Number of classes.
         train, validation, test: Number of samples in each split.
-        centres: Number of centres per class; with more than one, a linear model does not suffice.
-        noise: Standard deviation around a centre; the centres themselves are standard normal.
-        seed: RNG seed of all data.
     """
 
     def __init__(
@@ -296,26 +291,20 @@ class Synthetic(Task):
         train: int = 1024,
         validation: int = 256,
         test: int = 256,
-        centres: int = 4,
-        noise: float = 1.0,
-        seed: int = 0,
     ) -> None:
-        if min(train, validation, test, centres, classes - 1, *shape) < 1:
+        if min(train, validation, test, classes - 1, *shape) < 1:
             raise ValueError("Synthetic: sizes and counts must be positive, and classes at least 2")
         self.shape = tuple(shape)
         self.classes = classes
         self.sizes = (train, validation, test)
-        self.centres = centres
-        self.noise = noise
-        self.seed = seed
 
     def load(self) -> TaskData:
-        generator = torch.Generator().manual_seed(self.seed)
-        centres = torch.randn(self.classes * self.centres, *self.shape, generator=generator)
+        generator = torch.Generator().manual_seed(0)
+        centres = torch.randn(self.classes * CENTRES, *self.shape, generator=generator)
 
         def split(samples: int) -> Split:
             chosen = torch.randint(len(centres), (samples,), generator=generator)
             noise = torch.randn(samples, *self.shape, generator=generator)
-            return Split(centres[chosen] + self.noise * noise, chosen % self.classes)
+            return Split(centres[chosen] + noise, chosen % self.classes)
 
         return TaskData(*map(split, self.sizes), outputs=self.classes)

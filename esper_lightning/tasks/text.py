@@ -2,7 +2,6 @@
 
 import sysconfig
 import zlib
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -34,7 +33,6 @@ class Text(Task):
         source: Path of a file; `python`: the Python language reference, which comes with CPython.
         length: Number of bytes T in a sequence.
         validation, test: Share of the text in each part.
-        train: Number of sequences that hosts are trained on. None: all. Fewer make ticks shorter.
         score: accuracy: share of the bytes that are predicted correctly; likelihood: see `Score`.
     """
 
@@ -45,20 +43,17 @@ class Text(Task):
         length: int = 64,
         validation: float = 0.05,
         test: float = 0.1,
-        train: int | None = None,
         score: TextScore = "accuracy",
     ) -> None:
-        check_shares("Text", validation, test)
+        check_shares(type(self).__name__, validation, test)
         self.score: Score = score
         self.source = source
         self.length = length
         self.shares = (1.0 - validation - test, 1.0 - test)
-        self.train = train
 
     def load(self) -> TaskData:
         stream, ends = self._read()
-        train, validation, test = (sequences(part, self.length) for part in stream.tensor_split(ends))
-        return TaskData(Split(*(part[: self.train] for part in train)), validation, test, outputs=N_BYTE_TOKENS)
+        return TaskData(*(sequences(part, self.length) for part in stream.tensor_split(ends)), outputs=N_BYTE_TOKENS)
 
     def _read(self) -> tuple[Tensor, list[int]]:  # [n] uint8; where training and validation end
         if self.source == PYTHON_REFERENCE:
@@ -78,42 +73,27 @@ class Text(Task):
         return torch.from_file(str(path), size=size, dtype=torch.uint8), ends
 
 
-class Source(Task):
-    """Next-byte prediction on the standard library of this Python.
-
-    A token takes one byte of memory. Whole files belong to training, validation or test.
+class Source(Text):
+    """Next-byte prediction on the standard library of this Python, each file of which belongs to one part.
 
     Args:
         length: Number of bytes T in a sequence.
         validation, test: Share of the bytes in each part, up to the next end of a file.
-        train: Number of sequences that hosts are trained on. None: all. Fewer make ticks shorter.
-        score: accuracy: share of the bytes that are predicted correctly; likelihood: see `Score`.
+        score: See `Text`.
     """
 
     def __init__(
-        self,
-        *,
-        length: int = 128,
-        validation: float = 0.05,
-        test: float = 0.1,
-        train: int | None = None,
-        score: TextScore = "accuracy",
+        self, *, length: int = 128, validation: float = 0.05, test: float = 0.1, score: TextScore = "accuracy"
     ) -> None:
-        check_shares("Source", validation, test)
-        self.score: Score = score
-        self.length = length
-        self.shares = (1.0 - validation - test, 1.0 - test, 1.0)
-        self.train = train
+        super().__init__("", length=length, validation=validation, test=test, score=score)
 
-    def load(self) -> TaskData:
+    def _read(self) -> tuple[Tensor, list[int]]:
         files = [path.read_bytes() for path in source_files(Path(sysconfig.get_paths()["stdlib"]))]
         if not files:
             raise ValueError("Source: this Python has no source of its standard library; take the task Text")
         stream = torch.frombuffer(bytearray().join(files), dtype=torch.uint8)
         ends = np.cumsum([len(file) for file in files])
-        cuts = [0, *(int(ends[np.searchsorted(ends, share * ends[-1] - 0.5)]) for share in self.shares)]
-        train, validation, test = (sequences(stream[start:end], self.length) for start, end in pairwise(cuts))
-        return TaskData(Split(*(part[: self.train] for part in train)), validation, test, outputs=N_BYTE_TOKENS)
+        return stream, [int(ends[np.searchsorted(ends, share * ends[-1] - 0.5)]) for share in self.shares]
 
 
 def source_files(folder: Path) -> list[Path]:

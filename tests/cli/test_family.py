@@ -126,16 +126,3 @@ def test_unknown_controllers_and_contexts_are_refused(
         compare(tmp_path, trained, *args)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_critic_that_is_told_goes_on_with_another_number_of_hosts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fit(tmp_path, "--trainer.max_epochs", "1")
-
-    fit(tmp_path, "--trainer.max_epochs", "2", "--data.n_envs", "3", "--ckpt_path", "last")
-
-    assert "3 environments, the run so far had 4" in capsys.readouterr().out
-    saved = torch.load(tmp_path / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)
-    assert saved["callbacks"]["RolloutState"]["loop"]["episode"] == 2

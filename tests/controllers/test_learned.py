@@ -13,7 +13,7 @@ from esper_lightning.controllers.learned import LearnedController, TrainingHosts
 from esper_lightning.envs import ActionConfig, HostPool, Observation, Op
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.hosts import CNN
-from esper_lightning.ppo.running_norm import NormalizeConfig, make_norm
+from esper_lightning.ppo.running_norm import make_norm
 from esper_lightning.tamiyo.policy import Policy
 from tests.controllers.playing import episode
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
@@ -37,7 +37,7 @@ def policy(pool: HostPool, make_policy: Callable[..., Policy]) -> Policy:
 
 @pytest.fixture(scope="module")
 def norm(pool: HostPool) -> nn.Module:
-    made = make_norm(pool.rows, NormalizeConfig())
+    made = make_norm(pool.rows)
     made.update(pool.observation.features)
     return made
 

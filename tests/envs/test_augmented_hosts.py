@@ -14,7 +14,7 @@ from tests.decisions import WAIT, act, germinate
 
 MakePool = Callable[..., HostPool]
 
-AUGMENT = AugmentConfig(pad=1, flip=True, cutout=3)
+AUGMENT = AugmentConfig(pad=1, flip=True)
 TRAINING = HostTraining(batch_size=16, batches=3, augment=AUGMENT)
 
 

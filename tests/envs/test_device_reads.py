@@ -15,7 +15,7 @@ from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.nested import iter_tensors
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig
-from esper_lightning.ppo.running_norm import NormalizeConfig, RunningMeanStd, make_norm
+from esper_lightning.ppo.running_norm import RunningMeanStd, make_norm
 from esper_lightning.tamiyo.policy import Policy
 from esper_lightning.tasks import Digits
 from esper_lightning.telemetry.observer import observe
@@ -98,7 +98,7 @@ def test_nothing_in_a_tick_waits_for_the_gpu_but_the_two_reads(
     gpu, task = torch.device("cuda", 0), Digits(validation=100, test=100)
     config, governor = replace(SMALL, executor=executor), GovernorConfig()
     pool = HostPool(task, task.load(), small_host, config=config, n_envs=3, device=gpu, governor=governor)
-    norms = make_norm(pool.rows, NormalizeConfig()).to(gpu), RunningMeanStd((), clip=float("inf")).to(gpu)
+    norms = make_norm(pool.rows).to(gpu), RunningMeanStd((), clip=float("inf")).to(gpu)
     loop = RolloutCollector(
         pool,
         make_policy(pool).to(gpu),

@@ -132,7 +132,7 @@ def test_a_seed_that_is_culled_by_time_loses_its_group_and_its_record(make_pool:
 
 
 def test_learning_rates_fall_as_those_of_pytorchs_cosine_over_the_episode(make_pool: Callable[..., HostPool]) -> None:
-    pool = make_pool(1, training=HostTraining(lr=0.02, lr_schedule="cosine", seed_lr_factor=0.5, batches=1))
+    pool = make_pool(1, training=HostTraining(lr=0.02, lr_schedule="cosine", batches=1))
     env, alone = pool.envs[0], torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.02)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(alone, T_max=pool.horizon)
     pool.reset([0])
@@ -144,9 +144,7 @@ def test_learning_rates_fall_as_those_of_pytorchs_cosine_over_the_episode(make_p
         schedule.step()
         rates = {group["name"]: group["lr"] for group in env.optimizer.param_groups}
         (rate,) = schedule.get_last_lr()
-        assert rates["host"] == pytest.approx(rate) and rates.get("seed.block1.pool", rate / 2) == pytest.approx(
-            rate / 2
-        )
+        assert rates == pytest.approx(dict.fromkeys(rates, rate))
     assert "seed.block1.pool" in rates and rates["host"] == pytest.approx(0.0, abs=1e-9)
     pool.reset([0])
     assert env.optimizer.param_groups[0]["lr"] == 0.02
@@ -157,7 +155,6 @@ def test_learning_rates_fall_as_those_of_pytorchs_cosine_over_the_episode(make_p
     [
         ({"lr_schedule": "linear"}, "training.lr_schedule must be one of constant, cosine, decay, got 'linear'"),
         ({"lr": 0.0}, "training.lr must be positive, got 0.0"),
-        ({"seed_lr_factor": -1.0}, "seed_lr_factor must be positive"),
         ({"batch_size": 0}, "batch_size must be positive"),
         ({"batches": 0}, "batches must be positive"),
         ({"batches": 2**63}, r"training\.batches must be at most 100000"),

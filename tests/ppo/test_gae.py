@@ -92,7 +92,7 @@ def test_normalised_advantages_have_mean_0_and_deviation_1_over_the_counted_step
     advantages = 3.0 + 5.0 * torch.randn(40, 6, generator=generator)
     counted = torch.rand(40, 6, generator=generator) < 0.5
 
-    scaled = normalise(advantages, counted, floor=1e-3)[0]
+    scaled = normalise(advantages, counted)[0]
 
     assert scaled[counted].mean().item() == pytest.approx(0.0, abs=1e-5)
     assert scaled[counted].std(correction=0).item() == pytest.approx(1.0, abs=1e-5)
@@ -100,17 +100,17 @@ def test_normalised_advantages_have_mean_0_and_deviation_1_over_the_counted_step
 
 
 def test_advantages_that_are_alike_stay_small() -> None:
-    # The deviation is 1e-5, and the floor of 1e-2 is used instead.
-    scaled = normalise(torch.tensor([0.5, 0.50002]), torch.ones(2, dtype=torch.bool), floor=1e-2)[0]
+    # The deviation is 1e-5, and ADVANTAGE_FLOOR is used instead.
+    scaled = normalise(torch.tensor([0.5, 0.50002]), torch.ones(2, dtype=torch.bool))[0]
 
-    torch.testing.assert_close(scaled, torch.tensor([-1e-3, 1e-3]), rtol=1e-2, atol=0)
+    torch.testing.assert_close(scaled, torch.tensor([-1e-2, 1e-2]), rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("counted", [0, 1])
 def test_too_few_counted_steps_give_no_advantage(counted: int) -> None:
     where = torch.arange(4) < counted
 
-    assert normalise(torch.tensor([1.0, 2.0, 3.0, 4.0]), where, floor=1e-3)[0].tolist() == [0.0] * 4
+    assert normalise(torch.tensor([1.0, 2.0, 3.0, 4.0]), where)[0].tolist() == [0.0] * 4
 
 
 class CountedCalls(TorchFunctionMode):

@@ -35,7 +35,7 @@ from esper_lightning.tamiyo.policy import Policy
 def test_the_surrogate_is_pessimistic(ratio: float, advantage: float, loss: float, learns: bool) -> None:
     r = torch.tensor(ratio, requires_grad=True)
 
-    value = clipped_surrogate(r, torch.tensor(advantage), clip=0.2)
+    value = clipped_surrogate(r, torch.tensor(advantage))
     value.backward()
 
     assert value.item() == pytest.approx(loss)
@@ -159,7 +159,7 @@ def test_ppo_terms_measure_how_far_the_policy_has_moved(loop: RolloutCollector, 
     assert still.ratio_error < 1e-5 and still.kl < 1e-9 and still.clip_fraction == 0
 
     likelier = with_steps(rollout, log_prob=rollout.steps.log_prob - math.log(1.5))
-    moved = ppo_terms(loop.policy, likelier, PPOConfig(clip=0.2))
+    moved = ppo_terms(loop.policy, likelier, PPOConfig())
     assert moved.ratio_error.item() == pytest.approx(0.5, rel=1e-4)
     assert moved.ratio_low.item() == pytest.approx(1.5, rel=1e-4) == moved.ratio_high.item()
     assert moved.kl.item() == pytest.approx(0.5 - math.log(1.5), rel=1e-4)
@@ -168,7 +168,7 @@ def test_ppo_terms_measure_how_far_the_policy_has_moved(loop: RolloutCollector, 
 
     forced = forced_everywhere(rollout, env=1)
     forced.steps.log_prob[:, 1] -= math.log(1.5)  # what an action that was forced does, says nothing of the policy
-    moved = ppo_terms(loop.policy, forced, PPOConfig(clip=0.2))
+    moved = ppo_terms(loop.policy, forced, PPOConfig())
     assert moved.clip_fraction == 0 and abs(moved.kl_k1) < 1e-6 and moved.kl < 1e-9
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from esper_lightning.envs.vector_env import VectorStep
 from esper_lightning.ppo.collector import RolloutCollector
-from esper_lightning.ppo.losses import PPOConfig, ppo_terms
+from esper_lightning.ppo.losses import CLIP, PPOConfig, ppo_terms
 from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.ppo.running_norm import RunningMeanStd
 from tests.cue import COLUMNS, CUE, ROWS, CueMemory
@@ -21,7 +21,7 @@ TICKS, ENVS = 12, 3
 LIMITS = np.array([2, 99, 4])
 """Step limits for games of 5 steps: always truncated, never truncated, truncated before the answer."""
 
-CONFIG = PPOConfig(gamma=0.9, gae_lambda=0.8, value_clip=0.1, clip=0.1, advantage_floor=1e-9)
+CONFIG = PPOConfig(gamma=0.9, gae_lambda=0.8, value_clip=0.1)
 TIGHT = {"rtol": 1e-4, "atol": 2e-5}
 """Tolerances for float32 against float64."""
 
@@ -105,7 +105,7 @@ def test_log_probabilities_values_and_gae_are_those_of_the_reference(
     kind: dict[str, Any], sequence: int | None
 ) -> None:
     """For any resets, truncations and masks. Targets are on the scale of the returns so far."""
-    loop = make_loop(PPOConfig(gamma=0.9, gae_lambda=0.8, advantage_floor=1e-9, sequence=sequence), **kind)
+    loop = make_loop(PPOConfig(gamma=0.9, gae_lambda=0.8, sequence=sequence), **kind)
     rollout, played, before = play_with_scale(loop)
     buffer, (mean, deviation) = loop.buffer, played[1]
     judgements = judged(loop, played[0], before)
@@ -169,7 +169,7 @@ def reference_terms(rollout: Rollout, now: list[ReferenceEvaluation]) -> dict[st
     free = ~rollout.steps.masks.forced.numpy()
     log_ratio = columns([one.log_probs for one in now]) - rollout.steps.log_prob.double().numpy()
     ratio, gain = np.exp(log_ratio), rollout.advantages.double().numpy()
-    surrogate = -np.minimum(ratio * gain, np.clip(ratio, 1 - CONFIG.clip, 1 + CONFIG.clip) * gain)
+    surrogate = -np.minimum(ratio * gain, np.clip(ratio, 1 - CLIP, 1 + CLIP) * gain)
     old, target = rollout.steps.values.double().numpy(), rollout.targets.double().numpy()
     value = columns([one.values for one in now])
     limited = old + np.clip(value - old, -CONFIG.value_clip, CONFIG.value_clip)
@@ -181,7 +181,7 @@ def reference_terms(rollout: Rollout, now: list[ReferenceEvaluation]) -> dict[st
         "value": error.mean(),
         "entropy": entropy.sum(-1).mean(),
         "kl": (ratio - 1.0 - np.log(ratio))[free].mean(),
-        "clip_fraction": (np.abs(ratio - 1.0) > CONFIG.clip)[free].mean(),
+        "clip_fraction": (np.abs(ratio - 1.0) > CLIP)[free].mean(),
         "head_entropy": entropy.sum(0) / choices.sum(0),
         "head_choice_share": choices.mean(0),
     }

@@ -12,7 +12,7 @@ from torchvision.transforms import functional as vision
 from esper_lightning.tasks import Batches, Split, fetch
 from esper_lightning.tasks.augment import AugmentConfig, AugmentParams, augment, draw_augment_params
 
-ALL = AugmentConfig(pad=2, flip=True, cutout=3)
+ALL = AugmentConfig(pad=2, flip=True)
 DATA = Split(torch.randn(40, 3, 6, 5, generator=torch.Generator().manual_seed(1)), torch.arange(40))
 
 
@@ -36,12 +36,6 @@ def by_torchvision(images: Tensor, choices: AugmentParams, config: AugmentConfig
             image = vision.crop(vision.pad(image, [config.pad] * 4, fill=0), down, right, height, width)
         if choices.flip is not None and choices.flip[i]:
             image = vision.hflip(image)
-        if choices.cutout_centre is not None:
-            sides = zip(choices.cutout_centre[i].tolist(), (height, width), strict=True)
-            first = [int(share * length) - config.cutout // 2 for share, length in sides]
-            top, left = (max(0, begin) for begin in first)
-            bottom, right = (min(begin + config.cutout, end) for begin, end in zip(first, (height, width), strict=True))
-            image = vision.erase(image, top, left, bottom - top, right - left, torch.zeros((), dtype=image.dtype))
         varied.append(image)
     return torch.stack(varied)
 
@@ -50,7 +44,7 @@ def by_torchvision(images: Tensor, choices: AugmentParams, config: AugmentConfig
 def cases(draw: st.DrawFn) -> tuple[Tensor, AugmentParams, AugmentConfig]:
     shape = tuple(draw(st.integers(1, 3)) if axis == 0 else draw(st.integers(2, 9)) for axis in range(3))
     below = st.integers(0, min(shape[1:]) - 1)
-    config = AugmentConfig(pad=draw(below), flip=draw(st.booleans()), cutout=draw(below))
+    config = AugmentConfig(pad=draw(below), flip=draw(st.booleans()))
     config.check(shape)
     count = draw(st.integers(1, 6))
     return pictures(count, *shape), draw_augment_params(config, (count,), generator(draw(st.integers(0, 999)))), config
@@ -66,18 +60,14 @@ def test_images_are_varied_as_torchvision_does_it_one_by_one(case: tuple[Tensor,
 
 
 def test_every_choice_is_as_likely_as_it_should_be() -> None:
-    shifts, flips, holes = draw_augment_params(ALL, (5, 2000), generator())
+    shifts, flips = draw_augment_params(ALL, (5, 2000), generator())
 
     for axis in shifts.flatten(0, 1).unbind(1):
         shares = torch.bincount(axis + 2, minlength=5) / 10_000
         assert len(shares) == 5  # -2 … 2
         assert (shares - 0.2).abs().max() < 0.02
     assert flips.float().mean().item() == pytest.approx(0.5, abs=0.02)
-    for axis in holes.flatten(0, 1).unbind(1):
-        shares = torch.bincount((axis * 7).long(), minlength=7) / 10_000
-        assert len(shares) == 7
-        assert (shares - 1 / 7).abs().max() < 0.02
-    correlations = torch.corrcoef(torch.cat([shifts, flips[..., None], holes], -1).flatten(0, 1).T) - torch.eye(5)
+    correlations = torch.corrcoef(torch.cat([shifts, flips[..., None]], -1).flatten(0, 1).T) - torch.eye(3)
     assert correlations.abs().max() < 0.05, "one choice says nothing of the others"
 
 
@@ -86,8 +76,8 @@ def test_choices_follow_from_the_generator_alone() -> None:
     torch.manual_seed(1)
     other = draw_augment_params(ALL, (3, 8), generator(6))
 
-    assert [tuple(part.shape) for part in one] == [(3, 8, 2), (3, 8), (3, 8, 2)]
-    assert [part.dtype for part in one] == [torch.int64, torch.bool, torch.float32]
+    assert [tuple(part.shape) for part in one] == [(3, 8, 2), (3, 8)]
+    assert [part.dtype for part in one] == [torch.int64, torch.bool]
     assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
@@ -98,7 +88,7 @@ def test_what_is_off_draws_nothing_and_changes_nothing() -> None:
 
     choices = draw_augment_params(AugmentConfig(), (4, 8), source)
 
-    assert choices == (None, None, None)
+    assert choices == (None, None)
     assert torch.equal(source.get_state(), before)
     tokens = torch.arange(6).view(2, 3)
     assert augment(tokens, choices, AugmentConfig()) is tokens
@@ -106,7 +96,7 @@ def test_what_is_off_draws_nothing_and_changes_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("config", [ALL, AugmentConfig(flip=True), AugmentConfig(cutout=1)], ids=str)
+@pytest.mark.parametrize("config", [ALL, AugmentConfig(flip=True)], ids=str)
 def test_type_and_memory_format_are_kept(
     dtype: torch.dtype, memory: torch.memory_format, config: AugmentConfig
 ) -> None:
@@ -136,9 +126,8 @@ def test_a_gpu_varies_images_as_the_cpu_does() -> None:
 @pytest.mark.parametrize(
     ("settings", "shape", "message"),
     [
-        ({"pad": -1}, (1, 8, 8), "pad and cutout must lie in 0 … 7 for images of 8 pixels, got -1 and 0$"),
-        ({"pad": 6}, (3, 9, 6), "pad and cutout must lie in 0 … 5 for images of 6 pixels, got 6 and 0$"),
-        ({"cutout": 8}, (1, 8, 9), "pad and cutout must lie in 0 … 7 for images of 8 pixels, got 0 and 8$"),
+        ({"pad": -1}, (1, 8, 8), "pad must lie in 0 … 7 for images of 8 pixels, got -1$"),
+        ({"pad": 6}, (3, 9, 6), "pad must lie in 0 … 5 for images of 6 pixels, got 6$"),
         ({"flip": True}, (64,), r"needs images of shape \(C, H, W\), the task gives \(64,\); leave it off$"),
     ],
 )

@@ -188,12 +188,12 @@ def test_data_move_to_a_device_as_a_whole_and_may_lie_on_several() -> None:
 
 
 def test_synthetic_data_are_the_same_each_time_and_their_classes_can_be_told_apart() -> None:
-    assert fingerprint(Synthetic().load()) == fingerprint(Synthetic().load()) != fingerprint(Synthetic(seed=1).load())
-    made = Synthetic((20,), 3, train=900, validation=20, test=90, noise=0.5).load()
+    assert fingerprint(Synthetic().load()) == fingerprint(Synthetic().load())
+    made = Synthetic((80,), 3, train=900, validation=20, test=90).load()
     check_data(made, "Synthetic")
     assert [split.samples for split in made[:3]] == [900, 20, 90] and made.outputs == 3
     neighbours = KNeighborsClassifier(5).fit(made.train.inputs, made.train.targets)
     assert neighbours.score(made.test.inputs, made.test.targets) > 0.95
-    for settings in ({"classes": 1}, {"train": 0}, {"shape": (3, 0)}, {"centres": 0}):
+    for settings in ({"classes": 1}, {"train": 0}, {"shape": (3, 0)}):
         with pytest.raises(ValueError, match="Synthetic: sizes and counts must be positive"):
             Synthetic(**settings)

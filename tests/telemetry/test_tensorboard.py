@@ -17,7 +17,7 @@ from tests.runs import CONFIGS, ROOT, cli, continuation, differences, fit, fit_s
 RICH = (
     *("--config", str(CONFIGS / "smoke.yaml"), "--model.evaluation.hosts=0", "--trainer.enable_progress_bar=false"),
     "--data.env.training.precision=fp16",
-    *("--data.n_envs=6", "--model.normalize.rewards=true", "--seed_everything=3"),
+    *("--data.n_envs=6", "--model.ppo.normalize_rewards=true", "--seed_everything=3"),
     *with_callback(Telemetry, figures_every=1),
 )
 """Settings of a run with data under every tag, also of skipped steps."""

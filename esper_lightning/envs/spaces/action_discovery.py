@@ -70,14 +70,8 @@ def discover_action_space(
 ) -> tuple[ActionSpace, Tensor]:
     """Find the action space of a host, and which of P blueprints can grow in which slot, [K, P] bool.
 
-    Args:
-        host: Host with empty slots; it cannot be used afterwards.
-        task: Computes the loss of outputs.
-        batch: Training data on which seeds are tried.
-        outputs: Number of outputs of a host, see `TaskData`.
-        actions: Configured choices.
-        birth: Initialisation of seeds.
-        shared_space: Slots, which the host must already have, and blueprints shared with other hosts.
+    Seeds are tried on a `batch` of training data. The host, whose slots are empty, cannot be used afterwards; it has
+    the slots of `shared_space`, whose blueprints other hosts share.
 
     Raises ValueError if the host has no slots, if a slot or a blueprint cannot be used at all, or if the host
     has too few outputs, or if the task does not measure each sample.

@@ -68,8 +68,7 @@ class ActionConfig:
     """Choices that each head offers. A head with one choice has no effect on learning."""
 
     blueprints: list[str] | None = None
-    """Names or import paths of the blueprints of seeds to offer. None: all of this package that fit the host's
-    features; your own are offered only where they are named."""
+    """Names or import paths of the blueprints of seeds to offer. None: all of this package that fit the host."""
 
     tempos: dict[str, int] = field(default_factory=lambda: {"FAST": 3, "STANDARD": 5, "SLOW": 8})
     """Duration of blending in host epochs, by name of the tempo."""

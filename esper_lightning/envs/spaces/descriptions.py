@@ -116,10 +116,7 @@ def layers_of_blueprint(name: str, layout: str, width: int) -> tuple[dict[str, b
 
 
 def read_layers(parts: Iterable[nn.Module]) -> tuple[dict[str, bool], list[int]]:
-    """Return the kinds of layers in a seed, and the width behind each linear layer or convolution.
-
-    The policy sees these in place of the blueprint's name.
-    """
+    """Return the kinds of layers in a seed, and the width behind each linear layer or convolution."""
     modules = list(parts)
     convs = [module for module in modules if isinstance(module, CONVOLUTIONS)]
     linear = [module for module in modules if isinstance(module, nn.Linear)]

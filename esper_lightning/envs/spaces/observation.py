@@ -42,10 +42,6 @@ class ObservationConfig:
     hidden: list[str] = field(default_factory=list)
     """Names or patterns of features to remove from `shown`. ["*.contribution*"]: no counterfactuals."""
 
-    masks: bool = True
-    """Mask impossible actions. False: all are offered, impossible ones are executed as WAIT, and the policy learns from
-    the action that it chose."""
-
     def select(self, names: Sequence[str]) -> list[bool]:
         """Return for each name whether it is observed.
 

@@ -24,7 +24,7 @@ from esper_lightning.envs.spaces.descriptions import (
 from esper_lightning.envs.spaces.observation import CONTRIBUTION_SCALE, clip, host_features, slot_features
 from esper_lightning.envs.vector_env import Observation
 from esper_lightning.growth.growing_network import RefusalReasons
-from esper_lightning.rewards.objective import SMALLEST_HOST
+from esper_lightning.rewards.reward import SMALLEST_HOST
 
 PARTS = ("", "slot.", "blueprint.")
 """Prefixes of the names of features: of the host, of a slot, of a blueprint in a slot."""
@@ -52,8 +52,7 @@ class RowSizes(NamedTuple):
     blueprint: int  # the first is 1 if it can grow there
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split rows [..., K, R] into features of the host [..., host], the slots [..., K, slot] and the blueprints
-        [..., K, B, blueprint]."""
+        """Split rows [..., K, R] into features of the host [...], the slots [..., K] and the blueprints [..., K, B]."""
         host, slot, blueprints = rows.split([self.host, self.slot, rows.shape[-1] - self.host - self.slot], -1)
         return host[..., 0, :], slot, blueprints.unflatten(-1, (-1, self.blueprint))
 
@@ -71,10 +70,7 @@ def compute_features(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Return the features of hosts [N], slots [N, K] and blueprints in slots [N, K, B] by name.
 
-    Args:
-        envs: Environments with equal numbers of slots and of blueprints.
-        growable: Which blueprint can grow in which slot, [N, K, B] bool.
-        described: Descriptions of the environments.
+    `growable` [N, K, B] bool tells which blueprint can grow in which slot; `described` comes from `describe_all`.
     """
     rows = [host_features(env) for env in envs]
     host = dict(zip(rows[0], torch.tensor([list(row.values()) for row in rows]).unbind(-1), strict=True))
@@ -133,8 +129,6 @@ class ObservationBuilder:
         config: Settings of actions and observation.
         device: Device of observation and masks.
         num_privileged: Number of privileged features P of each episode; 0: nothing is hidden.
-
-    Raises ValueError if a pattern in `config.sight` matches no feature.
     """
 
     def __init__(
@@ -154,10 +148,7 @@ class ObservationBuilder:
             blueprint=growable.expand(len(envs), -1, -1).clone(),
             ended=torch.zeros(len(envs), dtype=torch.bool),
         )
-        # Those that a policy receives: all True under `masks: false`, except `ended`.
         self.masks = Masks(*(mask.to(device) for mask in self.masks_on_cpu))
-        if not self.config.masks:
-            self.masks = Masks(*(torch.ones_like(mask, memory_format=torch.contiguous_format) for mask in self.masks))
         self.described = describe_all(envs)
         features = compute_features(envs[:1], self.masks_on_cpu.blueprint[:1], describe_all(envs[:1]))
         names = [[prefix + name for name in part] for prefix, part in zip(PARTS, features, strict=True)]
@@ -178,8 +169,7 @@ class ObservationBuilder:
         """Update what stays the same in an episode; `growable` [N, K, blueprints] bool is what can grow in it."""
         self.described = describe_all(self.envs)
         self.masks_on_cpu.blueprint.copy_(growable)
-        if self.config.masks:
-            self.masks.blueprint.copy_(copy_to_device(growable, self.device))
+        self.masks.blueprint.copy_(copy_to_device(growable, self.device))
 
     def update(self) -> None:
         """Update observation, masks and refusals from the environments."""
@@ -195,8 +185,7 @@ class ObservationBuilder:
         ended = torch.tensor([env.ended for env in self.envs])
         for masks in (self.masks_on_cpu, self.masks):
             masks.ended.copy_(copy_to_device(ended, masks.ended.device))
-            if self.config.masks or masks is self.masks_on_cpu:
-                masks.slot.copy_(copy_to_device(slot, masks.slot.device))
+            masks.slot.copy_(copy_to_device(slot, masks.slot.device))
 
     def update_observation(self) -> None:
         """Update the observation from the environments and the masks."""

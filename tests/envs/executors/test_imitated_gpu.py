@@ -21,7 +21,7 @@ from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms, update_metrics
-from esper_lightning.ppo.running_norm import NormalizeConfig, RunningMeanStd, make_norm
+from esper_lightning.ppo.running_norm import RunningMeanStd, make_norm
 from esper_lightning.ranks import ALONE
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
 from esper_lightning.tasks import Digits
@@ -53,7 +53,7 @@ def make_collector(executor: str, precision: str) -> RolloutCollector:
     return RolloutCollector(
         pool,
         Policy(policy_shape(pool), PolicyConfig(width=16)).to(GPU),
-        observation_norm=make_norm(pool.rows, NormalizeConfig()).to(GPU),
+        observation_norm=make_norm(pool.rows).to(GPU),
         value_norm=RunningMeanStd((), clip=float("inf")).to(GPU),
         config=PPOConfig(),
         run_rng_seed=7,

@@ -23,12 +23,11 @@ from esper_lightning.envs.spaces.observation import (
     host_features,
     slot_features,
 )
-from esper_lightning.governor.judge import GovernorState
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.hosts import CNN
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
-from esper_lightning.ppo.running_norm import NormalizeConfig, RowNorm, RunningMeanStd, make_norm
+from esper_lightning.ppo.running_norm import RowNorm, RunningMeanStd, make_norm
 from esper_lightning.rewards import ObjectiveConfig, rent
 from esper_lightning.tamiyo.policy import Policy
 from tests.decisions import WAIT, act, cull, fossilize, germinate
@@ -253,7 +252,7 @@ def collector_of(pool: HostPool, policy: Policy, norm: nn.Module) -> RolloutColl
 
 
 def test_a_rollout_begins_with_ratio_1_and_learns_from_all_hosts(ragged: HostPool, make_policy: MakePolicy) -> None:
-    policy, norm = make_policy(ragged), make_norm(ragged.rows, NormalizeConfig())
+    policy, norm = make_policy(ragged), make_norm(ragged.rows)
     assert isinstance(norm, RowNorm)
     collector = collector_of(ragged, policy, norm)
     for _ in range(2):  # the second one is normalised
@@ -282,7 +281,7 @@ def test_hidden_features_are_not_there_and_the_others_are_the_same(make_pool: Ma
     assert torch.equal(part.observation.features[..., :n], whole.observation.features[..., columns])
     progress = make_pool(1, sight=ObservationConfig(shown=["progress"]))
     assert progress.feature_names == ["progress", "slot.present", "blueprint.present"]
-    norm = make_norm(progress.rows, NormalizeConfig())
+    norm = make_norm(progress.rows)
     norm.update(progress.reset([3]).features.repeat(2, 1, 1))
     assert norm(progress.observation.features).shape == progress.observation.features.shape
 
@@ -298,40 +297,6 @@ def test_hidden_features_are_not_there_and_the_others_are_the_same(make_pool: Ma
 def test_a_pattern_that_shows_nothing_is_refused(make_pool: MakePool, config: dict[str, list[str]], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make_pool(1, sight=ObservationConfig(**config))
-
-
-def test_without_masks_everything_is_offered_and_what_is_impossible_is_waiting(
-    make_pool: MakePool, make_policy: MakePolicy
-) -> None:
-    free, masked = make_pool(3, sight=ObservationConfig(masks=False)), make_pool(3)
-    for pool in (free, masked):
-        pool.reset([2, 4, 6])
-    assert free.masks.slot.all() and free.masks.blueprint.all() and not free.masks.ended.any()
-    step = free.step(act(fossilize(0), cull(1), germinate(0, 1)))
-    assert step.action.op.tolist() == [Op.FOSSILIZE, Op.CULL, Op.GERMINATE], "learned from as it was chosen"
-    expected = masked.step(act(WAIT, WAIT, germinate(0, 1)))
-    assert torch.equal(step.observation.features, expected.observation.features)
-    assert torch.equal(step.metrics.objective, expected.metrics.objective)
-    assert [env.last_op for env in free.envs] == [Op.WAIT, Op.WAIT, Op.GERMINATE]
-    assert free.masks.slot.all() and not free.masks_on_cpu.slot.all()
-
-    loop = collector_of(free, make_policy(free), make_norm(free.rows, NormalizeConfig()))
-    loop.reset()
-    for _ in range(loop.pool.horizon):
-        loop.step()
-    rollout, _ = loop.finish()
-    assert (rollout.steps.action.op[0] != Op.GERMINATE).sum() > (rollout.steps.action.op[0] == Op.WAIT).sum(), (
-        "culls of nothing"
-    )
-    assert rollout.steps.log_prob.isfinite().all()
-
-
-def test_a_veto_for_one_host_changes_nothing_of_what_another_chose(make_pool: MakePool) -> None:
-    pool = make_pool(2, sight=ObservationConfig(masks=False))
-    pool.envs[1].monitor.governor_state = GovernorState(consecutive_anomalies=1)
-    step = pool.step(act(fossilize(0), germinate(0, 2)))
-    assert [veto.host for veto in step.vetoes] == [1]
-    assert step.action.op.tolist() == [Op.FOSSILIZE, Op.WAIT]
 
 
 def test_an_episode_offers_as_many_slots_and_blueprints_as_its_context_says(make_pool: MakePool) -> None:
