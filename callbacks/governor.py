@@ -41,7 +41,7 @@ class Governor(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
         ranks = pl_module.collector.ranks
-        diverged = [verdict for verdict in pl_module.collector.last_step.verdicts if verdict.verdict.diverged]
+        diverged = [verdict for verdict in pl_module.collector.last_step.verdicts if verdict.decision.diverged]
         self._diverged += [verdict._replace(host=ranks.own[verdict.host]) for verdict in diverged]
         if ranks.world > 1:  # rank 0 prints those of all at the end of the rollout
             if not trainer.is_last_batch:
@@ -53,7 +53,7 @@ class Governor(Callback):
                 self._lines_left -= 1
                 print_status(str(host_verdict))
             else:
-                self._unprinted[host_verdict.verdict.outcome.value] += 1
+                self._unprinted[host_verdict.decision] += 1
         self._diverged = []
         if trainer.is_last_batch:
             if self._unprinted:

@@ -33,7 +33,7 @@ from esper_lightning.console import print_status
 from esper_lightning.controllers.learned import TrainingRules
 from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.controllers.static import FossilizedSeed, StaticController
-from esper_lightning.envs import ActionConfig, EnvConfig, HostEvent
+from esper_lightning.envs import ActionConfig, EnvConfig
 from esper_lightning.envs.flops import PASSES_PER_STEP, measure_flops
 from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.measurements import EpochResult, TrainingStats
@@ -53,7 +53,6 @@ from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import ObjectiveConfig
 from esper_lightning.telemetry.events import EVENTS_FILE, SCHEMA, Contributed, Event, EventLog, Started, Validated
-from esper_lightning.telemetry.observer import seed_changes
 
 STATE_FORMAT = 5
 """Version of the callback's state in a checkpoint."""
@@ -598,7 +597,7 @@ class Grow(Callback):
             worth = "" if change.contribution is None else f", worth {change.contribution:+.1f} points"
             print_status(f"Grow, tick {tick}: {change}{worth}".replace(" points", f" {self.scale.unit}"))
         if self._log is not None:
-            events: list[Event] = [*seed_changes([HostEvent(0, tick, change) for change in changes], tick, [0])]
+            events: list[Event] = [change._replace(tick=tick) for change in changes]
             if measured is not None:
                 events += self._measurements(trainer, tick, measured)
             self._log.write(events)

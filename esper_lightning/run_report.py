@@ -16,8 +16,10 @@ import numpy as np
 import yaml
 
 from esper_lightning.callbacks.run_record import RUN_FILE
+from esper_lightning.envs import HostVerdict
 from esper_lightning.evaluation.report import EVALUATION_FOLDER, RESULTS_FILE, SUMMARY_FILE
 from esper_lightning.evaluation.statistics import mean_interval
+from esper_lightning.growth.lifecycle import SeedEvent
 from esper_lightning.growth.stages import LIVE, Stage
 from esper_lightning.serialization import replace_file
 from esper_lightning.telemetry import charts
@@ -27,8 +29,6 @@ from esper_lightning.telemetry.events import (
     AnomalyChanged,
     Contributed,
     HostsMeasured,
-    RolledBack,
-    SeedChanged,
     Stacked,
     Started,
     Validated,
@@ -182,17 +182,17 @@ def read_growth(path: Path, found: dict[str, Any]) -> None:
 
     for event in events:
         match event:
-            case SeedChanged():
+            case SeedEvent():
                 names = {"slots": started.slots, "blueprints": started.blueprints}
                 count_seed(event, stats, last_contributions, **names)
-                places[event.host][event.slot] = (event.after, event.blueprint)
-                if event.after == "DORMANT":
+                places[event.host][event.slot] = (event.after.name, event.blueprint)
+                if event.after is Stage.DORMANT:
                     del places[event.host][event.slot]
             case Contributed():
                 last_contributions[event.host, [started.slots.index(slot) for slot in event.slot]] = event.points
                 if started.hosts == 1:
                     found["contributions"].append(event)
-            case RolledBack():
+            case HostVerdict():
                 causes[event.host] = event.cause
                 found["rollbacks"] += 1
             case Validated():

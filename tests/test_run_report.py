@@ -20,8 +20,9 @@ from esper_lightning import report
 from esper_lightning.__main__ import main
 from esper_lightning.callbacks import Grow, Stack
 from esper_lightning.evaluation.statistics import mean_interval
+from esper_lightning.growth import SeedEvent, Stage
 from esper_lightning.run_report import Moment, format_ends, present, read_run
-from esper_lightning.telemetry.events import SCHEMA, EventLog, HostsMeasured, SeedChanged, Started, read_events
+from esper_lightning.telemetry.events import SCHEMA, EventLog, HostsMeasured, Started, read_events
 from tests.runs import fit, only_run
 
 
@@ -68,13 +69,13 @@ def test_the_hosts_of_the_page_are_the_worst_the_median_and_the_best_of_the_last
         assert episode.rollout == 2 and len(episode.moments) == horizon
         assert episode.moments[-1].objective == last.objective[episode.host]
         stages = {
-            event.slot: event.after
+            event.slot: event.after.name
             for event in events
-            if isinstance(event, SeedChanged) and event.host == episode.host and event.tick > horizon
+            if isinstance(event, SeedEvent) and event.host == episode.host and event.tick > horizon
         }
         told = {slot: stage for slot, (stage, _) in episode.moments[-1].slots.items()}
         assert told == {slot: stage for slot, stage in stages.items() if stage != "DORMANT"}
-    germinated = [event for event in events if isinstance(event, SeedChanged) and event.after == "GERMINATED"]
+    germinated = [event for event in events if isinstance(event, SeedEvent) and event.after is Stage.GERMINATED]
     assert run.seeds is not None and run.seeds.germinated.sum() == len(germinated) > 0
 
 
@@ -194,7 +195,7 @@ def test_a_slot_that_is_empty_again_is_shown_as_empty(
     log.write(
         [
             Started(0, SCHEMA, 1, 1, ["a"], ["norm"], "accuracy", 10, {"a": 5}),
-            SeedChanged(1, 0, "a", "norm", *event, "why", 0, None),
+            SeedEvent("a", "norm", *(Stage[name] for name in event), "why", tick=1),
             HostsMeasured(1, ["WAIT"], [0.5], [1.0], [0.4], [10]),
         ]
     )

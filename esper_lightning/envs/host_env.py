@@ -1,7 +1,6 @@
 """One environment: a host network in training, with its seeds, measurements and optimizer. K slots."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -374,7 +373,7 @@ class HostEnv(Subject):
             self.tick += 1
             return [], None
         judgement = self._judge(result) if judged and self.monitor is not None else None
-        if judgement is not None and judgement.diverged:
+        if judgement is not None and judgement.outcome.diverged:
             return self.roll_back(judgement.outcome is Verdict.END, judgement.outcome.value), judgement
         assert result is not None, "only a failure leaves no result"
         events = self.record_epoch(result, judgement is not None and judgement.outcome is Verdict.SUSPICIOUS)
@@ -482,7 +481,7 @@ class HostEnv(Subject):
         """
         assert self.monitor is not None, "only watched hosts have snapshots"
         before = zip(self.slots, self.records, strict=True)
-        events = [replace(unchanged_stage(slot, cause), contribution=record.contribution) for slot, record in before]
+        events = [unchanged_stage(slot, cause)._replace(contribution=record.contribution) for slot, record in before]
         tick, flops_spent = self.tick, self.flops_spent
         # A copy: optimizer state loaded from a view would keep the snapshot's whole memory alive.
         self._load_host(self.monitor.snapshot.copy())
@@ -490,7 +489,7 @@ class HostEnv(Subject):
         self._set_optimizer_options()
         self.growing.cull_live_seeds(cause)
         pairs = zip(events, self.slots, strict=True)
-        return [replace(event, after=slot.stage) for event, slot in pairs if event.before is not slot.stage]
+        return [event._replace(after=slot.stage) for event, slot in pairs if event.before is not slot.stage]
 
     # Saved state
 

@@ -230,11 +230,11 @@ def draw_pictures(observer: Observer, objective: np.ndarray) -> dict[str, np.nda
     if rows:
         columns["figures/blueprints"] = [worth(rows)]
     if observer.is_complete:
-        trace, lives = observer.trace, []
+        ticks, lives = observer.length, []
         for title, host in typical_hosts(objective).items():
-            ops = [Op(op).name for op in trace.op[: trace.length, host]]
-            stages = [[(Stage(stage).name, "") for stage in row] for row in trace.stage[: trace.length, host]]
-            struck = (1 + np.flatnonzero(trace.rolled_back[: trace.length, host])).tolist()
+            ops = [Op(op).name for op in observer.op[:ticks, host]]
+            stages = [[(Stage(stage).name, "") for stage in row] for row in observer.stage[:ticks, host]]
+            struck = (1 + np.flatnonzero(observer.rolled_back[:ticks, host])).tolist()
             life = timeline(ops, stages, observer.slots, ticks=observer.horizon, rolled_back=struck)
             lives.append(life.properties(title=f"{title} host: {host}, objective {objective[host]:.3f}"))
         columns["figures/growth"] = lives

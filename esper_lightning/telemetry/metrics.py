@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from esper_lightning.envs import HostVeto
 from esper_lightning.growth.stages import Stage
 from esper_lightning.machine import resident_memory, total_memory
-from esper_lightning.telemetry.events import Vetoed
 from esper_lightning.telemetry.observer import Tick
 
 RETURN_QUANTILES = (0.1, 0.5, 0.9)
@@ -43,7 +43,7 @@ def tick_metrics(tick: Tick, slots: Sequence[str]) -> dict[str, float]:
     if not np.isnan(hosts["suspicious"]).any():
         found |= {f"governor/{name}": hosts[name].sum() for name in ("suspicious", "rollbacks")}
         found["governor/ended"] = hosts["stopped"].sum()
-        found["governor/vetoes"] = sum(isinstance(event, Vetoed) for event in tick.interventions)
+        found["governor/vetoes"] = sum(isinstance(event, HostVeto) for event in tick.events)
     return {tag: float(value) for tag, value in found.items()}
 
 

@@ -45,7 +45,7 @@ def test_pictures_show_the_stages_of_a_rollout_and_nothing_of_one_that_was_not_s
     hosts, slots = np.zeros(3, HOST), np.zeros((3, 1), SLOT)
     slots["stage"], slots["blueprint"], hosts["health"] = stage, -1, np.nan
     for number in (1, 2):
-        observer.update(Tick(number, number, hosts, slots, {}, [], [], []))
+        observer.update(Tick(number, number, hosts, slots, {}, []))
 
     pictures = draw_pictures(observer, np.array([0.1, 0.3, 0.2]))
 
