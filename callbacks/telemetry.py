@@ -20,7 +20,6 @@ from esper_lightning.envs.spaces.actions import relevance_table
 from esper_lightning.module import TamiyoModule
 from esper_lightning.telemetry import metrics as metrics_of
 from esper_lightning.telemetry.anomalies import AnomalyDetector
-from esper_lightning.telemetry.charts import draw_pictures
 from esper_lightning.telemetry.events import EVENTS_FILE, Event, EventLog, Updated
 from esper_lightning.telemetry.observer import Observer, join, observe, started
 
@@ -158,8 +157,11 @@ class Telemetry(Callback):
         blended = self._tick.slots["contribution"][self._tick.slots["blended"]]
         values = {name: torch.cat([one[name] for one in of_ranks]) for name in ("ratio", "advantage")}
         values["contribution"] = torch.from_numpy(blended).float()
-        is_drawn = is_due and self.writers and self._has_charts
-        pictures = draw_pictures(self.observer, self._tick.hosts["objective"]) if is_drawn else {}
+        pictures = {}
+        if is_due and self.writers and self._has_charts:
+            from esper_lightning.telemetry.charts import draw_pictures
+
+            pictures = draw_pictures(self.observer, self._tick.hosts["objective"])
         for writer in self.writers:
             for name, of_all in values.items():
                 if (finite := of_all[torch.isfinite(of_all)]).numel():

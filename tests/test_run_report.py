@@ -22,7 +22,15 @@ from esper_lightning.callbacks import Grow, Stack
 from esper_lightning.evaluation.statistics import mean_interval
 from esper_lightning.growth import SeedEvent, Stage
 from esper_lightning.run_report import Moment, format_ends, present, read_run
-from esper_lightning.telemetry.events import SCHEMA, EventLog, HostsMeasured, Started, read_events
+from esper_lightning.telemetry.events import (
+    SCHEMA,
+    EventLog,
+    HostsMeasured,
+    Stacked,
+    Started,
+    Validated,
+    read_events,
+)
 from tests.runs import fit, only_run
 
 
@@ -147,14 +155,14 @@ def test_a_stacked_network_is_shown_with_its_blocks_and_beside_a_plain_training(
     page = page_of(stacked, plain, out=tmp_path / "page.html")
 
     run = read_run(stacked)
-    assert [(event.before, event.after) for event in run.stacked] == [(1, 2), (2, 4)]
-    assert [v.step for v in run.validations] == [4, 8, 12, 16, 20, 24]
+    assert [(event.before, event.after) for event in run.events[Stacked]] == [(1, 2), (2, 4)]
+    assert [v.step for v in run.events[Validated]] == [4, 8, 12, 16, 20, 24]
     with (stacked / "metrics.csv").open() as file:
         losses = [float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]]
-    assert [v.metrics["val_loss"] for v in run.validations] == pytest.approx(losses)
+    assert [v.metrics["val_loss"] for v in run.events[Validated]] == pytest.approx(losses)
     assert json.loads(re.findall(r'data-depths="([^"]*)"', page)[0]) == [[1], [1], [2], [4], [4], [4]]
     assert "net.1: 1 → 2 at step 8; net.1: 2 → 4 at step 15" in unescape(page)
-    flops = [v.flops for v in run.validations]
+    flops = [v.flops for v in run.events[Validated]]
     assert flops[0] == 4 * 16 * 6 * (8 * 8 * 2 + 8 * 2) - 4 * 16 * 2 * 8 * 8, (
         "the first layer's inputs have no gradient"
     )
@@ -172,15 +180,15 @@ def test_a_network_with_seeds_is_shown_with_every_validation(tmp_path: Path) -> 
         scores = [float(row["val_acc"]) for row in csv.DictReader(file) if row["val_acc"]]
     (episode,) = run.episodes
     assert [moment.score for moment in episode.moments] == pytest.approx(scores)
-    assert len(run.validations) == 6 and run.validations[-1].flops > 0.0
+    assert len(run.events[Validated]) == 6 and run.events[Validated][-1].flops > 0.0
     assert "The network after tick" in page
 
 
 def test_grow_and_stack_in_one_training_are_shown_together(tmp_path: Path) -> None:
     run = read_run(train_own(tmp_path, Grow(["0"]), Stack("net.1", start=2, at=0.5)))
 
-    assert [validation.step for validation in run.validations] == [4, 8, 12, 16, 20, 24]
-    assert [(event.before, event.after) for event in run.stacked] == [(2, 4)]
+    assert [validation.step for validation in run.events[Validated]] == [4, 8, 12, 16, 20, 24]
+    assert [(event.before, event.after) for event in run.events[Stacked]] == [(2, 4)]
     (episode,) = run.episodes
     assert len(episode.moments) == 6 and None not in [moment.score for moment in episode.moments]
 
