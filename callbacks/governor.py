@@ -32,7 +32,7 @@ class Governor(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if any(isinstance(other, Governor) and other is not self for other in trainer.callbacks):
             raise ValueError("two Governors in trainer.callbacks; keep one esper_lightning.callbacks.Governor")
-        watched_hosts(trainer).oversee(self.rules)
+        watched_hosts(trainer).set_governor(self.rules)
 
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         self._lines_left = MAX_LINES
@@ -62,7 +62,7 @@ class Governor(Callback):
             self._lines_left, self._unprinted = MAX_LINES, Counter()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        watched_hosts(trainer).oversee(None)  # the data module may serve another trainer
+        watched_hosts(trainer).set_governor(None)  # the data module may serve another trainer
 
 
 def watched_hosts(trainer: Trainer) -> HostPoolData:

@@ -137,7 +137,7 @@ class Stack(Callback):
         self._begins = False
         self._steps = -1
         self._loaded: dict[str, Any] | None = None  # weights of a grown list that is resumed
-        self._told: str | None = None  # line about a change whose first loss is not known yet
+        self._change_line: str | None = None  # line about a change whose first loss is not known yet
         self._loss: Tensor | None = None
         self._handles: list[RemovableHandle] = []
         self.cost: BatchCost | None = None
@@ -184,7 +184,7 @@ class Stack(Callback):
         if stage == "fit":
             self._check(trainer, module)
             self.depths, self.lr_peak, self._steps = [], 0.0, -1
-            self._loaded, self._told, self._loss = None, None, None
+            self._loaded, self._change_line, self._loss = None, None, None
             if self._first_plan is not None:  # what the plan remembers is of an earlier training
                 self.plan.load_state_dict(copy.deepcopy(self._first_plan))
             self.cost, self.flops_spent, self.batches = None, 0, 0
@@ -480,8 +480,8 @@ class Stack(Callback):
             each._set_batch_flops(trainer)
         if self._log is not None:
             self._log.write([Stacked(trainer.global_step, self.name, before, to)])
-        self._told = f"Stack, step {trainer.global_step}: {self.name} {before} → {to}, training loss "
-        self._told += self._last_loss(trainer)
+        self._change_line = f"Stack, step {trainer.global_step}: {self.name} {before} → {to}, training loss "
+        self._change_line += self._last_loss(trainer)
         if lr < 0.99 * self.lr_peak:
             rank_zero_warn(
                 f"Stack: the learning rate has fallen from {self.lr_peak:.3g} to {lr:.3g} before {self.name} grows; "
@@ -493,10 +493,10 @@ class Stack(Callback):
     ) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         self._loss = loss.detach() if isinstance(loss, Tensor) else None
-        if self._told is not None:
+        if self._change_line is not None:
             if trainer.is_global_zero:
-                print_status(f"{self._told} → {self._last_loss(trainer)}")
-            self._told = None
+                print_status(f"{self._change_line} → {self._last_loss(trainer)}")
+            self._change_line = None
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not is_validation_of_fit(trainer):

@@ -217,7 +217,7 @@ def grow(config: str, controller: str, *, out: str = "runs/grown") -> None:
     made = load_config(config)
     data, rules = made.datamodule, Comparison(made.model.evaluation).make_controllers()
     data.build(made.trainer.strategy.root_device)
-    data.oversee(governor_of(made.trainer))
+    data.set_governor(governor_of(made.trainer))
     chosen = rules.get(controller)
     if chosen is None:
         chosen = find_controller(controller, "--controller", others=list(rules), device=data.pool.device)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from esper_lightning.envs.spaces.descriptions import HostDescription
 
 
-class Subject:
+class GrowthRecord:
     """A growing network with the record of its training, as controllers see it.
 
     It does not train the network: `HostEnv` does in an environment, and the callback `Grow` in a training of your own.
@@ -202,8 +202,8 @@ class Subject:
         self.skipped_steps = state["skipped_steps"]
 
 
-class HostEnv(Subject):
-    """An environment whose episode is the training of one host network: the subject, and what trains and prices it.
+class HostEnv(GrowthRecord):
+    """An environment whose episode is the training of one host network: its record, and what trains and prices it.
 
     An episode depends on the RNG seed of `reset` and on the actions alone. An environment step is one host epoch.
 

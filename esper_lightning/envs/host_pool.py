@@ -183,12 +183,12 @@ class HostPool:
         self.episode_starts = torch.zeros(n_envs, dtype=torch.bool, device=device)  # True after a rollback
         self.governor: GovernorConfig | None = None
         self.reset(range(n_envs))
-        self.oversee(governor)
+        self.set_governor(governor)
 
-    def oversee(self, governor: GovernorConfig | None) -> None:
+    def set_governor(self, governor: GovernorConfig | None) -> None:
         """Let the Governor watch the hosts by these rules, from their present state on. None: stop watching."""
         self.governor = governor
-        self.env_factory.oversee(governor)
+        self.env_factory.set_governor(governor)
         self._take_snapshots(self.envs)
 
     def _prepare_executor(self, name: str, kinds: Sequence[HostEnv]) -> tuple[str, LoopExecutor]:

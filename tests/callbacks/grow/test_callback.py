@@ -61,8 +61,8 @@ class Seen(Callback):
     def on_train_batch_end(self, *_: object) -> None:
         pool = self.grow.pool
         assert pool is not None
-        self.lr_shares.append(pool.subject.lr_share)
-        fresh = SinglePool(pool.subject, pool.growable, pool.config)
+        self.lr_shares.append(pool.env.lr_share)
+        fresh = SinglePool(pool.env, pool.growable, pool.config)
         fresh.update()
         seen, expected = ((each.observation.features, *each.masks) for each in (pool, fresh))
         self.is_current.append(all(torch.equal(*pair) for pair in zip(seen, expected, strict=True)))
