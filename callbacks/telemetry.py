@@ -1,9 +1,8 @@
-"""Callback that writes metrics, pictures and events of a run to its loggers and to events.jsonl."""
+"""Callback that writes metrics, histograms and events of a run to its loggers and to events.jsonl."""
 
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +24,20 @@ from esper_lightning.telemetry.observer import Observer, join, observe, started
 
 
 class Telemetry(Callback):
-    """Writes metrics, pictures and events to the trainer's loggers and to events.jsonl, and prints anomalies.
+    """Writes metrics, histograms and events to the trainer's loggers and to events.jsonl, and prints anomalies.
 
     docs/reference/telemetry.md explains every plot, event and rule. Processes send what they see of their hosts to
     rank 0, which alone has statistics and writes.
 
     Args:
         every_n_ticks: Ticks between two writes of the hosts' metrics and of the mean seconds per tick.
-        figures_every: Rollouts between pictures, which need the extra [report]; the last rollout always has some. 0:
-            none.
         ignore: Names of the rules for anomalies that are not applied.
     """
 
-    def __init__(self, *, every_n_ticks: int = 1, figures_every: int = 10, ignore: Sequence[str] = ()) -> None:
+    def __init__(self, *, every_n_ticks: int = 1, ignore: Sequence[str] = ()) -> None:
         if every_n_ticks < 1:
             raise ValueError(f"Telemetry.every_n_ticks must be at least 1, got {every_n_ticks}")
         self.every_n_ticks = every_n_ticks
-        self.figures_every = figures_every
         self.detector = AnomalyDetector(ignore)
         self.events: EventLog | None = None
         self.writers: list[SummaryWriter] = []
@@ -75,9 +71,6 @@ class Telemetry(Callback):
         """Discard what the interrupted run wrote after the checkpoint, and write what does not change in a run."""
         tick, pool = self.collector.ticks, self.collector.pool
         self.writers = [one.experiment for one in trainer.loggers if isinstance(one, TensorBoardLogger)]
-        self._has_charts = all(map(find_spec, ("altair", "vl_convert")))
-        if self.writers and self.figures_every and not self._has_charts:
-            print_status("no pictures in TensorBoard: they need pip install 'esper-lightning[report]'")
         for writer in self.writers:
             is_resumed = self._restored and len(list(Path(writer.log_dir).glob("events.out.tfevents.*"))) > 1
             if tick:  # makes readers drop what an earlier process wrote later
@@ -125,7 +118,7 @@ class Telemetry(Callback):
                 logger.log_metrics(logged, step=collector.ticks)
 
     def _rollout_metrics(self, trainer: Trainer) -> dict[str, float]:
-        """Write events, histograms and pictures of the finished rollout, and return its metrics.
+        """Write events and histograms of the finished rollout, and return its metrics.
 
         On other ranks: only send, and return {}.
         """
@@ -152,22 +145,13 @@ class Telemetry(Callback):
         found |= metrics_of.return_metrics(report.summary.returns)
         found |= {f"train/{name}": value for name, value in report.metrics.items()}
         found |= self._cost_metrics()
-        is_last = update == trainer.max_epochs or self.module.progress == 1.0
-        is_due = self.figures_every and (update % self.figures_every == 0 or is_last)
         blended = self._tick.slots["contribution"][self._tick.slots["blended"]]
         values = {name: torch.cat([one[name] for one in of_ranks]) for name in ("ratio", "advantage")}
         values["contribution"] = torch.from_numpy(blended).float()
-        pictures = {}
-        if is_due and self.writers and self._has_charts:
-            from esper_lightning.telemetry.charts import draw_pictures
-
-            pictures = draw_pictures(self.observer, self._tick.hosts["objective"])
         for writer in self.writers:
             for name, of_all in values.items():
                 if (finite := of_all[torch.isfinite(of_all)]).numel():
                     writer.add_histogram(f"histograms/{name}", finite, tick)
-            for tag, pixels in pictures.items():
-                writer.add_image(tag, pixels, tick, dataformats="HWC")
         return found | self._check_anomalies(found, trainer)
 
     def _cost_metrics(self) -> dict[str, float]:

@@ -1,22 +1,15 @@
-"""Charts of growth, for TensorBoard and for the page of a run: Vega-Altair, of the extra [report].
+"""Charts of growth for the page of a run: Vega-Altair, of the extra [report].
 
 Colours of text and lines are those of the page around a chart.
 """
 
-import base64
-import io
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import altair as alt
 import numpy as np
-from PIL import Image
 
-from esper_lightning.envs import Op
-from esper_lightning.growth.stages import Stage
-from esper_lightning.telemetry.observer import Observer, SeedStats
+from esper_lightning.telemetry.observer import SeedStats
 
 Row = Mapping[str, Any]
 """One record of a chart's data: plain values by column."""
@@ -48,16 +41,6 @@ SHAPES = ["circle", "square", "triangle-up", "cross", "diamond", "triangle-right
 
 AXIS_WIDTH = 96
 """Pixels left of every plot, so that plots below each other share their horizontal axis."""
-
-PICTURE_WIDTH = 560
-"""Pixels of the plot in a picture; on a page a chart is as wide as its place."""
-
-RENDERER = """
-import base64, sys, vl_convert
-for line in sys.stdin:
-    print(base64.b64encode(vl_convert.vegalite_to_png(line, scale=1.5)).decode())
-"""
-"""Program that turns each line of its input, the JSON of a chart, into a line with a PNG."""
 
 
 def styled(chart: Any, description: str) -> Any:
@@ -212,27 +195,6 @@ def scatter(rows: Sequence[Row], *, x: str, y: str) -> Any:
     ).properties(height=280, width="container")
 
 
-def draw_pictures(observer: Observer, objective: np.ndarray) -> dict[str, np.ndarray]:
-    """Return pictures of the finished rollout by tag, as pixels: what blueprints were worth since the run began, and
-    the lives of the worst, the median and the best host by their objectives [N].
-
-    The lives are left out if the rollout was not observed from its beginning.
-    """
-    columns, rows = {}, worth_rows(observer.run_stats, observer.blueprints, observer.slots)
-    if rows:
-        columns["figures/blueprints"] = [worth(rows)]
-    if observer.is_complete:
-        ticks, lives = observer.length, []
-        for title, host in typical_hosts(objective).items():
-            ops = [Op(op).name for op in observer.op[:ticks, host]]
-            stages = [[(Stage(stage).name, "") for stage in row] for row in observer.stage[:ticks, host]]
-            struck = (1 + np.flatnonzero(observer.rolled_back[:ticks, host])).tolist()
-            life = timeline(ops, stages, observer.slots, ticks=observer.horizon, rolled_back=struck)
-            lives.append(life.properties(title=f"{title} host: {host}, objective {objective[host]:.3f}"))
-        columns["figures/growth"] = lives
-    return render(columns) if columns else {}
-
-
 def typical_hosts(objective: np.ndarray) -> dict[str, int]:
     """Return the numbers of the worst, the median and the best host, given the objectives of all [N]."""
     ranked = np.argsort(objective, kind="stable").tolist()
@@ -248,23 +210,3 @@ def worth_rows(stats: SeedStats, blueprints: Sequence[str], slots: Sequence[str]
         told = {"seeds": seeds, "kept": kept, "points": points if np.isfinite(points) else None}
         rows.append({"blueprint": blueprints[b], "slot": slots[k], **told})
     return sorted(rows, key=lambda row: (row["blueprint"], row["slot"]))
-
-
-def render(columns: Mapping[str, Sequence[Any]]) -> dict[str, np.ndarray]:
-    """Return the charts of each column below each other as pixels [height, width, 3], uint8, on white."""
-    lines = []
-    for charts in columns.values():
-        column = alt.vconcat(*(chart.properties(width=PICTURE_WIDTH) for chart in charts))
-        column = column.resolve_scale(color="independent")
-        lines.append(styled(column, "").properties(background="white").to_json(indent=None) + "\n")
-    # In a process of its own: the renderer has threads, so that in a process forked after its first picture it would
-    # wait for ever. A session of its own: a signal to the run's processes is not for it.
-    rendered = subprocess.run(
-        [sys.executable, "-c", RENDERER],
-        input="".join(lines).encode(),
-        stdout=subprocess.PIPE,
-        check=True,
-        start_new_session=True,
-    )
-    images = (Image.open(io.BytesIO(base64.b64decode(line))).convert("RGB") for line in rendered.stdout.splitlines())
-    return dict(zip(columns, map(np.asarray, images), strict=True))

@@ -26,7 +26,7 @@ from esper_lightning.telemetry.events import (
 HOST = np.dtype(
     [
         *((name, "f8") for name in ("score", "loss", "objective", "parameters", "reward")),
-        *(("op", "u1"), ("ended", "?"), ("stopped", "?"), ("rolled_back", "?")),
+        *(("op", "u1"), ("ended", "?"), ("stopped", "?")),
         *(("norm", "f8"), ("health", "f8")),  # of the host's gradient; NaN: none was measured
         ("skipped_steps", "f8"),  # NaN: the host has no loss scale
         *(("suspicious", "f8"), ("rollbacks", "f8")),  # NaN: nothing watches the host
@@ -83,15 +83,11 @@ def observe(pool: HostPool, step: StepResult, tick: int, own: Sequence[int] | No
     own = own or range(pool.n_envs)
     blueprints = {None: -1} | {name: b for b, name in enumerate(pool.space.blueprint)}
     diverged = [verdict for verdict in step.verdicts if verdict.decision.diverged]
-    rolled_back = {verdict.host for verdict in diverged}
     columns = zip(*(column.tolist() for column in step.metrics), step.ops.tolist(), strict=True)
     return Tick(
         run_tick=tick,
         number=pool.envs[0].tick,
-        hosts=[
-            (*numbers, *_host_row(env, i in rolled_back))
-            for i, (env, numbers) in enumerate(zip(pool.envs, columns, strict=True))
-        ],
+        hosts=[(*numbers, *_host_row(env)) for env, numbers in zip(pool.envs, columns, strict=True)],
         slots=[_slot_rows(env, blueprints) for env in pool.envs],
         terms={name: paid.tolist() for name, paid in step.terms.items()},
         events=[
@@ -101,11 +97,11 @@ def observe(pool: HostPool, step: StepResult, tick: int, own: Sequence[int] | No
     )
 
 
-def _host_row(env: HostEnv, rolled_back: bool) -> tuple[Any, ...]:
+def _host_row(env: HostEnv) -> tuple[Any, ...]:
     gradient, monitor = env.host_gradient, env.monitor
     state = None if monitor is None else monitor.governor_state
     return (
-        *(env.ended, env.stopped, rolled_back),
+        *(env.ended, env.stopped),
         *((np.nan, np.nan) if gradient is None else (gradient.norm, gradient.health)),
         env.skipped_steps if env.loss_scale is not None else np.nan,
         *((np.nan, np.nan) if state is None else (state.consecutive_anomalies > 0, state.rollbacks)),
@@ -193,10 +189,7 @@ def count_seed(
         (sums.fossilized if after is Stage.FOSSILIZED else sums.culled)[b, k] += 1.0
 
 
-ARRAYS = (
-    *("earlier", "sums", "op", "stage", "rolled_back"),
-    *("refused", "last_contributions", "silent", "born", "dead", "health"),
-)
+ARRAYS = ("earlier", "sums", "refused", "last_contributions", "silent", "born", "dead", "health")
 """Attributes of an observer that a checkpoint holds."""
 
 
@@ -217,10 +210,7 @@ class Observer:
         self._begin_rollout()
 
     def _begin_rollout(self) -> None:
-        self.seen = self.length = 0  # ticks of this rollout that were observed, and ticks so far
-        # Of each tick, for pictures; stages are those after it.
-        self.op, self.rolled_back = (np.zeros((self.horizon, self.n_envs), kind) for kind in (np.uint8, bool))
-        self.stage = np.zeros((self.horizon, self.n_envs, len(self.slots)), np.uint8)
+        self.seen = 0  # ticks of this rollout that were observed
         self.sums = np.zeros_like(self.earlier)  # of this rollout
         # Contribution of each seed as last measured; NaN: never
         self.last_contributions = np.full((self.n_envs, len(self.slots)), np.nan)
@@ -228,11 +218,6 @@ class Observer:
         self.born, self.dead = np.zeros((2, len(self.blueprints)))  # seeds, and silent ones that were replaced
         self.health = np.zeros(2)  # sum of the hosts' gradient health, and number of measurements
         self.terms: dict[str, float] = {}  # sums of the reward's terms, means over hosts
-
-    @property
-    def is_complete(self) -> bool:
-        """True if every tick of the episode so far was observed."""
-        return self.seen == self.length
 
     def update(self, tick: Tick) -> list[Event]:
         """Add one environment step to the statistics.
@@ -243,14 +228,12 @@ class Observer:
         if tick.number == 1:
             self.earlier += self.sums
             self._begin_rollout()
-        self.seen, self.length = self.seen + 1, tick.number
-        row, slots = tick.number - 1, tick.slots
-        self.op[row], self.rolled_back[row] = tick.hosts["op"], tick.hosts["rolled_back"]
-        self.stage[row] = slots["stage"]
+        self.seen += 1
         for event in tick.events:
             if isinstance(event, SeedEvent):
                 sums = SeedStats(*self.sums)  # views
                 count_seed(event, sums, self.last_contributions, slots=self.slots, blueprints=self.blueprints)
+        slots = tick.slots
         known = slots["blended"] & ~np.isnan(slots["contribution"])
         self.last_contributions = np.where(known, slots["contribution"], self.last_contributions)
         self._watch_gradients(tick)
@@ -310,17 +293,17 @@ class Observer:
 
     def state_dict(self) -> dict[str, Any]:
         arrays = {name: torch.from_numpy(getattr(self, name).copy()) for name in ARRAYS}
-        return arrays | {"terms": dict(self.terms), "ticks": [self.seen, self.length]}
+        return arrays | {"terms": dict(self.terms), "ticks": [self.seen]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state; with other hosts only the sums of finished rollouts, since episodes then start again."""
-        seen, length = state["ticks"]
-        if state["op"].shape == self.op.shape:
+        seen = state["ticks"][0]
+        if state["refused"].shape == self.refused.shape:
             for name in ARRAYS:
                 getattr(self, name)[:] = state[name]
-            self.terms, self.seen, self.length = dict(state["terms"]), seen, length
+            self.terms, self.seen = dict(state["terms"]), seen
         else:
-            self.earlier[:] = state["earlier"] + (state["sums"] if length == len(state["op"]) else 0.0)
+            self.earlier[:] = state["earlier"] + (state["sums"] if seen == self.horizon else 0.0)
 
 
 def measurements(tick: Tick) -> HostsMeasured:
