@@ -364,7 +364,7 @@ class Grow(Callback):
             variants = [frozenset(self._blended)]
             (metric,) = self._meter.measure(variants)
             loss = None if self.loss is None else self._meter.measure(variants, self.loss)[0]
-            self.pool.begin(self.scale.validation(Measured(metric, loss, {}), space.slot))
+            self.pool.begin(self.scale.validation(metric, loss))
             self.decider.reset(self.pool)
             events = self._decide(trainer)
         self._log = open_events(trainer, EVENTS_FILE)
@@ -471,9 +471,10 @@ class Grow(Callback):
             return
         pending, self._pending = self._pending, None
         pool, growing = self._pool, self.growing
-        validation = self.scale.validation(pending, pool.space.slot)
-        score, train_loss = validation.all_seeds, float(self._train_loss)
-        loss = train_loss / self._train_batches if self._train_batches else score.loss
+        validation = self.scale.validation(pending.metric, pending.loss)
+        loss, score = validation.all_seeds
+        if self._train_batches:
+            loss = float(self._train_loss) / self._train_batches
         gradients = [[0.0, 0.0, 1.0, 0.0]] * (1 + len(growing.slots))  # no gradient has been seen: all have vanished
         if self._gradients is not None:
             gradients = self._gradients.tolist()
@@ -485,7 +486,8 @@ class Grow(Callback):
             rank_zero_warn(f"Grow: {' and '.join(broken)} is not finite; seeds stay as they are until it is")
             growing.lifecycle = replace(self.lifecycle, auto_cull=False)
         # The score on training data is unknown; deciders see that of validation.
-        events = pool.record(EpochResult(TrainingStats(loss, score.score, 0, host, seeds), validation), bool(broken))
+        result = EpochResult(TrainingStats(loss, score, 0, host, seeds), validation)
+        events = pool.record(result, pending.contributions, bool(broken))
         growing.lifecycle = self.lifecycle
         scores = pool.env.history.score  # that of before the training is the first
         if pool.env.tick == CHANCE_TICKS and max(scores) < scores[0] + CHANCE_RISE:

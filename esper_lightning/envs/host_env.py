@@ -152,8 +152,13 @@ class GrowthRecord:
         self.history.loss.append(validation.all_seeds.loss)
         self.history.score.append(validation.all_seeds.score)
 
-    def record_epoch(self, result: EpochResult, hold_stages: bool = False) -> list[SeedEvent]:
-        """Record the result of an epoch and advance the lifecycle of the seeds; `hold_stages` keeps their stages."""
+    def record_epoch(
+        self, result: EpochResult, contributions: Mapping[str, float], hold_stages: bool = False
+    ) -> list[SeedEvent]:
+        """Record the result of an epoch and advance the lifecycle of the seeds; `hold_stages` keeps their stages.
+
+        `contributions` are those of blended seeds that are judged, in points, by slot.
+        """
         training, validation = result
         self.history.train_loss.append(training.loss)
         self.history.train_score.append(training.score)
@@ -161,8 +166,6 @@ class GrowthRecord:
         self.skipped_steps += training.skipped_steps
         self.record_validation(validation)
         self.tick += 1
-        measured = zip(self.slots, validation.contributions, strict=True)
-        contributions = {slot.name: points for slot, points in measured if slot.is_judged}
         for slot, trials in zip(self.slots, self.trials, strict=True):
             if slot.blended and slot.is_judged and slot.blueprint is not None:
                 trials[slot.blueprint] = contributions[slot.name]
@@ -376,15 +379,13 @@ class HostEnv(GrowthRecord):
         if judgement is not None and judgement.outcome.diverged:
             return self.roll_back(judgement.outcome is Verdict.END, judgement.outcome.value), judgement
         assert result is not None, "only a failure leaves no result"
-        events = self.record_epoch(result, judgement is not None and judgement.outcome is Verdict.SUSPICIOUS)
-        return events, judgement
-
-    def record_epoch(self, result: EpochResult, hold_stages: bool = False) -> list[SeedEvent]:
-        """Record the result of an epoch, advance the lifecycle of the seeds and the schedule of the learning rate."""
-        events = super().record_epoch(result, hold_stages)
+        measured = zip(self.slots, result.validation.contributions, strict=True)
+        contributions = {slot.name: points for slot, points in measured if slot.is_judged}
+        is_held = judgement is not None and judgement.outcome is Verdict.SUSPICIOUS
+        events = self.record_epoch(result, contributions, is_held)
         if self.training.lr_schedule != "constant":
             self._set_optimizer_options()
-        return events
+        return events, judgement
 
     def update_objective(self) -> LossAndScore:
         """Update the objective J from the last validation.

@@ -1,5 +1,6 @@
 """A pool of one: a network in a training of its own, in the form in which controllers see the hosts of a pool."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -49,9 +50,14 @@ class SinglePool:
         self.env.record_validation(validation)
         self.update()
 
-    def record(self, result: EpochResult, hold_stages: bool = False) -> list[SeedEvent]:
-        """Record the result of an epoch, and return the changes of seeds that happen by themselves."""
-        events = self.env.record_epoch(result, hold_stages)
+    def record(
+        self, result: EpochResult, contributions: Mapping[str, float], hold_stages: bool = False
+    ) -> list[SeedEvent]:
+        """Record the result of an epoch with the contributions of seeds in points, by slot.
+
+        Returns the changes of seeds that happen by themselves.
+        """
+        events = self.env.record_epoch(result, contributions, hold_stages)
         self.update()
         return events
 
