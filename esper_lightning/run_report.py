@@ -218,15 +218,15 @@ def read_growth(path: Path, run: Run) -> None:
 
 def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Return the curves of a logger by tag, from TensorBoard's files or from metrics.csv."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    scalars: dict[str, list[tuple[int, float]]] = {}
     if any(folder.glob("events.out.tfevents.*")):
         board = EventAccumulator(str(folder), size_guidance={"scalars": 10 * MAX_POINTS}).Reload()
-        found = {tag: [(e.step, e.value) for e in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
+        scalars = {tag: [(e.step, e.value) for e in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
     for row in read_rows(folder / "metrics.csv"):
         for tag in row.keys() - {"step", "epoch"}:
             if row[tag]:
-                found.setdefault(tag, []).append((int(row["step"]), float(row[tag])))
-    return found
+                scalars.setdefault(tag, []).append((int(row["step"]), float(row[tag])))
+    return scalars
 
 
 # What the page says of one run.
@@ -244,11 +244,11 @@ def distinct(names: Iterable[str]) -> list[str]:
 
 def raised(run: Run) -> dict[str, list[AnomalyChanged]]:
     """Return the anomalies that were raised, by rule."""
-    found: dict[str, list[AnomalyChanged]] = defaultdict(list)
+    by_rule: dict[str, list[AnomalyChanged]] = defaultdict(list)
     for change in run.events[AnomalyChanged]:
         if change.level == "raised":
-            found[change.name.partition(".")[0]].append(change)
-    return found
+            by_rule[change.name.partition(".")[0]].append(change)
+    return by_rule
 
 
 def lead(run: Run) -> str:
@@ -466,8 +466,8 @@ def curves_of(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
                         marks.append({"x": x, "what": f"{run.name}: {event.blocks} {event.before} → {event.after}"})
             if points:
                 x = "ticks of the run" if is_of_policy else axis
-                told = f"{title} over {x}"
-                yield told, embed(charts.curve(points, x=x, y=title, marks=marks), told)
+                description = f"{title} over {x}"
+                yield description, embed(charts.curve(points, x=x, y=title, marks=marks), description)
 
 
 def points_of(run: Run, tag: str, axis: str) -> Sequence[tuple[float, float]]:
@@ -495,8 +495,8 @@ def differences(runs: Sequence[Run]) -> Iterator[tuple[str, str, str]]:
             hosts = sorted(host for name, host in ours.keys() & theirs.keys() if name == controller)
             if len(hosts) > 1:
                 paired = np.array([[ours[controller, host] - theirs[controller, host] for host in hosts]])
-                told = format_ends(mean_interval(paired)._asdict())
-                yield other.name, f"objective of {controller}, {len(hosts)} hosts, paired", told
+                interval = mean_interval(paired)._asdict()
+                yield other.name, f"objective of {controller}, {len(hosts)} hosts, paired", format_ends(interval)
         for name in metrics_of(runs):
             a, b = points_of(first, name, "step"), points_of(other, name, "step")
             if a and b:
@@ -505,7 +505,7 @@ def differences(runs: Sequence[Run]) -> Iterator[tuple[str, str, str]]:
 
 def outcomes_by_host(run: Run) -> dict[tuple[str, str], float]:
     """Return the objective of each controller on each host, by their names; means over training seeds."""
-    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    objectives: dict[tuple[str, str], list[float]] = defaultdict(list)
     for row in run.outcomes:
-        found[row["controller"], row["host_seed"]].append(float(row["objective"]))
-    return {key: float(np.mean(values)) for key, values in found.items()}
+        objectives[row["controller"], row["host_seed"]].append(float(row["objective"]))
+    return {key: float(np.mean(values)) for key, values in objectives.items()}

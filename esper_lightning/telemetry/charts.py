@@ -207,6 +207,6 @@ def worth_rows(stats: SeedStats, blueprints: Sequence[str], slots: Sequence[str]
     for b, k in zip(*np.nonzero(stats.germinated), strict=True):
         points = float(stats.mean_contribution[b, k])
         seeds, kept = int(stats.germinated[b, k]), float(stats.fossilized[b, k] / stats.germinated[b, k])
-        told = {"seeds": seeds, "kept": kept, "points": points if np.isfinite(points) else None}
-        rows.append({"blueprint": blueprints[b], "slot": slots[k], **told})
+        row = {"blueprint": blueprints[b], "slot": slots[k], "seeds": seeds, "kept": kept}
+        rows.append(row | {"points": points if np.isfinite(points) else None})
     return sorted(rows, key=lambda row: (row["blueprint"], row["slot"]))

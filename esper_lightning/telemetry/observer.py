@@ -69,7 +69,7 @@ class Tick(NamedTuple):
 def started(pool: Any, *, tick: int, hosts: int) -> Started:
     """Return the event with which the events of a pool begin, or of the pools of several tasks."""
     space, flops = pool.space, pool.envs[0].flops
-    scores = sorted({each.task.score_name for each in getattr(pool, "pools", {"": pool}).values()})
+    scores = sorted({of_task.task.score_name for of_task in getattr(pool, "pools", {"": pool}).values()})
     names = (list(space.slot), list(space.blueprint), " or ".join(scores))
     return Started(tick, SCHEMA, hosts, pool.horizon, *names, flops.host, flops.behind)
 
@@ -275,21 +275,21 @@ class Observer:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of a finished rollout by tag; undefined ones are left out."""
-        found = {f"rollout/reward.{name}": paid for name, paid in self.terms.items() if self.seen == self.horizon}
+        metrics = {f"rollout/reward.{name}": paid for name, paid in self.terms.items() if self.seen == self.horizon}
         if self.health[1]:
-            found["rollout/gradient_health"] = self.health[0] / self.health[1]
+            metrics["rollout/gradient_health"] = self.health[0] / self.health[1]
         silent = self.dead + np.bincount(self.silent[self.silent >= 0], minlength=len(self.blueprints))
         of_blueprint = SeedStats(*self.sums.sum(2))  # [B]
         for b, name in enumerate(self.blueprints):
             if self.born[b] >= LEAST_SEEDS:
-                found[f"rollout/dead_seeds.{name}"] = silent[b] / self.born[b]
-            found[f"blueprint/{name}/germinated"] = of_blueprint.germinated[b] / self.n_envs
-            found[f"blueprint/{name}/kept"] = of_blueprint.fossilized[b] / self.n_envs
+                metrics[f"rollout/dead_seeds.{name}"] = silent[b] / self.born[b]
+            metrics[f"blueprint/{name}/germinated"] = of_blueprint.germinated[b] / self.n_envs
+            metrics[f"blueprint/{name}/kept"] = of_blueprint.fossilized[b] / self.n_envs
             if of_blueprint.germinated[b] > 0.0:
-                found[f"blueprint/{name}/churn"] = of_blueprint.culled[b] / of_blueprint.germinated[b]
+                metrics[f"blueprint/{name}/churn"] = of_blueprint.culled[b] / of_blueprint.germinated[b]
             if of_blueprint.measured[b] > 0.0:
-                found[f"blueprint/{name}/contribution"] = of_blueprint.mean_contribution[b]
-        return {tag: float(value) for tag, value in found.items()}
+                metrics[f"blueprint/{name}/contribution"] = of_blueprint.mean_contribution[b]
+        return {tag: float(value) for tag, value in metrics.items()}
 
     def state_dict(self) -> dict[str, Any]:
         arrays = {name: torch.from_numpy(getattr(self, name).copy()) for name in ARRAYS}
