@@ -62,7 +62,6 @@ def measure_speed(config: str, executor: str, hosts: int, ranks: int, cores: Seq
     """Train four rollouts and return their speed."""
     flags = ("--config", config, f"--data.env.executor={executor}", f"--data.n_envs={hosts}", "--trainer.max_epochs=4")
     flags += ("--model.evaluation.hosts=0", "--trainer.limit_val_batches=0")
-    flags += ("--trainer.callbacks+=esper_lightning.callbacks.Telemetry", "--trainer.callbacks.figures_every=0")
     with tempfile.TemporaryDirectory() as name:
         run = fit(Path(name), ranks, *flags, cores=cores)
         # Imported here, because it takes seconds that no other command needs.

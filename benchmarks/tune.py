@@ -49,7 +49,7 @@ def open_data(config: Path) -> HostPoolData:
     """Return the data module of a config, built on the CPU and watched by the config's Governor."""
     data, governor = read_data(config)
     data.build(torch.device("cpu"))
-    data.oversee(governor)
+    data.set_governor(governor)
     return data
 
 

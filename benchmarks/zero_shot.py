@@ -204,7 +204,7 @@ def find_baselines(config: Path, folder: Path, steps: int) -> None:
     """Score every rule on the training hosts of each task, and search its best schedule."""
     data, governor = read_data(config)
     data.build(torch.device("cpu"))
-    data.oversee(governor)
+    data.set_governor(governor)
     known = {(score.task, score.rule) for score in read_rows(folder / RULES_FILE, Score)}
     with appended_rows(folder / RULES_FILE, Score) as append:
         for task in data.pools:

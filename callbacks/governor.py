@@ -32,7 +32,7 @@ class Governor(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if any(isinstance(other, Governor) and other is not self for other in trainer.callbacks):
             raise ValueError("two Governors in trainer.callbacks; keep one esper_lightning.callbacks.Governor")
-        watched_hosts(trainer).oversee(self.rules)
+        watched_hosts(trainer).set_governor(self.rules)
 
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         self._lines_left = MAX_LINES
@@ -41,7 +41,7 @@ class Governor(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
         ranks = pl_module.collector.ranks
-        diverged = [verdict for verdict in pl_module.collector.last_step.verdicts if verdict.verdict.diverged]
+        diverged = [verdict for verdict in pl_module.collector.last_step.verdicts if verdict.decision.diverged]
         self._diverged += [verdict._replace(host=ranks.own[verdict.host]) for verdict in diverged]
         if ranks.world > 1:  # rank 0 prints those of all at the end of the rollout
             if not trainer.is_last_batch:
@@ -53,7 +53,7 @@ class Governor(Callback):
                 self._lines_left -= 1
                 print_status(str(host_verdict))
             else:
-                self._unprinted[host_verdict.verdict.outcome.value] += 1
+                self._unprinted[host_verdict.decision] += 1
         self._diverged = []
         if trainer.is_last_batch:
             if self._unprinted:
@@ -62,7 +62,7 @@ class Governor(Callback):
             self._lines_left, self._unprinted = MAX_LINES, Counter()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        watched_hosts(trainer).oversee(None)  # the data module may serve another trainer
+        watched_hosts(trainer).set_governor(None)  # the data module may serve another trainer
 
 
 def watched_hosts(trainer: Trainer) -> HostPoolData:

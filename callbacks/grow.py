@@ -33,9 +33,9 @@ from esper_lightning.console import print_status
 from esper_lightning.controllers.learned import TrainingRules
 from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.controllers.static import FossilizedSeed, StaticController
-from esper_lightning.envs import ActionConfig, EnvConfig, HostEvent
+from esper_lightning.envs import ActionConfig, EnvConfig
 from esper_lightning.envs.flops import PASSES_PER_STEP, measure_flops
-from esper_lightning.envs.host_env import Subject
+from esper_lightning.envs.host_env import GrowthRecord
 from esper_lightning.envs.measurements import EpochResult, TrainingStats
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.action_discovery import probe_action_space
@@ -53,7 +53,6 @@ from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import ObjectiveConfig
 from esper_lightning.telemetry.events import EVENTS_FILE, SCHEMA, Contributed, Event, EventLog, Started, Validated
-from esper_lightning.telemetry.observer import seed_changes
 
 STATE_FORMAT = 5
 """Version of the callback's state in a checkpoint."""
@@ -188,7 +187,7 @@ class Grow(Callback):
     @property
     def growing(self) -> GrowingNetwork:
         """The network with its optimizer and measurements, once training has begun."""
-        return self._pool.subject.growing
+        return self._pool.env.growing
 
     @property
     def controls(self) -> dict[str, Decider]:
@@ -203,12 +202,12 @@ class Grow(Callback):
     @property
     def affordable_batches(self) -> int:
         """Training batches of the network as it is now that cost the FLOPs of the training so far."""
-        flops = self._pool.subject.flops.with_seeds(self._blended_slots)
+        flops = self._pool.env.flops.with_seeds(self._blended_slots)
         return round(self.flops_spent / max(1, flops))  # 0 for a network of operators that torch does not count
 
     @property
     def _blended_slots(self) -> list[SeedSlot]:
-        return [slot for slot in self._pool.subject.slots if slot.blended]
+        return [slot for slot in self._pool.env.slots if slot.blended]
 
     @property
     def _blended(self) -> list[str]:
@@ -356,8 +355,8 @@ class Grow(Callback):
         growing = self._growing or self._hold_seeds(trainer)
         growing.horizon = horizon
         self._forget()
-        subject = Subject(growing, space, actions=self.actions, objective=self.objective, flops=flops)
-        self.pool = SinglePool(subject, trainer.strategy.broadcast(growable), config)
+        env = GrowthRecord(growing, space, actions=self.actions, objective=self.objective, flops=flops)
+        self.pool = SinglePool(env, trainer.strategy.broadcast(growable), config)
         events: list[SeedEvent] = []
         if state:
             self._continue(trainer, state)
@@ -365,18 +364,18 @@ class Grow(Callback):
             variants = [frozenset(self._blended)]
             (metric,) = self._meter.measure(variants)
             loss = None if self.loss is None else self._meter.measure(variants, self.loss)[0]
-            self.pool.begin(self.scale.validation(Measured(metric, loss, {}), space.slot))
+            self.pool.begin(self.scale.validation(metric, loss))
             self.decider.reset(self.pool)
             events = self._decide(trainer)
         self._log = open_events(trainer, EVENTS_FILE)
         if self._log is not None:
             if state:
-                self._log.discard_after(subject.tick)
+                self._log.discard_after(env.tick)
             layout = (space.slot, space.blueprint, self.monitor, flops.host, flops.behind)
-            self._log.write([Started(subject.tick, SCHEMA, 1, horizon, *layout)])
+            self._log.write([Started(env.tick, SCHEMA, 1, horizon, *layout)])
             self._began = time.perf_counter()
             write_run_record(self._log.path.parent, trainer)
-        self._step_flops = flops.with_seeds(subject.slots)
+        self._step_flops = flops.with_seeds(env.slots)
         self._tell(trainer, events, None)
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
@@ -399,7 +398,7 @@ class Grow(Callback):
         """Restore growth, decider and running sums from a checkpoint of this callback, after network and optimizer."""
         pool = self._pool
         # `max_epochs` may have changed since the checkpoint. Nothing in the record depends on it.
-        pool.subject.load_record_state(state["record"])
+        pool.env.load_record_state(state["record"])
         self.growing.load_measurement_state(state)
         pool.update()
         resume_decider(self.decider, self.decider_name, pool, saved=state["decider"])
@@ -422,7 +421,7 @@ class Grow(Callback):
         self._contributions = {}
         if self.validations % self.every != 0:
             return
-        slots = self._pool.subject.slots
+        slots = self._pool.env.slots
         judged, variants = judge_seeds(slots)
         if trainer.world_size > 1:  # running statistics and other buffers are those of the first process
             for buffer in (buffer for slot in slots for buffer in slot.seed.buffers()):
@@ -434,7 +433,7 @@ class Grow(Callback):
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if is_validation_of_fit(trainer):
-            slots = self._pool.subject.slots
+            slots = self._pool.env.slots
             metrics = {
                 "growth/parameters": float(count_parameters(self.growing.module)),
                 "growth/seeds": float(sum(slot.occupied for slot in slots)),
@@ -472,9 +471,10 @@ class Grow(Callback):
             return
         pending, self._pending = self._pending, None
         pool, growing = self._pool, self.growing
-        validation = self.scale.validation(pending, pool.space.slot)
-        score, train_loss = validation.all_seeds, float(self._train_loss)
-        loss = train_loss / self._train_batches if self._train_batches else score.loss
+        validation = self.scale.validation(pending.metric, pending.loss)
+        loss, score = validation.all_seeds
+        if self._train_batches:
+            loss = float(self._train_loss) / self._train_batches
         gradients = [[0.0, 0.0, 1.0, 0.0]] * (1 + len(growing.slots))  # no gradient has been seen: all have vanished
         if self._gradients is not None:
             gradients = self._gradients.tolist()
@@ -486,17 +486,18 @@ class Grow(Callback):
             rank_zero_warn(f"Grow: {' and '.join(broken)} is not finite; seeds stay as they are until it is")
             growing.lifecycle = replace(self.lifecycle, auto_cull=False)
         # The score on training data is unknown; deciders see that of validation.
-        events = pool.record(EpochResult(TrainingStats(loss, score.score, 0, host, seeds), validation), bool(broken))
+        result = EpochResult(TrainingStats(loss, score, 0, host, seeds), validation)
+        events = pool.record(result, pending.contributions, bool(broken))
         growing.lifecycle = self.lifecycle
-        scores = pool.subject.history.score  # that of before the training is the first
-        if pool.subject.tick == CHANCE_TICKS and max(scores) < scores[0] + CHANCE_RISE:
+        scores = pool.env.history.score  # that of before the training is the first
+        if pool.env.tick == CHANCE_TICKS and max(scores) < scores[0] + CHANCE_RISE:
             rank_zero_warn(
                 f"Grow: after {CHANCE_TICKS} ticks {self.monitor} is hardly better than before training; growth does "
                 f"not help a network that does not learn: see to its data and learning rate first"
             )
-        if pool.subject.tick < pool.subject.horizon and not broken:
+        if pool.env.tick < pool.env.horizon and not broken:
             events += self._decide(trainer)
-        self._step_flops = pool.subject.flops.with_seeds(pool.subject.slots)
+        self._step_flops = pool.env.flops.with_seeds(pool.env.slots)
         self._tell(trainer, events, pending)
         self._gradients, self._train_loss, self._train_batches = None, 0.0, 0
 
@@ -512,7 +513,7 @@ class Grow(Callback):
 
         Averages of accumulated gradients are accumulated averages, so this may follow every backward pass.
         """
-        seeds = [slot.seed for slot in self._pool.subject.slots if slot.occupied and trainer.world_size > 1]
+        seeds = [slot.seed for slot in self._pool.env.slots if slot.occupied and trainer.world_size > 1]
         for parameter in (parameter for seed in seeds for parameter in seed.parameters() if parameter.requires_grad):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = trainer.strategy.reduce(gradient, reduce_op="mean")
@@ -565,7 +566,7 @@ class Grow(Callback):
             "attached": attached_places(self.network),
             "blueprints": pool.space.blueprint,
             "growable": pool.growable.tolist(),
-            "record": pool.subject.record_state(),
+            "record": pool.env.record_state(),
             **self.growing.measurement_state(),
             "decider": {
                 "name": self.decider_name,
@@ -593,12 +594,12 @@ class Grow(Callback):
 
     def _tell(self, trainer: Trainer, changes: Sequence[SeedEvent], measured: Measured | None) -> None:
         """Print the changes of the present tick, and record them and the measurements, in the first process."""
-        tick = self._pool.subject.tick
+        tick = self._pool.env.tick
         for change in changes if trainer.is_global_zero else ():
             worth = "" if change.contribution is None else f", worth {change.contribution:+.1f} points"
             print_status(f"Grow, tick {tick}: {change}{worth}".replace(" points", f" {self.scale.unit}"))
         if self._log is not None:
-            events: list[Event] = [*seed_changes([HostEvent(0, tick, change) for change in changes], tick, [0])]
+            events: list[Event] = [change._replace(tick=tick) for change in changes]
             if measured is not None:
                 events += self._measurements(trainer, tick, measured)
             self._log.write(events)
@@ -615,12 +616,12 @@ class Grow(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._log is not None and self._pending is not None:  # of the last validation, which no decision follows
-            self._log.write(self._measurements(trainer, self._pool.subject.tick + 1, self._pending))
+            self._log.write(self._measurements(trainer, self._pool.env.tick + 1, self._pending))
         if trainer.is_global_zero:
-            subject = self._pool.subject
-            sizes = f"{count_parameters(self.growing.module):,} parameters, {subject.host_parameters:,} of them"
-            kept = sum(slot.stage is Stage.FOSSILIZED for slot in subject.slots)
-            seeds = f"seeds: {kept} kept, {sum(slot.live for slot in subject.slots)} open"
+            env = self._pool.env
+            sizes = f"{count_parameters(self.growing.module):,} parameters, {env.host_parameters:,} of them"
+            kept = sum(slot.stage is Stage.FOSSILIZED for slot in env.slots)
+            seeds = f"seeds: {kept} kept, {sum(slot.live for slot in env.slots)} open"
             print_status(f"Grow: {self.network_name} has {sizes} without seeds; {seeds}")
             if self._blended and not isinstance(self.decider, StaticController):
                 print_status(

@@ -91,17 +91,13 @@ class Scale(NamedTuple):
             )
         return min(metric, 1.0)
 
-    def validation(self, measured: Measured, slots: Sequence[str]) -> Validation:
-        """Return a validation in the form in which deciders see it."""
-        score, loss = self.score(measured.metric), measured.loss
+    def validation(self, metric: float, loss: float | None) -> Validation:
+        """Return a validation in the form in which deciders see it; without a loss that of the metric."""
+        score = self.score(metric)
         if loss is None:
-            loss = measured.metric if self.mode == "min" else -math.log(max(score, TINY))
-
-        def moved(points: float) -> LossAndScore:
-            return LossAndScore(loss, score + points / POINTS_PER_UNIT)
-
-        without = [moved(-measured.contributions.get(name, 0.0)) for name in slots]
-        return Validation(all_seeds=moved(0.0), without=without, fossilized=moved(0.0))
+            loss = metric if self.mode == "min" else -math.log(max(score, TINY))
+        whole = LossAndScore(loss, score)
+        return Validation(all_seeds=whole, without=[], fossilized=whole)
 
 
 class Decider(Protocol):

@@ -138,7 +138,7 @@ class Stack(Callback):
         self.lr_peak = 0.0  # only for the warning in `_grow` about a rate that has already fallen
         self._steps = -1
         self._loaded: dict[str, Any] | None = None  # weights of a grown list that is resumed
-        self._told: str | None = None  # line about a change whose first loss is not known yet
+        self._change_line: str | None = None  # line about a change whose first loss is not known yet
         self._loss: Tensor | None = None
         self.cost: BatchCost | None = None
         """FLOPs and targets of a training batch; None if they are not known."""
@@ -475,8 +475,8 @@ class Stack(Callback):
             each._set_batch_flops(trainer)
         if self._log is not None:
             self._log.write([Stacked(trainer.global_step, self.name, before, to)])
-        self._told = f"Stack, step {trainer.global_step}: {self.name} {before} → {to}, training loss "
-        self._told += self._last_loss(trainer)
+        self._change_line = f"Stack, step {trainer.global_step}: {self.name} {before} → {to}, training loss "
+        self._change_line += self._last_loss(trainer)
         if lr < 0.99 * self.lr_peak:
             rank_zero_warn(
                 f"Stack: the learning rate has fallen from {self.lr_peak:.3g} to {lr:.3g} before {self.name} grows; "
@@ -488,10 +488,10 @@ class Stack(Callback):
     ) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         self._loss = loss.detach() if isinstance(loss, Tensor) else None
-        if self._told is not None:
+        if self._change_line is not None:
             if trainer.is_global_zero:
-                print_status(f"{self._told} → {self._last_loss(trainer)}")
-            self._told = None
+                print_status(f"{self._change_line} → {self._last_loss(trainer)}")
+            self._change_line = None
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not is_validation_of_fit(trainer):

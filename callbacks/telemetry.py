@@ -1,9 +1,8 @@
-"""Callback that writes metrics, pictures and events of a run to its loggers and to events.jsonl."""
+"""Callback that writes metrics, histograms and events of a run to its loggers and to events.jsonl."""
 
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +19,25 @@ from esper_lightning.envs.spaces.actions import relevance_table
 from esper_lightning.module import TamiyoModule
 from esper_lightning.telemetry import metrics as metrics_of
 from esper_lightning.telemetry.anomalies import AnomalyDetector
-from esper_lightning.telemetry.charts import draw_pictures
 from esper_lightning.telemetry.events import EVENTS_FILE, Event, EventLog, Updated
 from esper_lightning.telemetry.observer import Observer, join, observe, started
 
 
 class Telemetry(Callback):
-    """Writes metrics, pictures and events to the trainer's loggers and to events.jsonl, and prints anomalies.
+    """Writes metrics, histograms and events to the trainer's loggers and to events.jsonl, and prints anomalies.
 
     docs/reference/telemetry.md explains every plot, event and rule. Processes send what they see of their hosts to
     rank 0, which alone has statistics and writes.
 
     Args:
         every_n_ticks: Ticks between two writes of the hosts' metrics and of the mean seconds per tick.
-        figures_every: Rollouts between pictures, which need the extra [report]; the last rollout always has some. 0:
-            none.
         ignore: Names of the rules for anomalies that are not applied.
     """
 
-    def __init__(self, *, every_n_ticks: int = 1, figures_every: int = 10, ignore: Sequence[str] = ()) -> None:
+    def __init__(self, *, every_n_ticks: int = 1, ignore: Sequence[str] = ()) -> None:
         if every_n_ticks < 1:
             raise ValueError(f"Telemetry.every_n_ticks must be at least 1, got {every_n_ticks}")
         self.every_n_ticks = every_n_ticks
-        self.figures_every = figures_every
         self.detector = AnomalyDetector(ignore)
         self.events: EventLog | None = None
         self.writers: list[SummaryWriter] = []
@@ -75,10 +70,7 @@ class Telemetry(Callback):
     def _open_outputs(self, trainer: Trainer, folder: str | None) -> None:
         """Discard what the interrupted run wrote after the checkpoint, and write what does not change in a run."""
         tick, pool = self.collector.ticks, self.collector.pool
-        self.writers = [one.experiment for one in trainer.loggers if isinstance(one, TensorBoardLogger)]
-        self._has_charts = all(map(find_spec, ("altair", "vl_convert")))
-        if self.writers and self.figures_every and not self._has_charts:
-            print_status("no pictures in TensorBoard: they need pip install 'esper-lightning[report]'")
+        self.writers = [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
         for writer in self.writers:
             is_resumed = self._restored and len(list(Path(writer.log_dir).glob("events.out.tfevents.*"))) > 1
             if tick:  # makes readers drop what an earlier process wrote later
@@ -100,9 +92,9 @@ class Telemetry(Callback):
         """Process the environment step that was just taken."""
         collector, ranks = self.collector, self.collector.ranks
         with collector.pool.clock.measure("telemetry"):
-            own = observe(collector.pool, collector.last_step, collector.ticks, ranks.own)
-            if of_ranks := ranks.gather(own):
-                self._tick = join(of_ranks, ranks)
+            tick = observe(collector.pool, collector.last_step, collector.ticks, ranks.own)
+            if ticks := ranks.gather(tick):
+                self._tick = join(ticks, ranks)
                 self._write_events(self.observer.update(self._tick))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
@@ -126,7 +118,7 @@ class Telemetry(Callback):
                 logger.log_metrics(logged, step=collector.ticks)
 
     def _rollout_metrics(self, trainer: Trainer) -> dict[str, float]:
-        """Write events, histograms and pictures of the finished rollout, and return its metrics.
+        """Write events and histograms of the finished rollout, and return its metrics.
 
         On other ranks: only send, and return {}.
         """
@@ -135,53 +127,47 @@ class Telemetry(Callback):
         assert report is not None, "the rollout has ended with an update"
         steps, relevant = buffer.steps, relevance_table(pool.device)
         actions = metrics_of.choice_metrics(steps.action, steps.masks, pool.space, relevant=relevant)
-        own = {
+        of_rank = {
             "means": actions | metrics_of.lstm_metrics(collector.state),
             "ratio": torch.cat([ratio.flatten() for ratio in report.ratios]),
             "advantage": report.summary.advantages.flatten(),
         }
-        of_ranks = ranks.gather(own)
+        of_ranks = ranks.gather(of_rank)
         if not of_ranks:
             return {}
         # Ranks have equal numbers of hosts, so the mean over ranks of a mean over hosts is the mean over all hosts.
-        found = {tag: sum(one["means"][tag] for one in of_ranks) / ranks.world for tag in own["means"]}
+        metrics = {tag: sum(sent["means"][tag] for sent in of_ranks) / ranks.world for tag in of_rank["means"]}
         update = trainer.current_epoch + 1
         self._write_events([Updated(tick, update, report.metrics)])
         # `self._tick` has the hosts of all ranks; `task_slices` counts those of this rank.
-        spans = {task: slice(one.start * ranks.world, one.stop * ranks.world) for task, one in pool.task_slices.items()}
-        found |= metrics_of.episode_metrics(self._tick, spans) | self.observer.metrics()
-        found |= metrics_of.return_metrics(report.summary.returns)
-        found |= {f"train/{name}": value for name, value in report.metrics.items()}
-        found |= self._cost_metrics()
-        is_last = update == trainer.max_epochs or self.module.progress == 1.0
-        is_due = self.figures_every and (update % self.figures_every == 0 or is_last)
+        spans = {task: slice(s.start * ranks.world, s.stop * ranks.world) for task, s in pool.task_slices.items()}
+        metrics |= metrics_of.episode_metrics(self._tick, spans) | self.observer.metrics()
+        metrics |= metrics_of.return_metrics(report.summary.returns)
+        metrics |= {f"train/{name}": value for name, value in report.metrics.items()}
+        metrics |= self._cost_metrics()
         blended = self._tick.slots["contribution"][self._tick.slots["blended"]]
-        values = {name: torch.cat([one[name] for one in of_ranks]) for name in ("ratio", "advantage")}
+        values = {name: torch.cat([sent[name] for sent in of_ranks]) for name in ("ratio", "advantage")}
         values["contribution"] = torch.from_numpy(blended).float()
-        is_drawn = is_due and self.writers and self._has_charts
-        pictures = draw_pictures(self.observer, self._tick.hosts["objective"]) if is_drawn else {}
         for writer in self.writers:
             for name, of_all in values.items():
                 if (finite := of_all[torch.isfinite(of_all)]).numel():
                     writer.add_histogram(f"histograms/{name}", finite, tick)
-            for tag, pixels in pictures.items():
-                writer.add_image(tag, pixels, tick, dataformats="HWC")
-        return found | self._check_anomalies(found, trainer)
+        return metrics | self._check_anomalies(metrics, trainer)
 
     def _cost_metrics(self) -> dict[str, float]:
         """Return speed, shares of time and memory of the rollout, and begin to measure the next one."""
         collector, pool = self.collector, self.collector.pool
         now, (start, ticks) = time.perf_counter(), self._rollout_start
         speed = (collector.ticks - ticks) / (now - start)
-        found = {"time/ticks_per_second": speed, "time/env_steps_per_second": speed * collector.ranks.total}
-        found |= metrics_of.phase_shares(self._rollout_seconds, now - start)
-        found |= metrics_of.memory_metrics(pool.device)
+        metrics = {"time/ticks_per_second": speed, "time/env_steps_per_second": speed * collector.ranks.total}
+        metrics |= metrics_of.phase_shares(self._rollout_seconds, now - start)
+        metrics |= metrics_of.memory_metrics(pool.device)
         self._rollout_start, self._rollout_seconds = (now, collector.ticks), Counter()
-        return found
+        return metrics
 
-    def _check_anomalies(self, found: dict[str, float], trainer: Trainer) -> dict[str, float]:
+    def _check_anomalies(self, metrics: dict[str, float], trainer: Trainer) -> dict[str, float]:
         """Apply the rules to the rollout and its update, print what has changed, and return what is to be plotted."""
-        readings = {tag.removeprefix("rollout/").replace("memory/", "memory."): value for tag, value in found.items()}
+        readings = {tag.removeprefix("rollout/").replace("memory/", "memory."): value for tag, value in metrics.items()}
         assert self.module.report is not None
         changes = self.detector.observe(
             readings | self.module.report.metrics,

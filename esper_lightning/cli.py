@@ -30,7 +30,6 @@ from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ranks import local_world
 from esper_lightning.registry import config_paths, find_config, is_of_this_package
-from esper_lightning.run_report import write_page
 from esper_lightning.sweep import sweep
 from esper_lightning.telemetry.events import EVENTS_FILE, STACK_FILE
 
@@ -214,7 +213,7 @@ def grow(config: str, controller: str, *, out: str = "runs/grown") -> None:
     made = load_config(config)
     data, rules = made.datamodule, Comparison(made.model.evaluation).make_controllers()
     data.build(made.trainer.strategy.root_device)
-    data.oversee(governor_of(made.trainer))
+    data.set_governor(governor_of(made.trainer))
     chosen = rules.get(controller)
     if chosen is None:
         chosen = find_controller(controller, "--controller", others=list(rules), device=data.pool.device)
@@ -234,6 +233,10 @@ def report(runs: Sequence[str | Path] = (), *, out: str | Path = "report.html") 
 
     Raises ValueError if a folder holds no run, or if the extra [report] is missing.
     """
+    try:
+        from esper_lightning.run_report import write_page
+    except ImportError as error:
+        raise ValueError(f"report: {error.name} is missing; pip install 'esper-lightning[report]'") from None
     folders = [Path(run) for run in runs] or [newest_run(Path("runs"))]
     write_page(folders, Path(out), changed_settings)
     print_status(f"written to {out}: {', '.join(map(str, folders))}")

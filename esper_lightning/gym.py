@@ -157,7 +157,7 @@ def make_vector_env(config: str | Path, num_envs: int = 1) -> GrowthVectorEnv:
     data = made.datamodule
     if len(data.task_configs) > 1:
         raise ValueError(f"{config}: data.also names further tasks; an environment has one, leave data.also out")
-    data.oversee(governor_of(made.trainer))
+    data.set_governor(governor_of(made.trainer))
     data.build_for(made.trainer)
     return GrowthVectorEnv(data.pool)
 

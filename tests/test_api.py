@@ -31,6 +31,7 @@ from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.hosts import CNN
 from esper_lightning.run_report import read_run
 from esper_lightning.tasks import Digits
+from esper_lightning.telemetry.events import Validated
 from tests.callbacks.grow.trainings import Plan
 from tests.decisions import germinate
 from tests.runs import HORIZON, ROOT, Run, differences, fit, load, only_run
@@ -149,9 +150,9 @@ def test_the_controls_are_trained_on_copies_and_change_nothing(
     for name, values in {"grown": compared.accuracy, **compared.controls}.items():
         assert f"\n{name}: validation accuracy {values[-1]:.4f}\n" in said
     for name, folder in {"grown": "grown", "built in, equal FLOPs": "built_in_equal_FLOPs"}.items():
-        run = read_run(tmp_path / folder / "version_0")
-        last = run.validations[-1].metrics["val_acc"]
-        assert last == pytest.approx({"grown": compared.accuracy, **compared.controls}[name][len(run.validations) - 1])
+        validations = read_run(tmp_path / folder / "version_0").events[Validated]
+        last = validations[-1].metrics["val_acc"]
+        assert last == pytest.approx({"grown": compared.accuracy, **compared.controls}[name][len(validations) - 1])
     assert list(result(controller="wait", controls=True).controls) == ["ungrown"]
 
 

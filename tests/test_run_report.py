@@ -20,8 +20,17 @@ from esper_lightning import report
 from esper_lightning.__main__ import main
 from esper_lightning.callbacks import Grow, Stack
 from esper_lightning.evaluation.statistics import mean_interval
+from esper_lightning.growth import SeedEvent, Stage
 from esper_lightning.run_report import Moment, format_ends, present, read_run
-from esper_lightning.telemetry.events import SCHEMA, EventLog, HostsMeasured, SeedChanged, Started, read_events
+from esper_lightning.telemetry.events import (
+    SCHEMA,
+    EventLog,
+    HostsMeasured,
+    Stacked,
+    Started,
+    Validated,
+    read_events,
+)
 from tests.runs import fit, only_run
 
 
@@ -68,13 +77,13 @@ def test_the_hosts_of_the_page_are_the_worst_the_median_and_the_best_of_the_last
         assert episode.rollout == 2 and len(episode.moments) == horizon
         assert episode.moments[-1].objective == last.objective[episode.host]
         stages = {
-            event.slot: event.after
+            event.slot: event.after.name
             for event in events
-            if isinstance(event, SeedChanged) and event.host == episode.host and event.tick > horizon
+            if isinstance(event, SeedEvent) and event.host == episode.host and event.tick > horizon
         }
         told = {slot: stage for slot, (stage, _) in episode.moments[-1].slots.items()}
         assert told == {slot: stage for slot, stage in stages.items() if stage != "DORMANT"}
-    germinated = [event for event in events if isinstance(event, SeedChanged) and event.after == "GERMINATED"]
+    germinated = [event for event in events if isinstance(event, SeedEvent) and event.after is Stage.GERMINATED]
     assert run.seeds is not None and run.seeds.germinated.sum() == len(germinated) > 0
 
 
@@ -146,14 +155,14 @@ def test_a_stacked_network_is_shown_with_its_blocks_and_beside_a_plain_training(
     page = page_of(stacked, plain, out=tmp_path / "page.html")
 
     run = read_run(stacked)
-    assert [(event.before, event.after) for event in run.stacked] == [(1, 2), (2, 4)]
-    assert [v.step for v in run.validations] == [4, 8, 12, 16, 20, 24]
+    assert [(event.before, event.after) for event in run.events[Stacked]] == [(1, 2), (2, 4)]
+    assert [v.step for v in run.events[Validated]] == [4, 8, 12, 16, 20, 24]
     with (stacked / "metrics.csv").open() as file:
         losses = [float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]]
-    assert [v.metrics["val_loss"] for v in run.validations] == pytest.approx(losses)
+    assert [v.metrics["val_loss"] for v in run.events[Validated]] == pytest.approx(losses)
     assert json.loads(re.findall(r'data-depths="([^"]*)"', page)[0]) == [[1], [1], [2], [4], [4], [4]]
     assert "net.1: 1 → 2 at step 8; net.1: 2 → 4 at step 15" in unescape(page)
-    flops = [v.flops for v in run.validations]
+    flops = [v.flops for v in run.events[Validated]]
     assert flops[0] == 4 * 16 * 6 * (8 * 8 * 2 + 8 * 2) - 4 * 16 * 2 * 8 * 8, (
         "the first layer's inputs have no gradient"
     )
@@ -171,15 +180,15 @@ def test_a_network_with_seeds_is_shown_with_every_validation(tmp_path: Path) -> 
         scores = [float(row["val_acc"]) for row in csv.DictReader(file) if row["val_acc"]]
     (episode,) = run.episodes
     assert [moment.score for moment in episode.moments] == pytest.approx(scores)
-    assert len(run.validations) == 6 and run.validations[-1].flops > 0.0
+    assert len(run.events[Validated]) == 6 and run.events[Validated][-1].flops > 0.0
     assert "The network after tick" in page
 
 
 def test_grow_and_stack_in_one_training_are_shown_together(tmp_path: Path) -> None:
     run = read_run(train_own(tmp_path, Grow(["0"]), Stack("net.1", start=2, at=0.5)))
 
-    assert [validation.step for validation in run.validations] == [4, 8, 12, 16, 20, 24]
-    assert [(event.before, event.after) for event in run.stacked] == [(2, 4)]
+    assert [validation.step for validation in run.events[Validated]] == [4, 8, 12, 16, 20, 24]
+    assert [(event.before, event.after) for event in run.events[Stacked]] == [(2, 4)]
     (episode,) = run.episodes
     assert len(episode.moments) == 6 and None not in [moment.score for moment in episode.moments]
 
@@ -194,7 +203,7 @@ def test_a_slot_that_is_empty_again_is_shown_as_empty(
     log.write(
         [
             Started(0, SCHEMA, 1, 1, ["a"], ["norm"], "accuracy", 10, {"a": 5}),
-            SeedChanged(1, 0, "a", "norm", *event, "why", 0, None),
+            SeedEvent("a", "norm", *(Stage[name] for name in event), "why", tick=1),
             HostsMeasured(1, ["WAIT"], [0.5], [1.0], [0.4], [10]),
         ]
     )

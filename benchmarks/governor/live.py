@@ -90,7 +90,7 @@ def break_live(kind: str, name: str, break_at: int, hosts: int) -> list[BreakOut
         host_verdict.host
         for _ in range(break_at)
         for host_verdict in pool.step(wait.act(pool)).verdicts
-        if host_verdict.verdict.diverged
+        if host_verdict.decision.diverged
     }
     learned = [fmean(env.history.loss[-3:]) < 0.6 * pool.data.chance_loss for env in pool.envs]
     if name in WRONG_LABELS:
@@ -102,7 +102,7 @@ def break_live(kind: str, name: str, break_at: int, hosts: int) -> list[BreakOut
     found: dict[int, int] = {}
     for tick in range(1, AFTERWARDS + 1):
         for host_verdict in pool.step(wait.act(pool)).verdicts:
-            if host_verdict.verdict.diverged:
+            if host_verdict.decision.diverged:
                 found.setdefault(host_verdict.host, tick)
     return [BreakOutcome(learned[host], found.get(host)) for host in range(hosts) if host not in early]
 

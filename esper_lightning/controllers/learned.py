@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs import Action, ActionConfig, ActionSpace, EnvConfig, HostPool, Masks
-from esper_lightning.envs.host_env import Subject
+from esper_lightning.envs.host_env import GrowthRecord
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.envs.vector_env import Observation
 from esper_lightning.growth.gates import LifecycleConfig
@@ -33,7 +33,7 @@ class Hosts(Protocol):
     def episode_starts(self) -> Tensor: ...  # [N] bool
 
     @property
-    def envs(self) -> Sequence[Subject]: ...
+    def envs(self) -> Sequence[GrowthRecord]: ...
 
     @property
     def space(self) -> ActionSpace: ...

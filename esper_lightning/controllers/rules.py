@@ -14,7 +14,7 @@ from esper_lightning.controllers.learned import Hosts
 from esper_lightning.controllers.schedules import WAIT_ACTION, is_possible
 from esper_lightning.envs import Action, Op
 from esper_lightning.envs.device_transfer import copy_to_device
-from esper_lightning.envs.host_env import Subject
+from esper_lightning.envs.host_env import GrowthRecord
 from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.stages import Stage
@@ -93,7 +93,7 @@ class Heuristic(Rule):
     plateau_points, plateau_ticks = 0.5, 3  # so many ticks with a smaller gain are a plateau
     cull_points, cull_ticks = -2.0, 5  # change since germination below which a seed of this age is culled
     # A seed that claims to contribute while score fell appears useful only because the host depends on it by now.
-    ransom_contribution, ransom_points = 0.1, -0.2
+    least_ransom, least_change = 0.1, -0.2
 
     def reset(self, pool: Hosts) -> None:
         self.memories = [{"next_blueprint": 0, "is_stable": False, "score_before": {}} for _ in pool.envs]
@@ -111,7 +111,7 @@ class Heuristic(Rule):
                 return Op.FOSSILIZE, k
             if allowed[Op.CULL][k]:
                 change = score - memory["score_before"][k]
-                is_ransom = (contribution or 0.0) > self.ransom_contribution and change < self.ransom_points
+                is_ransom = (contribution or 0.0) > self.least_ransom and change < self.least_change
                 if is_ransom or (slot.ticks_in_stage >= self.cull_ticks and change < self.cull_points):
                     return Op.CULL, k
         recent = env.history.score[-self.plateau_ticks - 1 :]
@@ -248,7 +248,7 @@ class HillClimbing(Rule):
         tried.append(chosen)
         return actions[chosen]
 
-    def _preferred_ops(self, env: Subject, k: int) -> list[Op]:
+    def _preferred_ops(self, env: GrowthRecord, k: int) -> list[Op]:
         """Return the desired ops for the seed in slot k, in order of preference."""
         slot, record = env.slots[k], env.records[k]
         is_blended = slot.stage is Stage.PROBATIONARY and env.growing.evidence(slot.name).alpha == 1.0
@@ -327,7 +327,7 @@ def min_ticks_to_judge(lifecycle: LifecycleConfig, blending: int) -> int:
     return 1 + lifecycle.training_ticks + blending
 
 
-def net_gain(env: Subject, k: int) -> float:
+def net_gain(env: GrowthRecord, k: int) -> float:
     """Return the net gain of the objective from the seed in slot k: its contribution to score minus its rent."""
     slot, contribution = env.slots[k], env.records[k].contribution
     assert contribution is not None, "the caller asks for the gain of measured seeds only"

@@ -277,11 +277,11 @@ class HostPoolData(LightningDataModule):
             governor=self.governor,
         )
 
-    def oversee(self, governor: GovernorConfig | None) -> None:
+    def set_governor(self, governor: GovernorConfig | None) -> None:
         """Let the Governor watch all hosts by these rules, those of pools made later too. None: stop watching."""
         self.governor = governor
         for pool in self.pools.values():
-            pool.oversee(governor)
+            pool.set_governor(governor)
 
     @property
     def pool(self) -> HostPool | MixedPool:
@@ -347,7 +347,7 @@ class HostPoolData(LightningDataModule):
         if not self._validation_pools or self._validation_pools[0].n_envs != n_envs:
             self._validation_pools = [self.make_pool(n_envs, task=task) for task in self.pools]
         for pool in self._validation_pools:
-            pool.oversee(self.governor)
+            pool.set_governor(self.governor)
         return self._validation_pools
 
     def state_dict(self) -> dict[str, Any]:

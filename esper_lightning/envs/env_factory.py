@@ -149,7 +149,7 @@ class EnvFactory:
     def _build_host(self, context: Context, device: torch.device) -> nn.Module:
         return build_host(self.host, self.data, context, device, self.shared_space)
 
-    def oversee(self, governor: GovernorConfig | None) -> None:
+    def set_governor(self, governor: GovernorConfig | None) -> None:
         """Let the Governor watch every environment, those created later too. None: stop watching."""
         self.governor = governor
         for env in self.envs.values():

@@ -1,7 +1,6 @@
 """One environment: a host network in training, with its seeds, measurements and optimizer. K slots."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from esper_lightning.envs.spaces.descriptions import HostDescription
 
 
-class Subject:
+class GrowthRecord:
     """A growing network with the record of its training, as controllers see it.
 
     It does not train the network: `HostEnv` does in an environment, and the callback `Grow` in a training of your own.
@@ -146,8 +145,13 @@ class Subject:
         self.history.loss.append(validation.all_seeds.loss)
         self.history.score.append(validation.all_seeds.score)
 
-    def record_epoch(self, result: EpochResult, hold_stages: bool = False) -> list[SeedEvent]:
-        """Record the result of an epoch and advance the lifecycle of the seeds; `hold_stages` keeps their stages."""
+    def record_epoch(
+        self, result: EpochResult, contributions: Mapping[str, float], hold_stages: bool = False
+    ) -> list[SeedEvent]:
+        """Record the result of an epoch and advance the lifecycle of the seeds; `hold_stages` keeps their stages.
+
+        `contributions` are those of blended seeds that are judged, in points, by slot.
+        """
         training, validation = result
         self.history.train_loss.append(training.loss)
         self.history.train_score.append(training.score)
@@ -155,8 +159,6 @@ class Subject:
         self.skipped_steps += training.skipped_steps
         self.record_validation(validation)
         self.tick += 1
-        measured = zip(self.slots, validation.contributions, strict=True)
-        contributions = {slot.name: points for slot, points in measured if slot.is_judged}
         for slot, trials in zip(self.slots, self.trials, strict=True):
             if slot.blended and slot.is_judged and slot.blueprint is not None:
                 trials[slot.blueprint] = contributions[slot.name]
@@ -196,8 +198,8 @@ class Subject:
         self.skipped_steps = state["skipped_steps"]
 
 
-class HostEnv(Subject):
-    """An environment whose episode is the training of one host network: the subject, and what trains and prices it.
+class HostEnv(GrowthRecord):
+    """An environment whose episode is the training of one host network: its record, and what trains and prices it.
 
     An episode depends on the RNG seed of `reset` and on the actions alone. An environment step is one host epoch. The
     `network` is on the device and has empty slots; hosts of one `architecture` and depth can be batched.
@@ -355,18 +357,16 @@ class HostEnv(Subject):
             self.tick += 1
             return [], None
         judgement = self._judge(result) if judged and self.monitor is not None else None
-        if judgement is not None and judgement.diverged:
+        if judgement is not None and judgement.outcome.diverged:
             return self.roll_back(judgement.outcome is Verdict.END, judgement.outcome.value), judgement
         assert result is not None, "only a failure leaves no result"
-        events = self.record_epoch(result, judgement is not None and judgement.outcome is Verdict.SUSPICIOUS)
-        return events, judgement
-
-    def record_epoch(self, result: EpochResult, hold_stages: bool = False) -> list[SeedEvent]:
-        """Record the result of an epoch, advance the lifecycle of the seeds and the schedule of the learning rate."""
-        events = super().record_epoch(result, hold_stages)
+        measured = zip(self.slots, result.validation.contributions, strict=True)
+        contributions = {slot.name: points for slot, points in measured if slot.is_judged}
+        is_held = judgement is not None and judgement.outcome is Verdict.SUSPICIOUS
+        events = self.record_epoch(result, contributions, is_held)
         if self.training.lr_schedule != "constant":
             self._set_optimizer_options()
-        return events
+        return events, judgement
 
     def update_objective(self) -> LossAndScore:
         """Update J from the last validation. Returns its score: of all seeds, or of fossilized ones at the horizon."""
@@ -463,7 +463,7 @@ class HostEnv(Subject):
         """
         assert self.monitor is not None, "only watched hosts have snapshots"
         before = zip(self.slots, self.records, strict=True)
-        events = [replace(unchanged_stage(slot, cause), contribution=record.contribution) for slot, record in before]
+        events = [unchanged_stage(slot, cause)._replace(contribution=record.contribution) for slot, record in before]
         tick, flops_spent = self.tick, self.flops_spent
         # A copy: optimizer state loaded from a view would keep the snapshot's whole memory alive.
         self._load_host(self.monitor.snapshot.copy())
@@ -471,7 +471,7 @@ class HostEnv(Subject):
         self._set_optimizer_options()
         self.growing.cull_live_seeds(cause)
         pairs = zip(events, self.slots, strict=True)
-        return [replace(event, after=slot.stage) for event, slot in pairs if event.before is not slot.stage]
+        return [event._replace(after=slot.stage) for event, slot in pairs if event.before is not slot.stage]
 
     # Saved state
 

@@ -26,7 +26,7 @@ from esper_lightning.envs.spaces.action_discovery import SharedSpace
 from esper_lightning.envs.spaces.actions import HEADS, Action, Masks, check_is_action, check_possible, to_action
 from esper_lightning.envs.spaces.observation_builder import ObservationBuilder
 from esper_lightning.envs.vector_env import Observation
-from esper_lightning.governor.judge import GovernorConfig, Judgement, Verdict
+from esper_lightning.governor.judge import GovernorConfig, Verdict
 from esper_lightning.governor.snapshot import unpack
 from esper_lightning.growth.growing_network import RefusalReasons
 from esper_lightning.growth.lifecycle import SeedEvent
@@ -45,35 +45,27 @@ WAIT_ACTION = (0,) * len(HEADS)
 """Action that changes nothing: choice 0 of every head."""
 
 
-class HostEvent(NamedTuple):
-    """Stage change of a seed, with the host index and the tick (counted from 1)."""
-
-    host: int
-    tick: int
-    seed_event: SeedEvent
-
-
 class HostVerdict(NamedTuple):
     """Verdict of the Governor on a host that was not healthy."""
 
+    tick: int  # from 1
     host: int
-    tick: int
-    rng_seed: int  # of the episode, which it reproduces
-    verdict: Judgement
-    restored_tick: int | None  # of the snapshot to which the host was rolled back. None: no rollback
+    seed: int  # RNG seed of the episode, which it reproduces
+    decision: Verdict
+    cause: str
+    restored: int | None  # tick of the snapshot to which the host was rolled back. None: no rollback
 
     def __str__(self) -> str:
         """Describe the verdict, as in `host 3 (RNG seed 17) rolled back at tick 7, to tick 5: loss is nan`."""
-        restored = "" if self.restored_tick is None else f", to tick {self.restored_tick}"
-        fate = f"{self.verdict.outcome.value} at tick {self.tick}{restored}"
-        return f"host {self.host} (RNG seed {self.rng_seed}) {fate}: {self.verdict.cause}"
+        restored = "" if self.restored is None else f", to tick {self.restored}"
+        return f"host {self.host} (RNG seed {self.seed}) {self.decision} at tick {self.tick}{restored}: {self.cause}"
 
 
 class HostVeto(NamedTuple):
     """Action vetoed by the Governor; the host executed WAIT instead."""
 
+    tick: int  # from 1
     host: int
-    tick: int
     action: str
     reasons: list[str]
 
@@ -102,7 +94,7 @@ class StepResult(NamedTuple):
     terminated: Tensor  # [N] bool: a rollback ends the trajectory; the host continues unless `masks.ended`
     truncated: Tensor  # [N] bool: the horizon was reached
     masks: Masks
-    events: list[HostEvent]
+    events: list[SeedEvent]  # stage changes of seeds
     verdicts: list[HostVerdict]
     vetoes: list[HostVeto]
     metrics: PoolMetrics
@@ -191,12 +183,12 @@ class HostPool:
         self.episode_starts = torch.zeros(n_envs, dtype=torch.bool, device=device)  # True after a rollback
         self.governor: GovernorConfig | None = None
         self.reset(range(n_envs))
-        self.oversee(governor)
+        self.set_governor(governor)
 
-    def oversee(self, governor: GovernorConfig | None) -> None:
+    def set_governor(self, governor: GovernorConfig | None) -> None:
         """Let the Governor watch the hosts by these rules, from their present state on. None: stop watching."""
         self.governor = governor
-        self.env_factory.oversee(governor)
+        self.env_factory.set_governor(governor)
         self._take_snapshots(self.envs)
 
     def _prepare_executor(self, name: str, kinds: Sequence[HostEnv]) -> tuple[str, LoopExecutor]:
@@ -282,16 +274,16 @@ class HostPool:
             vetoes = []
             for i, env in enumerate(self.envs):
                 if reasons := env.refusal_reasons(executed[i]):
-                    vetoes.append(HostVeto(i, env.tick + 1, self.space.describe(executed[i]), reasons))
+                    vetoes.append(HostVeto(env.tick + 1, i, self.space.describe(executed[i]), reasons))
                     executed[i] = WAIT_ACTION
             if vetoes:
                 action = to_action(executed, self.device)
             events = []
             for i, env in enumerate(self.envs):
                 with isolate_oom(env):
-                    events += [HostEvent(i, env.tick + 1, change) for change in env.begin_step(executed[i])]
+                    events += [change._replace(host=i, tick=env.tick + 1) for change in env.begin_step(executed[i])]
         # A fossilized seed must survive a rollback. The host is healthy here, or the action would have been vetoed.
-        fossilized = {event.host for event in events if event.seed_event.after is Stage.FOSSILIZED}
+        fossilized = {event.host for event in events if event.after is Stage.FOSSILIZED}
         self._take_snapshots([self.envs[i] for i in sorted(fossilized)])
 
         results = self._train_epoch()
@@ -301,12 +293,12 @@ class HostPool:
             verdicts = []
             for i, (env, result) in enumerate(zip(self.envs, results, strict=True)):
                 changes, judgement = env.finish_step(result)
-                events += [HostEvent(i, env.tick, change) for change in changes]
+                events += [change._replace(host=i, tick=env.tick) for change in changes]
                 if judgement is not None and judgement.outcome is not Verdict.HEALTHY:
                     assert env.monitor is not None, "it gave the verdict"
-                    restored_tick = env.monitor.snapshot.view()["tick"] if judgement.diverged else None
-                    verdicts.append(HostVerdict(i, env.tick, env.rng_seed, judgement, restored_tick))
-        rolled_back = {verdict.host for verdict in verdicts if verdict.verdict.diverged}
+                    restored = env.monitor.snapshot.view()["tick"] if judgement.outcome.diverged else None
+                    verdicts.append(HostVerdict(env.tick, i, env.rng_seed, *judgement, restored))
+        rolled_back = {verdict.host for verdict in verdicts if verdict.decision.diverged}
         if restored := [self.envs[i] for i in sorted(rolled_back)]:
             with self.clock.measure("validate"):
                 validated = self.executor.validate(restored, self.data.validation)

@@ -1,12 +1,13 @@
 """A pool of one: a network in a training of its own, in the form in which controllers see the hosts of a pool."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from esper_lightning.envs.config import EnvConfig
-from esper_lightning.envs.host_env import Subject
+from esper_lightning.envs.host_env import GrowthRecord
 from esper_lightning.envs.measurements import EpochResult, Validation
 from esper_lightning.envs.spaces.actions import ActionError, Op, check_is_action, check_possible
 from esper_lightning.envs.spaces.observation_builder import ObservationBuilder
@@ -20,15 +21,15 @@ class SinglePool:
     """One network in training as a pool of one environment; what trains it calls `record` after every epoch.
 
     Args:
-        subject: The network with its record.
+        env: The network with its record.
         growable: True where a blueprint can grow in a slot, [K, blueprints] bool.
         config: Horizon, lifecycle, actions, objective and observation; the rest is not used.
     """
 
     n_envs = 1
 
-    def __init__(self, subject: Subject, growable: Tensor, config: EnvConfig) -> None:
-        self.subject, self.envs, self.space = subject, [subject], subject.space
+    def __init__(self, env: GrowthRecord, growable: Tensor, config: EnvConfig) -> None:
+        self.env, self.envs, self.space = env, [env], env.space
         self.growable, self.config, self.device = growable, config, CPU
         self._builder = ObservationBuilder(self.envs, self.space, growable, config=config, device=CPU)
         self.masks, self.masks_on_cpu = self._builder.masks, self._builder.masks_on_cpu
@@ -46,12 +47,17 @@ class SinglePool:
 
     def begin(self, validation: Validation) -> None:
         """Record the validation before the first epoch."""
-        self.subject.record_validation(validation)
+        self.env.record_validation(validation)
         self.update()
 
-    def record(self, result: EpochResult, hold_stages: bool = False) -> list[SeedEvent]:
-        """Record the result of an epoch, and return the changes of seeds that happen by themselves."""
-        events = self.subject.record_epoch(result, hold_stages)
+    def record(
+        self, result: EpochResult, contributions: Mapping[str, float], hold_stages: bool = False
+    ) -> list[SeedEvent]:
+        """Record the result of an epoch with the contributions of seeds in points, by slot.
+
+        Returns the changes of seeds that happen by themselves.
+        """
+        events = self.env.record_epoch(result, contributions, hold_stages)
         self.update()
         return events
 
@@ -73,8 +79,8 @@ class SinglePool:
 
     def apply(self, action: list[int]) -> list[SeedEvent]:
         """Execute an action, and return the changes of seeds."""
-        last_op = self.subject.last_op
-        events = self.subject.apply(action)
-        if not (last_op is self.subject.last_op is Op.WAIT):  # to wait again changes nothing
+        last_op = self.env.last_op
+        events = self.env.apply(action)
+        if not (last_op is self.env.last_op is Op.WAIT):  # to wait again changes nothing
             self.update()
         return events

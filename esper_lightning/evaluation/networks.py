@@ -153,7 +153,7 @@ def grow_host(pool: HostPool, name: str, controller: Controller, *, rng_seed: in
     log.write([started(pool, tick=0, hosts=1)])
 
     def report(step: StepResult) -> None:
-        events, epoch = "".join(f"; {event.seed_event}" for event in step.events), next(epochs)
+        events, epoch = "".join(f"; {event}" for event in step.events), next(epochs)
         log.write(observer.update(join([observe(pool, step, epoch)], ranks)))
         print_status(
             f"epoch {epoch} of {pool.config.horizon}: validation score {step.metrics.score[0]:.4f}, "

@@ -90,7 +90,7 @@ def play_episode(
                 step = pool.step(controller.act(pool))
             on_step(step)
             for verdict in step.verdicts:
-                rollbacks[verdict.host] += verdict.verdict.diverged
+                rollbacks[verdict.host] += verdict.decision.diverged
             ops.append(download(step.action.op).numpy().copy())
     finally:
         for env in pool.envs:

@@ -23,7 +23,7 @@ from esper_lightning.evaluation.statistics import Interval, mean_interval
 from esper_lightning.machine import provenance
 from esper_lightning.parallel import processes
 from esper_lightning.serialization import replace_file
-from esper_lightning.telemetry.events import replace_non_finite
+from esper_lightning.telemetry.events import to_plain
 
 COLUMNS = ("score", "loss", "parameters", "objective", "flops", "ticks", "fossils", "rollbacks")
 """Columns of an outcome, with one number per host."""
@@ -147,7 +147,7 @@ def write_report(result: ComparisonResult, folder: Path, record: Mapping[str, An
             path.unlink()
     replace_file(folder / RESULTS_FILE, lambda draft: write_rows(result, draft))
     # NaN and infinity, which JSON lacks, become null.
-    text = json.dumps(replace_non_finite({**summary(result), **record}), indent=1, allow_nan=False) + "\n"
+    text = json.dumps(to_plain({**summary(result), **record}), indent=1, allow_nan=False) + "\n"
     replace_file(folder / SUMMARY_FILE, lambda draft: draft.write_text(text))
     for name, schedule in result.schedules.items():
         write_schedule(schedule, folder / f"{name}.json")

@@ -5,7 +5,7 @@
 
 import math
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +78,7 @@ class EpochStats(NamedTuple):
     seed_lost_weight: bool = False  # a seed did in the host's output, so that the losses before are no longer normal
 
 
-class Verdict(Enum):
+class Verdict(StrEnum):
     """Verdict of the Governor on one host epoch."""
 
     HEALTHY = "healthy"
@@ -86,17 +86,17 @@ class Verdict(Enum):
     ROLL_BACK = "rolled back"
     END = "ended"
 
+    @property
+    def diverged(self) -> bool:
+        """True if the host is rolled back or its episode ends."""
+        return self in (Verdict.ROLL_BACK, Verdict.END)
+
 
 class Judgement(NamedTuple):
     """Verdict of the Governor with its cause."""
 
     outcome: Verdict
     cause: str = ""  # in one line; empty if the host is healthy
-
-    @property
-    def diverged(self) -> bool:
-        """True if the host is rolled back or its episode ends."""
-        return self.outcome in (Verdict.ROLL_BACK, Verdict.END)
 
 
 def judge(
@@ -183,7 +183,8 @@ class HostMonitor:
         judgement, self.governor_state = judge(self.governor_state, stats, self.chance_loss, config=self.config)
         self.alphas = alphas
         # A restored host gets a new snapshot only after enough healthy epochs.
-        self.healthy_ticks = 0 if judgement.diverged else self.healthy_ticks + (judgement.outcome is Verdict.HEALTHY)
+        outcome = judgement.outcome
+        self.healthy_ticks = 0 if outcome.diverged else self.healthy_ticks + (outcome is Verdict.HEALTHY)
         return judgement
 
     def judge_failure(self, cause: str) -> Judgement:

@@ -6,7 +6,7 @@ it is not allowed, updates the optimizer's parameter groups, and returns a SeedE
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -174,14 +174,14 @@ class GrowingNetwork:
         if stage == "BLENDING" and seed_slot.live:
             for next_stage in (Stage.TRAINING, Stage.BLENDING):
                 seed_slot.move_to(next_stage)
-            event = replace(event, after=Stage.BLENDING)
+            event = event._replace(after=Stage.BLENDING)
         return event
 
     def fossilize(self, slot: str) -> SeedEvent:
         """Make a probationary seed a permanent part of the network."""
         self._check_allowed("fossilized", slot, self.reasons_against_fossilizing(slot))
         event = lifecycle_ops.move(self.slots[slot], Stage.FOSSILIZED, "fossilize")
-        return replace(event, contribution=self.measurements[slot].contribution)
+        return event._replace(contribution=self.measurements[slot].contribution)
 
     def cull(self, slot: str) -> SeedEvent:
         """Remove a live seed; the slot then stays closed for the embargo."""
@@ -196,7 +196,7 @@ class GrowingNetwork:
         seed, contribution = self.slots[slot].seed, self.measurements[slot].contribution
         event = lifecycle_ops.cull(self.slots[slot], cause)
         self._drop_seed(slot, seed)
-        return replace(event, contribution=contribution)
+        return event._replace(contribution=contribution)
 
     def remove_seed(self, slot: str) -> None:
         """Remove the seed in `slot`, even a fossilized one, without gates or embargo; the slot is open at once.
@@ -252,7 +252,7 @@ class GrowingNetwork:
             )
             if any(event.after is Stage.CULLED for event in changes):
                 self._drop_seed(name, seed)
-            events += [replace(event, contribution=contribution) for event in changes]
+            events += [event._replace(contribution=contribution) for event in changes]
         return events
 
     # Reasons of the gates.

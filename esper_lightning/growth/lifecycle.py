@@ -5,7 +5,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,26 +19,23 @@ from esper_lightning.growth.slot import SeedSlot, new_seed
 from esper_lightning.growth.stages import STAGES_TO_FOSSILIZED, Stage, check_transition
 
 
-@dataclass(frozen=True)
-class SeedEvent:
-    """One change of a seed's stage, or a report that it is stuck: then `before` and `after` are equal.
-
-    Events of the same change are equal, whatever their times and measurements.
-    """
+class SeedEvent(NamedTuple):
+    """One change of a seed's stage, or a report that it is stuck: then `before` and `after` are equal."""
 
     slot: str
     blueprint: str
     """Name of the seed's blueprint; empty for a change of a slot whose seed has been removed."""
-    _: KW_ONLY
     before: Stage
     after: Stage
     cause: str
-    ticks_before: int = field(default=0, compare=False)
-    """Host epochs that the seed spent in stage `before`."""
-    age: int = field(default=0, compare=False)
+    age: int = 0
     """Host epochs since germination."""
-    contribution: float | None = field(default=None, compare=False)
+    contribution: float | None = None
     """Last measured contribution, in points (of 100). None: never measured."""
+    host: int = 0
+    """Number of the host in its pool."""
+    tick: int = 0
+    """Host epoch of the change: from 1 in the episode, and since the run began in `events.jsonl`. 0: not known."""
 
     def __str__(self) -> str:
         """Return a line like `layer1: conv_light DORMANT → GERMINATED (germinate)`."""
@@ -91,7 +88,7 @@ def germinate(
     if not slot.is_judged:
         for stage in STAGES_TO_FOSSILIZED:
             slot.move_to(stage)
-        event = replace(event, after=slot.stage)
+        event = event._replace(after=slot.stage)
     return event
 
 
@@ -104,16 +101,15 @@ def cull(slot: SeedSlot, cause: str = "cull") -> SeedEvent:
 
 
 def move(slot: SeedSlot, stage: Stage, cause: str) -> SeedEvent:
-    """Move the slot to `stage` and return the event, with stage and ticks from before the move."""
-    event = replace(unchanged_stage(slot, cause), after=stage)
+    """Move the slot to `stage` and return the event, with the stage from before the move."""
+    event = unchanged_stage(slot, cause)._replace(after=stage)
     slot.move_to(stage)
     return event
 
 
 def unchanged_stage(slot: SeedSlot, cause: str) -> SeedEvent:
     """Return an event of the seed in `slot` that leaves its stage as it is."""
-    place, ticks = (slot.name, slot.blueprint or ""), slot.ticks_in_stage
-    return SeedEvent(*place, before=slot.stage, after=slot.stage, cause=cause, ticks_before=ticks, age=slot.age)
+    return SeedEvent(slot.name, slot.blueprint or "", slot.stage, slot.stage, cause, slot.age)
 
 
 def auto_transition(

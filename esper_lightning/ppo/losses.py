@@ -144,10 +144,22 @@ def ppo_terms(policy: Policy, minibatch: Rollout, config: PPOConfig, ranks: Rank
 
     With several ranks `minibatch` is this rank's part, which may be empty; see `Ranks.sum_with_gradient`.
     """
+    if minibatch.steps.log_prob.shape[1]:
+        sums, learned, active = sums_of_steps(policy, minibatch, config)
+    else:
+        sums = empty_sums(policy, minibatch)
+        learned = active = sums.kl
+    if ranks.world > 1:
+        sums, learned, active = sums_of_ranks(sums, learned, active, ranks)
+    return means(sums, learned, active)
+
+
+def sums_of_steps(policy: Policy, minibatch: Rollout, config: PPOConfig) -> tuple[PPOTerms, Tensor, Tensor]:
+    """Return the terms of this rank's minibatch with sums in place of means, and the numbers of steps to divide by.
+
+    These are the steps whose action was not forced, and those whose episode had not ended.
+    """
     steps = minibatch.steps
-    if not steps.log_prob.shape[1]:
-        zeros = empty_sums(policy, minibatch)
-        return means(zeros, zeros.kl, zeros.kl, ranks)
     distribution, values, _ = policy(
         steps.observation, minibatch.state, steps.masks, steps.starts, privileged=steps.privileged
     )
@@ -171,22 +183,22 @@ def ppo_terms(policy: Policy, minibatch: Rollout, config: PPOConfig, ranks: Rank
         head_choice_share=(unforced[..., None] * distribution.choice_probability().detach()).sum((0, 1)),
         ratio=torch.where(unforced, ratio.detach(), torch.nan),
     )
-    return means(sums, unforced.sum(), active.sum(), ranks)
+    return sums, unforced.sum(), active.sum()
 
 
-def means(sums: PPOTerms, learned: Tensor, active: Tensor, ranks: Ranks) -> PPOTerms:
-    """Return the terms of a minibatch of all ranks, given this rank's sums in place of means.
+def sums_of_ranks(sums: PPOTerms, learned: Tensor, active: Tensor, ranks: Ranks) -> tuple[PPOTerms, Tensor, Tensor]:
+    """Return the sums of `sums_of_steps` over all ranks."""
+    scalars = torch.stack([*sums[:6], learned.to(sums.policy.dtype), active.to(sums.policy.dtype)])
+    flat = torch.cat([scalars, sums.head_entropy, sums.head_choice_share]).double()
+    of_all = ranks.sum_with_gradient(flat).to(scalars.dtype)
+    scalars, *of_heads = of_all.split([len(scalars), *[len(sums.head_entropy)] * 2])
+    *terms, learned, active = scalars.unbind()
+    low, high = ranks.maximum(torch.stack([-sums.ratio_low, sums.ratio_high]))
+    return PPOTerms._make([*terms, -low, high, *of_heads, sums.ratio]), learned, active
 
-    `learned` and `active` are the numbers of steps whose action was not forced, and whose episode had not ended.
-    """
-    if ranks.world > 1:
-        scalars = torch.stack([*sums[:6], learned.to(sums.policy.dtype), active.to(sums.policy.dtype)])
-        flat = torch.cat([scalars, sums.head_entropy, sums.head_choice_share]).double()
-        of_all = ranks.sum_with_gradient(flat).to(scalars.dtype)
-        scalars, *of_heads = of_all.split([len(scalars), *[len(sums.head_entropy)] * 2])
-        *own, learned, active = scalars.unbind()
-        low, high = ranks.maximum(torch.stack([-sums.ratio_low, sums.ratio_high]))
-        sums = PPOTerms._make([*own, -low, high, *of_heads, sums.ratio])
+
+def means(sums: PPOTerms, learned: Tensor, active: Tensor) -> PPOTerms:
+    """Return the terms of a minibatch of all ranks, given the sums of `sums_of_steps`."""
     learned, active = learned.detach().clamp(min=1), active.detach().clamp(min=1)
     free = sums.head_choice_share.detach()
     return sums._replace(

@@ -1,1 +1,1 @@
-"""Telemetry of a run: metrics, events, anomalies and figures."""
+"""Telemetry of a run: metrics, events, anomalies and charts."""

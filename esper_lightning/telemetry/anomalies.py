@@ -189,23 +189,23 @@ class AnomalyDetector:
 
     def _with_derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Add metrics of several others; drop the entropy of heads that rarely had a choice."""
-        found = dict(metrics)
+        values = dict(metrics)
         for name in metrics:
             kind, _, head = name.partition(".")
             if kind == "entropy" and head and metrics.get(f"choice_share.{head}", 1.0) < LEAST_CHOICE_SHARE:
-                del found[name]
+                del values[name]
         if metrics.get("weight_change", 0.0) >= FROZEN_CHANGE and {"ratio_low", "ratio_high"} <= metrics.keys():
-            found["ratio_spread"] = max(metrics["ratio_high"] - 1.0, 1.0 - metrics["ratio_low"])
+            values["ratio_spread"] = max(metrics["ratio_high"] - 1.0, 1.0 - metrics["ratio_low"])
         if {"op.WAIT", "fossils"} <= metrics.keys():
-            found["waiting"] = metrics["op.WAIT"] if metrics["fossils"] <= LEAST_FOSSILS else 0.0
+            values["waiting"] = metrics["op.WAIT"] if metrics["fossils"] <= LEAST_FOSSILS else 0.0
         norm, (total, weight) = metrics.get("grad_norm"), self.grad_norm
         # An update that was stopped before its first optimizer step has no gradient.
         if norm and total > 0.0:
-            found["grad_norm_ratio"] = norm * weight / total
+            values["grad_norm_ratio"] = norm * weight / total
         if norm is not None and math.isfinite(norm):
             rest = 1.0 - GRAD_NORM_DECAY
             self.grad_norm = (GRAD_NORM_DECAY * total + rest * norm, GRAD_NORM_DECAY * weight + rest)
-        return found
+        return values
 
     def state_dict(self) -> dict[str, Any]:
         return {"states": {name: list(state) for name, state in self.states.items()}, "grad_norm": self.grad_norm}

@@ -1,21 +1,15 @@
-"""Charts of growth, for TensorBoard and for the page of a run: Vega-Altair, of the extra [report].
+"""Charts of growth for the page of a run: Vega-Altair, of the extra [report].
 
-Altair is imported when a chart is drawn, so that a run without it only has no pictures. Colours of text and lines
-are those of the page around a chart.
+Colours of text and lines are those of the page around a chart.
 """
 
-import base64
-import io
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import altair as alt
 import numpy as np
 
-from esper_lightning.envs import Op
-from esper_lightning.growth.stages import Stage
-from esper_lightning.telemetry.observer import Observer, SeedStats
+from esper_lightning.telemetry.observer import SeedStats
 
 Row = Mapping[str, Any]
 """One record of a chart's data: plain values by column."""
@@ -48,16 +42,6 @@ SHAPES = ["circle", "square", "triangle-up", "cross", "diamond", "triangle-right
 AXIS_WIDTH = 96
 """Pixels left of every plot, so that plots below each other share their horizontal axis."""
 
-PICTURE_WIDTH = 560
-"""Pixels of the plot in a picture; on a page a chart is as wide as its place."""
-
-RENDERER = """
-import base64, sys, vl_convert
-for line in sys.stdin:
-    print(base64.b64encode(vl_convert.vegalite_to_png(line, scale=1.5)).decode())
-"""
-"""Program that turns each line of its input, the JSON of a chart, into a line with a PNG."""
-
 
 def styled(chart: Any, description: str) -> Any:
     """Return a chart in the style of all charts, with a description for readers who cannot see it."""
@@ -87,50 +71,46 @@ def timeline(
         ticks: Ticks of the episode.
         rolled_back: Ticks in which the Governor rolled the host back.
     """
-    import altair as alt
-
     rows, looks = [*(["action"] if ops else []), *slots], {**STAGES, **OPS}
     cells = [
         {"tick": tick, "row": row, "state": state, "blueprint": blueprint, "mark": looks[state][1]}
-        for tick, held in enumerate(stages, 1)
-        for row, (state, blueprint) in zip(rows, [*((op, "") for op in ops[tick - 1 : tick]), *held], strict=True)
+        for tick, of_slots in enumerate(stages, 1)
+        for row, (state, blueprint) in zip(rows, [*((op, "") for op in ops[tick - 1 : tick]), *of_slots], strict=True)
     ]
     seen = [name for name in looks if any(cell["state"] == name for cell in cells)]
-    data = alt.Data(values=cells)
     x = alt.X("tick:O", title="tick", axis=alt.Axis(labelAngle=0, labelOverlap=True), scale=ordinal(ticks))
     y = alt.Y("row:N", sort=rows, title=" ")  # as wide as a title
     colour = alt.Color("state:N", title=None).scale(domain=seen, range=[looks[name][0] for name in seen])
-    base = alt.Chart(data).encode(x=x, y=y, tooltip=["tick:O", "row:N", "state:N", "blueprint:N"])
+    base = plot(cells).encode(x=x, y=y, tooltip=["tick:O", "row:N", "state:N", "blueprint:N"])
     layers = [
         base.mark_rect(stroke="#8886", strokeWidth=1).encode(color=colour),
         base.mark_text(fontSize=11, color="#222").encode(text="mark:N"),
     ]
     marks = [{"tick": tick, "row": rows[0], "what": "rolled back"} for tick in rolled_back]
     if marks:
-        point = alt.Chart(alt.Data(values=marks)).mark_point(shape="triangle-down", filled=True, size=90, yOffset=-12)
+        point = plot(marks).mark_point(shape="triangle-down", filled=True, size=90, yOffset=-12)
         shape = alt.Shape("what:N", title=None, scale=alt.Scale(range=["triangle-down"]))
         layers.append(point.encode(x=x, y=y, shape=shape, color=alt.value("#d62728"), tooltip="what:N"))
     return alt.layer(*layers).properties(height=26 * len(rows), width="container")
 
 
+def plot(rows: Sequence[Row]) -> Any:
+    """Return an empty chart of these rows."""
+    return alt.Chart(alt.Data(values=list(rows)))
+
+
 def ordinal(ticks: int) -> Any:
     """Return the horizontal scale of an episode, on which a tick is a cell."""
-    import altair as alt
-
     return alt.Scale(domain=list(range(1, ticks + 1)))
 
 
 def colours_of(names: Sequence[str]) -> Any:
-    """Return the colours of series in this order."""
-    import altair as alt
-
-    return alt.Scale(domain=list(names), range=[LINE_COLOURS[i % len(LINE_COLOURS)] for i in range(len(names))])
+    """Return the colours of series in this order; they repeat."""
+    return alt.Scale(domain=list(names), range=LINE_COLOURS)
 
 
 def shapes_of(names: Sequence[str]) -> Any:
     """Return the marks of series in this order; with the colours no two of 64 look alike."""
-    import altair as alt
-
     shapes = [SHAPES[(i + i // len(SHAPES)) % len(SHAPES)] for i in range(len(names))]
     return alt.Scale(domain=list(names), range=shapes)
 
@@ -153,13 +133,11 @@ def curve(
         ticks: Ticks of an episode, whose axis is that of `timeline`. None: the axis is a number.
         shown: Name of a parameter by which the page moves a vertical line.
     """
-    import altair as alt
-
     names = list(dict.fromkeys(point["series"] for point in points))
     axis = alt.Axis(labelAngle=0, labelOverlap=True) if ticks else alt.Axis(format="~s")
     at = alt.X("x:O" if ticks else "x:Q", title=x, axis=axis, scale=ordinal(ticks) if ticks else alt.Scale(zero=False))
     legend = alt.Legend(symbolType="stroke") if len(names) > 1 else None
-    lines = alt.Chart(alt.Data(values=list(points))).encode(
+    lines = plot(points).encode(
         x=at,
         y=alt.Y("y:Q", title=y, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=4)),
         color=alt.Color("series:N", title=None, sort=names, legend=legend, scale=colours_of(names)),
@@ -168,7 +146,7 @@ def curve(
     )
     layers = [lines.mark_line(point={"size": 18} if len(points) <= 60 * len(names) else False)]
     if marks:
-        rule = alt.Chart(alt.Data(values=list(marks))).mark_rule(strokeDash=[2, 2], color="#888", strokeWidth=2)
+        rule = plot(marks).mark_rule(strokeDash=[2, 2], color="#888", strokeWidth=2)
         layers.append(rule.encode(x=at, tooltip="what:N"))
     if shown:
         chosen = alt.param(name=shown, value=ticks)
@@ -178,23 +156,22 @@ def curve(
 
 
 def worth(rows: Sequence[Row]) -> Any:
-    """Return what each blueprint was worth: mean contribution by blueprint and slot, a larger mark for more seeds.
-
-    Rows have `blueprint`, `slot`, `seeds`, `kept` (their share) and `points`.
-    """
-    import altair as alt
-
+    """Return the chart of `worth_rows`: a larger mark stands for more seeds."""
     axis = alt.Axis(format="+~g")
     slots, blueprints = (list(dict.fromkeys(row[column] for row in rows)) for column in ("slot", "blueprint"))
-    chart = alt.Chart(alt.Data(values=list(rows))).mark_point(filled=True, opacity=0.9)
-    return chart.encode(
-        x=alt.X("points:Q", title="mean contribution of a seed, in points", axis=axis),
-        y=alt.Y("blueprint:N", title=" "),
-        color=alt.Color("slot:N", title=None, scale=colours_of(slots)),
-        shape=alt.Shape("slot:N", title=None, scale=shapes_of(slots)),
-        size=alt.Size("seeds:Q", scale=alt.Scale(range=[30, 260], type="sqrt"), legend=None),
-        tooltip=["blueprint:N", "slot:N", "seeds:Q", alt.Tooltip("kept:Q", format=".0%"), "points:Q"],
-    ).properties(height=24 * len(blueprints), width="container")
+    return (
+        plot(rows)
+        .mark_point(filled=True, opacity=0.9)
+        .encode(
+            x=alt.X("points:Q", title="mean contribution of a seed, in points", axis=axis),
+            y=alt.Y("blueprint:N", title=" "),
+            color=alt.Color("slot:N", title=None, scale=colours_of(slots)),
+            shape=alt.Shape("slot:N", title=None, scale=shapes_of(slots)),
+            size=alt.Size("seeds:Q", scale=alt.Scale(range=[30, 260], type="sqrt"), legend=None),
+            tooltip=["blueprint:N", "slot:N", "seeds:Q", alt.Tooltip("kept:Q", format=".0%"), "points:Q"],
+        )
+        .properties(height=24 * len(blueprints), width="container")
+    )
 
 
 def scatter(rows: Sequence[Row], *, x: str, y: str) -> Any:
@@ -202,11 +179,9 @@ def scatter(rows: Sequence[Row], *, x: str, y: str) -> Any:
 
     Rows have `name`, `x`, `x_low`, `x_high`, `y`, `y_low` and `y_high`.
     """
-    import altair as alt
-
     names = [row["name"] for row in rows]
     scale = alt.Scale(type="log", nice=False, padding=12)
-    base = alt.Chart(alt.Data(values=list(rows))).encode(
+    base = plot(rows).encode(
         x=alt.X("x:Q", title=x, scale=scale, axis=alt.Axis(format="~s", tickCount=4)),
         y=alt.Y("y:Q", title=y, scale=alt.Scale(zero=False)),
         color=alt.Color("name:N", title=None, scale=colours_of(names)),
@@ -218,27 +193,6 @@ def scatter(rows: Sequence[Row], *, x: str, y: str) -> Any:
         base.mark_rule(opacity=0.6).encode(x=alt.X("x_low:Q", scale=scale), x2="x_high:Q"),
         base.mark_point(size=80, strokeWidth=2).encode(shape=shape),
     ).properties(height=280, width="container")
-
-
-def draw_pictures(observer: Observer, objective: np.ndarray) -> dict[str, np.ndarray]:
-    """Return pictures of the finished rollout by tag, as pixels: what blueprints were worth since the run began, and
-    the lives of the worst, the median and the best host by their objectives [N].
-
-    The lives are left out if the rollout was not observed from its beginning.
-    """
-    columns, rows = {}, worth_rows(observer.run_stats, observer.blueprints, observer.slots)
-    if rows:
-        columns["figures/blueprints"] = [worth(rows)]
-    if observer.is_complete:
-        trace, lives = observer.trace, []
-        for title, host in typical_hosts(objective).items():
-            ops = [Op(op).name for op in trace.op[: trace.length, host]]
-            stages = [[(Stage(stage).name, "") for stage in row] for row in trace.stage[: trace.length, host]]
-            struck = (1 + np.flatnonzero(trace.rolled_back[: trace.length, host])).tolist()
-            life = timeline(ops, stages, observer.slots, ticks=observer.horizon, rolled_back=struck)
-            lives.append(life.properties(title=f"{title} host: {host}, objective {objective[host]:.3f}"))
-        columns["figures/growth"] = lives
-    return render(columns) if columns else {}
 
 
 def typical_hosts(objective: np.ndarray) -> dict[str, int]:
@@ -253,29 +207,6 @@ def worth_rows(stats: SeedStats, blueprints: Sequence[str], slots: Sequence[str]
     for b, k in zip(*np.nonzero(stats.germinated), strict=True):
         points = float(stats.mean_contribution[b, k])
         seeds, kept = int(stats.germinated[b, k]), float(stats.fossilized[b, k] / stats.germinated[b, k])
-        told = {"seeds": seeds, "kept": kept, "points": points if np.isfinite(points) else None}
-        rows.append({"blueprint": blueprints[b], "slot": slots[k], **told})
-    return rows
-
-
-def render(columns: Mapping[str, Sequence[Any]]) -> dict[str, np.ndarray]:
-    """Return the charts of each column below each other as pixels [height, width, 3], uint8, on white."""
-    import altair as alt
-    from PIL import Image
-
-    lines = []
-    for charts in columns.values():
-        column = alt.vconcat(*(chart.properties(width=PICTURE_WIDTH) for chart in charts))
-        column = column.resolve_scale(color="independent")
-        lines.append(styled(column, "").properties(background="white").to_json(indent=None) + "\n")
-    # In a process of its own: the renderer has threads, so that in a process forked after its first picture it would
-    # wait for ever. A session of its own: a signal to the run's processes is not for it.
-    rendered = subprocess.run(
-        [sys.executable, "-c", RENDERER],
-        input="".join(lines).encode(),
-        stdout=subprocess.PIPE,
-        check=True,
-        start_new_session=True,
-    )
-    images = (Image.open(io.BytesIO(base64.b64decode(line))).convert("RGB") for line in rendered.stdout.splitlines())
-    return dict(zip(columns, map(np.asarray, images), strict=True))
+        row = {"blueprint": blueprints[b], "slot": slots[k], "seeds": seeds, "kept": kept}
+        rows.append(row | {"points": points if np.isfinite(points) else None})
+    return sorted(rows, key=lambda row: (row["blueprint"], row["slot"]))

@@ -11,6 +11,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from esper_lightning.envs import HostVerdict, HostVeto
+from esper_lightning.growth import SeedEvent, Stage
+
 SCHEMA = 4
 """Version of the records' format; raised whenever a reader of the old format cannot read the new one."""
 
@@ -66,20 +69,6 @@ class Stacked(NamedTuple):
     after: int
 
 
-class SeedChanged(NamedTuple):
-    """A seed changed its stage, or it is stuck: then `before` and `after` are equal."""
-
-    tick: int
-    host: int
-    slot: str
-    blueprint: str
-    before: str
-    after: str
-    cause: str
-    age: int  # host epochs since the seed was germinated
-    contribution: float | None  # last measured, this tick included, in points; null: never
-
-
 class GateRefused(NamedTuple):
     """A gate has closed a seed's way to its next stage, or still does at the first tick of an episode."""
 
@@ -87,7 +76,7 @@ class GateRefused(NamedTuple):
     host: int
     slot: str
     blueprint: str
-    stage: str  # refused
+    stage: Stage  # refused
     reasons: list[str]
 
 
@@ -98,26 +87,6 @@ class Contributed(NamedTuple):
     host: list[int]
     slot: list[str]
     points: list[float | None]
-
-
-class RolledBack(NamedTuple):
-    """The Governor restored a host's last healthy state, or ended its episode."""
-
-    tick: int
-    host: int
-    seed: int
-    decision: str
-    cause: str
-    restored: int | None  # tick of the episode at which the restored snapshot was taken
-
-
-class Vetoed(NamedTuple):
-    """The Governor vetoed an action; WAIT was carried out instead."""
-
-    tick: int
-    host: int
-    action: str
-    reasons: list[str]
 
 
 class Updated(NamedTuple):
@@ -153,11 +122,11 @@ Event = (
     | HostsMeasured
     | Validated
     | Stacked
-    | SeedChanged
+    | SeedEvent
     | GateRefused
     | Contributed
-    | RolledBack
-    | Vetoed
+    | HostVerdict
+    | HostVeto
     | Updated
     | AnomalyChanged
 )
@@ -167,11 +136,11 @@ EVENT_CLASSES: dict[str, type[Event]] = {
     "hosts": HostsMeasured,
     "validation": Validated,
     "stack": Stacked,
-    "seed": SeedChanged,
+    "seed": SeedEvent,
     "gate": GateRefused,
     "contributions": Contributed,
-    "rollback": RolledBack,
-    "veto": Vetoed,
+    "rollback": HostVerdict,
+    "veto": HostVeto,
     "update": Updated,
     "anomaly": AnomalyChanged,
 }
@@ -180,21 +149,23 @@ EVENT_CLASSES: dict[str, type[Event]] = {
 EVENT_NAMES = {kind: name for name, kind in EVENT_CLASSES.items()}
 
 
-def replace_non_finite(value: Any) -> Any:
-    """Return the value with None in place of every float that is not finite."""
+def to_plain(value: Any) -> Any:
+    """Return the value as JSON has it: None in place of every float that is not finite, and the names of stages."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, Stage):
+        return value.name
     if isinstance(value, dict):
-        return {key: replace_non_finite(part) for key, part in value.items()}
+        return {key: to_plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [replace_non_finite(part) for part in value]
+        return [to_plain(part) for part in value]
     return value
 
 
 def to_line(event: Event) -> str:
     """Return the event as one line of JSON: `{"type": "seed", "tick": 3, …}`."""
-    fields = {"type": EVENT_NAMES[type(event)], **event._asdict()}
-    return json.dumps(replace_non_finite(fields), ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
+    fields = {"type": EVENT_NAMES[type(event)], "tick": event.tick, **event._asdict()}
+    return json.dumps(to_plain(fields), ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
 
 
 def read_events(path: Path) -> Iterator[Event]:
@@ -220,7 +191,9 @@ def _read_lines(path: Path) -> Iterator[tuple[bytes, Event]]:
                     raise ValueError(f"events of schema {schema}; use the version of this package that wrote them")
                 if kind is None or set(fields) != set(kind._fields):
                     raise ValueError(f"no event of schema {SCHEMA}: {line.decode().strip():.80}")
-            except ValueError as error:
+                stages = [name for name, type_of in kind.__annotations__.items() if type_of is Stage]
+                fields |= {name: Stage[fields[name]] for name in stages}
+            except (ValueError, KeyError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
             yield line, kind(**fields)
 

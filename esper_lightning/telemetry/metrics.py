@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from esper_lightning.envs import HostVeto
 from esper_lightning.growth.stages import Stage
 from esper_lightning.machine import resident_memory, total_memory
-from esper_lightning.telemetry.events import Vetoed
 from esper_lightning.telemetry.observer import Tick
 
 RETURN_QUANTILES = (0.1, 0.5, 0.9)
@@ -26,25 +26,25 @@ host's gain since the seed was germinated; a smaller gain is noise and counts as
 def tick_metrics(tick: Tick, slots: Sequence[str]) -> dict[str, float]:
     """Return the metrics of one environment step; `slots` are the names of the K slots."""
     hosts, seeds = tick.hosts, tick.slots
-    found = {f"hosts/{name}": hosts[name].mean() for name in ("score", "loss", "objective", "parameters", "reward")}
-    found |= {f"reward/{name}": paid.mean() for name, paid in tick.terms.items()}
+    metrics = {f"hosts/{name}": hosts[name].mean() for name in ("score", "loss", "objective", "parameters", "reward")}
+    metrics |= {f"reward/{name}": paid.mean() for name, paid in tick.terms.items()}
     for k, slot in enumerate(slots):
-        found |= {f"growth/{slot}/{stage.name}": (seeds["stage"][:, k] == stage).mean() for stage in Stage}
+        metrics |= {f"growth/{slot}/{stage.name}": (seeds["stage"][:, k] == stage).mean() for stage in Stage}
     alive = ~hosts["ended"]
     for name, table in (("host", hosts[alive]), ("seed", seeds[alive][seeds[alive]["live"]])):
         norms, healths = table["norm"], table["health"]
         if np.isfinite(norms).any():
-            found[f"gradients/{name}_norm"] = norms[np.isfinite(norms)].mean()
-            found[f"gradients/{name}_health"] = np.nanmean(healths)
+            metrics[f"gradients/{name}_norm"] = norms[np.isfinite(norms)].mean()
+            metrics[f"gradients/{name}_health"] = np.nanmean(healths)
     skipped = {i: steps for i, steps in enumerate(hosts["skipped_steps"].tolist()) if steps == steps}  # not NaN
     if skipped:
-        found |= {f"skipped_steps/host{i}": steps for i, steps in skipped.items()}
-        found["hosts/skipped_steps"] = sum(skipped.values())
+        metrics |= {f"skipped_steps/host{i}": steps for i, steps in skipped.items()}
+        metrics["hosts/skipped_steps"] = sum(skipped.values())
     if not np.isnan(hosts["suspicious"]).any():
-        found |= {f"governor/{name}": hosts[name].sum() for name in ("suspicious", "rollbacks")}
-        found["governor/ended"] = hosts["stopped"].sum()
-        found["governor/vetoes"] = sum(isinstance(event, Vetoed) for event in tick.interventions)
-    return {tag: float(value) for tag, value in found.items()}
+        metrics |= {f"governor/{name}": hosts[name].sum() for name in ("suspicious", "rollbacks")}
+        metrics["governor/ended"] = hosts["stopped"].sum()
+        metrics["governor/vetoes"] = sum(isinstance(event, HostVeto) for event in tick.events)
+    return {tag: float(value) for tag, value in metrics.items()}
 
 
 def episode_metrics(last: Tick, tasks: Mapping[str, slice]) -> dict[str, float]:
@@ -53,21 +53,23 @@ def episode_metrics(last: Tick, tasks: Mapping[str, slice]) -> dict[str, float]:
     """
     hosts, seeds = last.hosts, last.slots
     parts = ("objective", "score", "parameters")
-    found = {f"rollout/{name}": hosts[name].mean() for name in parts}
-    found |= {f"tasks/{task}/{name}": hosts[name][span].mean() for task, span in tasks.items() for name in parts}
-    found["rollout/fossils"] = (seeds["stage"] == Stage.FOSSILIZED).sum(1).mean()
-    found["rollout/rolled_back"] = (hosts["stopped"] | (hosts["rollbacks"] > 0)).mean()
+    metrics = {f"rollout/{name}": hosts[name].mean() for name in parts}
+    metrics |= {f"tasks/{task}/{name}": hosts[name][span].mean() for task, span in tasks.items() for name in parts}
+    metrics["rollout/fossils"] = (seeds["stage"] == Stage.FOSSILIZED).sum(1).mean()
+    metrics["rollout/rolled_back"] = (hosts["stopped"] | (hosts["rollbacks"] > 0)).mean()
     blended = seeds[seeds["blended"] & np.isfinite(seeds["contribution"])]
     ratios = blended["contribution"] / np.maximum(blended["gain"], MIN_GAIN)
     relied_on = (blended["contribution"] >= MIN_RELIED_POINTS) & (ratios > MAX_RELIANCE)
-    found["rollout/reliance"] = relied_on.mean() if relied_on.size else 0.0
-    return {tag: float(value) for tag, value in found.items()}
+    metrics["rollout/reliance"] = relied_on.mean() if relied_on.size else 0.0
+    return {tag: float(value) for tag, value in metrics.items()}
 
 
 def return_metrics(returns: Tensor) -> dict[str, float]:  # [N]
     """Return mean and quantiles over hosts of the episodes' returns."""
     quantiles = returns.double().quantile(torch.tensor(RETURN_QUANTILES, dtype=torch.float64)).tolist()
-    of_quantile = {f"rollout/return.p{100 * q:.0f}": one for q, one in zip(RETURN_QUANTILES, quantiles, strict=True)}
+    of_quantile = {
+        f"rollout/return.p{100 * q:.0f}": value for q, value in zip(RETURN_QUANTILES, quantiles, strict=True)
+    }
     return {"rollout/return": returns.mean().item(), **of_quantile}
 
 
@@ -90,17 +92,17 @@ def choice_metrics(action: Any, masks: Any, space: Any, *, relevant: Tensor) -> 
     """
     free = ~masks.forced
     matters = relevant.to(action.op.device)[action.op].bool() & free[..., None]  # [T, N, heads]
-    found = {}
+    metrics = {}
     for head, (name, choices) in enumerate(zip(space._fields, space, strict=True)):
         if len(choices) < 2 and name != "op":
             continue
         chosen = action[head][free if name == "op" else matters[..., head]]
         counts = torch.bincount(chosen, minlength=len(choices)).tolist()
         group = "rollout/op" if name == "op" else f"heads/{name}"
-        found |= {f"{group}.{c}": n / max(1, sum(counts)) for c, n in zip(choices, counts, strict=True)}
+        metrics |= {f"{group}.{c}": n / max(1, sum(counts)) for c, n in zip(choices, counts, strict=True)}
     possible = masks.op.float().mean((0, 1)).tolist()  # [ops]
-    found |= {f"masks/{op}": share for op, share in zip(space.op, possible, strict=True)}
-    return found | {"masks/forced": 1.0 - free.float().mean().item()}
+    metrics |= {f"masks/{op}": share for op, share in zip(space.op, possible, strict=True)}
+    return metrics | {"masks/forced": 1.0 - free.float().mean().item()}
 
 
 def phase_shares(seconds: Mapping[str, float], elapsed: float) -> dict[str, float]:
@@ -114,13 +116,13 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
 
     On a GPU the largest number so far counts as used.
     """
-    found, used = {}, resident_memory()
+    metrics, used = {}, resident_memory()
     if used is not None:
-        found["memory/process"] = used
+        metrics["memory/process"] = used
     if device.type == "cuda":
-        found["memory/cuda"] = torch.cuda.memory_allocated(device) / 2**20
+        metrics["memory/cuda"] = torch.cuda.memory_allocated(device) / 2**20
         used = torch.cuda.max_memory_allocated(device) / 2**20
-    return found if used is None else found | {"memory/share": used * 2**20 / total_memory(device)}
+    return metrics if used is None else metrics | {"memory/share": used * 2**20 / total_memory(device)}
 
 
 CUSTOM_SCALARS = {

@@ -123,7 +123,7 @@ def test_a_host_that_diverges_gets_its_own_last_snapshot_back_within_the_tick(da
     step = wait(pool, 0)
 
     (verdict,) = step.verdicts
-    assert (verdict.host, verdict.verdict.outcome, verdict.restored_tick) == (0, Verdict.ROLL_BACK, 2)
+    assert (verdict.host, verdict.decision, verdict.restored) == (0, Verdict.ROLL_BACK, 2)
     assert differences(dict(kept[0]), dict(pool.envs[0].network.state_dict())) == []
     assert differences(dict(kept[1]), dict(pool.envs[1].network.state_dict())) != [], "the other host trains on"
     assert step.reward[0] == -ONLY_NAN_DIVERGES.penalty

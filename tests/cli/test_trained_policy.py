@@ -150,7 +150,7 @@ def test_it_decides_in_the_training_of_a_user_and_goes_on_from_a_checkpoint(trai
     train(classifier(dropout=0.0), second, epochs=4, resume_from=tmp_path / "half.ckpt")
 
     assert first.pool is not None and second.pool is not None
-    assert len(first.pool.subject.history.score) == 2 and len(second.pool.subject.history.score) == 4
+    assert len(first.pool.env.history.score) == 2 and len(second.pool.env.history.score) == 4
     assert second.pool.observation.features.shape[1] == 3, "a row for each slot"
 
 

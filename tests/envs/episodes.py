@@ -63,7 +63,7 @@ class Episode:
             parts = (*step.observation, step.reward, step.terminated, step.truncated, *step.masks, *step.metrics)
             weights = [list(env.network.state_dict().values()) for env in self.pool.envs]
             self.rows.append([[t.clone() for t in (*(p[i] for p in parts), *w)] for i, w in enumerate(weights)])
-            self.verdicts.append([(verdict.host, verdict.verdict.outcome) for verdict in step.verdicts])
+            self.verdicts.append([(verdict.host, verdict.decision) for verdict in step.verdicts])
         return self
 
     def play_broken(self, *hosts: int) -> "Episode":

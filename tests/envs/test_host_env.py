@@ -92,7 +92,7 @@ def test_the_host_and_other_seeds_keep_their_momentum_through_germination_and_cu
 
     env.apply(germinate(2, 2))
     assert same(momenta(env, "host"), host) and same(momenta(env, "seed.block1.pool"), neighbour)
-    env.record_epoch(nothing_new(env))  # old enough to be culled
+    env.finish_step(nothing_new(env), judged=False)  # old enough to be culled
     env.apply(cull(2))
     assert same(momenta(env, "host"), host) and same(momenta(env, "seed.block1.pool"), neighbour)
     assert len(env.optimizer.state) == sum(len(group["params"]) for group in env.optimizer.param_groups)
@@ -106,7 +106,7 @@ def test_contributions_are_those_of_the_last_two_ticks_in_which_the_seed_was_ble
     known = []
     for without in (0.1, 0.4, 0.55):
         whole, *rest, committed = (LossAndScore(1.0, score) for score in (0.5, 0.9, without, 0.9, 0.3))
-        env.record_epoch(nothing_new(env)._replace(validation=Validation(whole, rest, committed)))
+        env.finish_step(nothing_new(env)._replace(validation=Validation(whole, rest, committed)), judged=False)
         known.append((env.records[1].previous_contribution, env.records[1].contribution))
 
     assert known[0] == (None, None)  # not blended, so nothing was measured
@@ -121,10 +121,10 @@ def test_a_seed_that_is_culled_by_time_loses_its_group_and_its_record(make_pool:
     env.record_validation(nothing_new(env).validation)
     env.apply(germinate(0))
     for _ in range(2):
-        env.record_epoch(nothing_new(env))
+        env.finish_step(nothing_new(env), judged=False)
     assert env.slots[0].stage is Stage.PROBATIONARY
 
-    env.record_epoch(nothing_new(env))  # it contributes nothing
+    env.finish_step(nothing_new(env), judged=False)  # it contributes nothing
 
     assert env.slots[0].stage is Stage.CULLED
     assert [group["name"] for group in env.optimizer.param_groups] == ["host"]

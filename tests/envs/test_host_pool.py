@@ -52,7 +52,7 @@ def test_an_action_takes_effect_before_the_host_trains(make_pool: Callable[..., 
     pool = make_pool(1)
     step = pool.step(act(germinate(1, 1)))
 
-    assert [(e.host, e.tick, e.seed_event.slot, e.seed_event.after) for e in step.events] == [
+    assert [(e.host, e.tick, e.slot, e.after) for e in step.events] == [
         (0, 1, "block2.pool", Stage.GERMINATED),
         (0, 1, "block2.pool", Stage.TRAINING),
     ]

@@ -172,7 +172,7 @@ def test_a_policy_grows_them_all(common: SharedSpace, make_policy: Any) -> None:
 
     for _ in range(mixed.horizon):
         step = mixed.step(controller.act(mixed))
-        grown |= {(event.host, event.seed_event.slot) for event in step.events}
+        grown |= {(event.host, event.slot) for event in step.events}
 
     assert {host for host, _ in grown} == {0, 1, 2}
     assert (2, "place3") not in grown

@@ -83,7 +83,7 @@ def test_a_rolled_back_host_goes_on_with_the_loss_scale_of_its_snapshot(make_poo
     with breaking_epoch(pool, [0]):
         step = pool.step(act(WAIT))
 
-    assert [word.verdict.outcome for word in step.verdicts] == [Verdict.ROLL_BACK]
+    assert [word.decision for word in step.verdicts] == [Verdict.ROLL_BACK]
     assert (env.loss_scale.scale, env.loss_scale.good_steps) == (64.0, 5)
 
 
@@ -187,7 +187,7 @@ def test_what_is_kept_for_good_survives_a_rollback_in_the_very_same_tick(rarely_
     step = fossilize_in_broken_epoch(rarely_snapshotting_pool)
 
     env = rarely_snapshotting_pool.envs[0]
-    assert [word.verdict.outcome for word in step.verdicts] == [Verdict.ROLL_BACK]
+    assert [word.decision for word in step.verdicts] == [Verdict.ROLL_BACK]
     assert env.slots[0].stage is Stage.FOSSILIZED
     assert differences(before, weights_of(env.network)) == []
     assert step.metrics.parameters[0] == 390 + sum(p.numel() for p in env.slots[0].seed.parameters())
@@ -210,9 +210,7 @@ def test_what_was_alive_is_culled_and_its_slot_opens_again(rarely_snapshotting_p
         step = rarely_snapshotting_pool.step(act(WAIT, WAIT))
 
     assert [
-        (event.host, event.tick, event.seed_event.slot, event.seed_event.after, event.seed_event.cause)
-        for event in step.events
-        if event.host == 0
+        (event.host, event.tick, event.slot, event.after, event.cause) for event in step.events if event.host == 0
     ] == [
         (0, 7, "block2.pool", Stage.CULLED, "rolled back"),
         (0, 7, "block3", Stage.CULLED, "rolled back"),

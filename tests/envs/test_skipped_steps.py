@@ -68,7 +68,7 @@ def test_a_host_that_can_take_no_step_is_rolled_back_and_the_others_step_on(make
     before = [p.clone() for p in pool.envs[0].network.parameters()]
     step = pool.step(act(WAIT, WAIT))
 
-    assert [word.verdict.outcome for word in step.verdicts] == [Verdict.SUSPICIOUS]
+    assert [word.decision for word in step.verdicts] == [Verdict.SUSPICIOUS]
     stood = [
         torch.equal(a, b) for a, b in zip(pool.envs[0].network.parameters(), before, strict=True) if a.isfinite().all()
     ]
@@ -79,7 +79,7 @@ def test_a_host_that_can_take_no_step_is_rolled_back_and_the_others_step_on(make
     assert pool.envs[1].skipped_steps < counted[1] + 4
     scale = pool.envs[1].loss_scale.scale.clone()
     step = pool.step(act(WAIT, WAIT))
-    assert [(word.host, word.verdict.outcome) for word in step.verdicts] == [(0, Verdict.ROLL_BACK)]
+    assert [(word.host, word.decision) for word in step.verdicts] == [(0, Verdict.ROLL_BACK)]
     assert pool.envs[0].loss_scale.state_dict() == good, "its loss scale is that of the snapshot"
     assert pool.envs[1].loss_scale.scale.clone() <= scale or pool.envs[1].skipped_steps == counted[1]
 
@@ -94,7 +94,7 @@ def test_a_rollback_touches_one_hosts_scaler_between_the_streams_work(make_pool:
         for tick in range(6):
             with breaking_epoch(pool, [1] if tick == 3 else []):
                 step = pool.step(act(*[germinate(0, 1) if tick == 0 else WAIT] * 3))
-            assert [word.host for word in step.verdicts if word.verdict.diverged] == [1] * (tick == 3)
+            assert [word.host for word in step.verdicts if word.decision.diverged] == [1] * (tick == 3)
 
     assert len({id(env.loss_scale) for env in pools[0].envs}) == 3
     ours, theirs = ([env.state_dict() for env in pool.envs] for pool in pools)

@@ -81,7 +81,7 @@ def test_a_traced_episode_that_is_saved_at_any_tick_continues_bit_for_bit(make_p
         for name in ("action", "reward", "terminated", "observation", "masks", "metrics"):
             assert differences(getattr(ours, name), getattr(theirs, name)) == [], name
         assert differences(pool.state_dict(), other.state_dict()) == []
-        words += [(word.host, word.tick, word.verdict.outcome.name) for word in ours.verdicts]
+        words += [(word.host, word.tick, word.decision.name) for word in ours.verdicts]
     assert words == [
         (0, 3, "SUSPICIOUS"),
         (0, 4, "ROLL_BACK"),
@@ -134,7 +134,7 @@ def test_what_builds_on_a_suspicious_host_is_refused_and_it_waits_instead(make_p
         reason = "the loss has been out of range or near guessing for 1 host epochs"
         assert str(veto).endswith(f"vetoed at tick {veto.tick}: {reason}")
         assert torch.stack(step.action).T.tolist() == [list(WAIT), list(decision)]
-        assert [event.host for event in step.events if event.seed_event.cause in ("germinate", "fossilize")] == [1]
+        assert [event.host for event in step.events if event.cause in ("germinate", "fossilize")] == [1]
         assert pool.envs[0].last_op is Op.WAIT
     assert [slot.stage for env in pool.envs for slot in env.slots[:2]] == [
         Stage.PROBATIONARY, Stage.DORMANT, Stage.FOSSILIZED, Stage.BLENDING,

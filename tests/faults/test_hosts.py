@@ -122,11 +122,11 @@ def test_numbers_that_are_none_stay_in_their_host_which_is_rolled_back(
     if precision == "fp16" and "gradients" in fault:
         # In half precision every step was skipped: the loss says nothing, so the Governor must be patient.
         (word,) = step.verdicts
-        assert (word.host, word.verdict.outcome) == (1, Verdict.SUSPICIOUS)
+        assert (word.host, word.decision) == (1, Verdict.SUSPICIOUS)
         step = pool.step(act(WAIT, WAIT, WAIT))
-        assert "every step was skipped" in step.verdicts[0].verdict.cause
+        assert "every step was skipped" in step.verdicts[0].cause
 
-    assert [(word.host, word.verdict.outcome) for word in step.verdicts] == [(1, Verdict.ROLL_BACK)]
+    assert [(word.host, word.decision) for word in step.verdicts] == [(1, Verdict.ROLL_BACK)]
     env = pool.envs[1]
     assert step.reward[1] == -0.5 and step.terminated.tolist() == [False, True, False]
     assert not any(slot.live for slot in env.slots)
@@ -135,7 +135,7 @@ def test_numbers_that_are_none_stay_in_their_host_which_is_rolled_back(
     assert differences({name: good[name] for name in weights}, weights) == []
     for _ in range(2):
         step = pool.step(act(WAIT, WAIT, WAIT))
-        assert not any(word.verdict.diverged for word in step.verdicts)  # in fp16 the loss scale may still be settling
+        assert not any(word.decision.diverged for word in step.verdicts)  # in fp16 the loss scale may still be settling
         assert all(part.isfinite().all() for part in (*step.metrics, step.reward, step.observation.features))
 
 
@@ -150,7 +150,7 @@ def test_a_spoiled_seed_whose_gradients_show_nothing_is_found_when_it_is_blended
     assert step.verdicts == [] and pool.envs[1].slots[0].stage is Stage.BLENDING
     step = pool.step(act(WAIT, WAIT, WAIT))
 
-    assert [(word.host, word.verdict.outcome) for word in step.verdicts] == [(1, Verdict.ROLL_BACK)]
+    assert [(word.host, word.decision) for word in step.verdicts] == [(1, Verdict.ROLL_BACK)]
     assert step.metrics.loss.isfinite().all() and not pool.envs[1].slots[0].occupied
 
 
@@ -208,8 +208,8 @@ def test_a_host_that_runs_out_of_memory_ends_its_episode_and_not_the_run(
 
     assert differences(state_of_other_hosts(pool, step), untouched) == []
     (word,) = step.verdicts
-    assert (word.host, word.tick, word.rng_seed, word.verdict.outcome) == (1, 2, 2, Verdict.END)
-    assert word.verdict.cause.startswith("out of memory: ") and len(word.verdict.cause.splitlines()) == 1
+    assert (word.host, word.tick, word.seed, word.decision) == (1, 2, 2, Verdict.END)
+    assert word.cause.startswith("out of memory: ") and len(word.cause.splitlines()) == 1
     assert str(word).startswith("host 1 (RNG seed 2) ended at tick 2")
     assert step.reward[1] == -0.5 and step.terminated.tolist() == [False, True, False]
     assert pool.masks.ended.tolist() == [False, True, False]
@@ -242,7 +242,7 @@ def test_a_host_whose_seed_does_not_fit_into_memory_ends_its_episode(
         step = pool.step(act(WAIT, germinate(0, 2), WAIT))
 
     assert [str(word).split(":")[1] for word in step.verdicts] == [" out of memory"]
-    assert [(word.host, word.verdict.outcome) for word in step.verdicts] == [(1, Verdict.END)]
+    assert [(word.host, word.decision) for word in step.verdicts] == [(1, Verdict.END)]
     assert pool.envs[1].slots[0].stage is Stage.DORMANT and step.metrics.score.isfinite().all()
     assert [env.ended for env in pool.envs] == [False, True, False]
     step = pool.step(act(germinate(0, 2), WAIT, germinate(0, 2)))
@@ -256,7 +256,7 @@ def test_a_host_without_even_memory_to_be_validated_is_left_as_it_was_measured_l
     env = pool.envs[1]
     with short_of_memory(env, no_memory_on_the_gpu, True), short_of_memory(env, no_memory_on_the_gpu, False):
         step = pool.step(act(WAIT, WAIT, WAIT))
-        assert [word.verdict.outcome for word in step.verdicts] == [Verdict.END]
+        assert [word.decision for word in step.verdicts] == [Verdict.END]
         assert step.metrics.score[1] == before.score[1]
         for _ in range(3):
             step = pool.step(act(WAIT, WAIT, WAIT))

@@ -50,7 +50,7 @@ def play(pool: HostPool, wanderer: RandomValid, snapshots: int) -> int:
                 with torch.no_grad():
                     env.optimizer.param_groups[0]["params"][0].view(-1)[0] = torch.nan
         verdicts = pool.step(wanderer.act(pool)).verdicts
-        rollbacks += sum(word.verdict.outcome is Verdict.ROLL_BACK for word in verdicts)
+        rollbacks += sum(word.decision is Verdict.ROLL_BACK for word in verdicts)
     gc.collect()
     return rollbacks
 

@@ -79,9 +79,7 @@ def test_a_seed_grows_from_germination_to_fossil_in_its_time() -> None:
         ["PROBATIONARY: alpha reached its target"],  # after three host epochs at 1/3, 2/3 and 1
         [],
     ]
-    assert kept == SeedEvent(
-        "block2.pool", "conv_small", before=Stage.PROBATIONARY, after=Stage.FOSSILIZED, cause="fossilize"
-    )
+    assert kept == SeedEvent("block2.pool", "conv_small", Stage.PROBATIONARY, Stage.FOSSILIZED, "fossilize", age=8)
     assert [pass_tick(slot, config, contribution=-9.0) for _ in range(20)] == [[]] * 20
     assert count_parameters(network) == before + 8 * 8 + 8
 
@@ -130,7 +128,7 @@ def test_a_seed_that_is_stuck_in_training_says_so_once_with_the_reasons(training
         events[tick] = auto_transition(slot, evidence, config, horizon=50)
     (event,) = events.pop(reported_at)
     assert str(event) == "block1: conv_light TRAINING (stuck: gradient health 0.20 below 0.7)"
-    assert (event.ticks_before, event.age) == (reported_at, reported_at)
+    assert event.age == reported_at
     assert not any(events.values())
 
 

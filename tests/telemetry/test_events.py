@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from esper_lightning.growth import SeedEvent, Stage
 from esper_lightning.telemetry.events import (
     EVENT_CLASSES,
     SCHEMA,
     AnomalyChanged,
     Event,
     EventLog,
-    SeedChanged,
     Started,
     read_events,
     to_line,
@@ -22,7 +22,7 @@ from tests.runs import ROOT, SaveEveryTick, fit, only_run, with_callback
 from tests.tiers import rest_is_slow
 
 START = Started(0, SCHEMA, 2, 12, ["block1"], ["norm"], "accuracy", 500, {"block1": 100})
-BORN = SeedChanged(3, 1, "block1", "norm", "DORMANT", "GERMINATED", "germinate", 0, None)
+BORN = SeedEvent("block1", "norm", Stage.DORMANT, Stage.GERMINATED, "germinate", host=1, tick=3)
 PAGE = (ROOT / "docs" / "reference" / "telemetry.md").read_text()
 
 
@@ -37,7 +37,18 @@ def test_what_is_written_is_there_at_once_as_plain_json_and_reads_back(tmp_path:
     log = write_events(path, START, BORN)
 
     assert list(read_events(path)) == [START, BORN], "the file was not closed"
-    assert json.loads(path.read_text().splitlines()[1]) == {"type": "seed", **BORN._asdict()}
+    assert json.loads(path.read_text().splitlines()[1]) == {
+        "type": "seed",
+        "tick": 3,
+        "host": 1,
+        "slot": "block1",
+        "blueprint": "norm",
+        "before": "DORMANT",
+        "after": "GERMINATED",
+        "cause": "germinate",
+        "age": 0,
+        "contribution": None,
+    }
     anomaly = AnomalyChanged(5, 1, "kl", "critical", math.nan, 0.1, "why", ["a.b"])
     log.write([anomaly])
     assert list(read_events(path))[2] == anomaly._replace(value=None), "what is not finite is null"
@@ -63,6 +74,7 @@ def test_going_on_forgets_what_came_later_and_the_line_that_a_crash_has_cut(tmp_
     [
         ('{"type":"nonsense","tick":1}', "no event of schema 4"),
         ('{"type":"seed","tick":1}', "no event of schema 4"),
+        (to_line(BORN).replace("DORMANT", "ASLEEP"), "ASLEEP"),
         (to_line(START._replace(schema=2)), "events of schema 2; use the version of this package that wrote them"),
         ("x" * 1_000_000, "Expecting value"),
         ("\udcff", "can't decode byte"),

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from esper_lightning.controllers.rules import RandomValid
-from esper_lightning.envs import ActionConfig, HostPool
+from esper_lightning.envs import ActionConfig, HostPool, HostVerdict
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.growth.lifecycle import SeedEvent
 from esper_lightning.growth.stages import Stage
 from esper_lightning.ranks import ALONE, Ranks
-from esper_lightning.telemetry.events import SeedChanged
 from esper_lightning.telemetry.metrics import episode_metrics
 from esper_lightning.telemetry.observer import HOST, SLOT, Observer, Tick, join, observe
 from tests.runs import load
@@ -43,16 +43,15 @@ def play(pool: HostPool, observer: Observer, episodes: int = EPISODES) -> list[P
     controller, played, known = RandomValid(3), [], {}
     for episode in range(episodes):
         pool.reset(range(episode * HOSTS, episode * HOSTS + pool.n_envs))
-        known = {(i, slot.name): "DORMANT" for i, env in enumerate(pool.envs) for slot in env.slots}
+        known = {(i, slot.name): Stage.DORMANT for i, env in enumerate(pool.envs) for slot in env.slots}
         for tick in range(pool.horizon):
             step = pool.step(controller.act(pool))
             seen = join([observe(pool, step, episode * pool.horizon + tick + 1)], ALONE)
             told = observer.update(seen)
-            for change in (event for event in told if isinstance(event, SeedChanged)):
+            for change in (event for event in told if isinstance(event, SeedEvent)):
                 assert known[change.host, change.slot] == change.before, change
                 known[change.host, change.slot] = change.after
-            assert known == {(i, s.name): s.stage.name for i, env in enumerate(pool.envs) for s in env.slots}
-            assert observer.trace.op[tick].tolist() == step.ops.tolist()
+            assert known == {(i, s.name): s.stage for i, env in enumerate(pool.envs) for s in env.slots}
             played.append(Played(pool, step, seen, told))
     return played
 
@@ -69,7 +68,7 @@ def run(make_pool: Callable[..., HostPool], request: pytest.FixtureRequest) -> t
     )
     observer = make_observer(pool)
     played = play(pool, observer)
-    rolled_back = sum(one.seen.hosts["rolled_back"].sum() for one in played)
+    rolled_back = sum(isinstance(event, HostVerdict) for one in played for event in one.told)
     assert (rolled_back > 5) == (request.param > 1.0)
     return observer, played
 
@@ -88,8 +87,8 @@ def test_a_seed_is_counted_once_with_the_contribution_known_when_its_fate_was_de
     ]
     for before, after, contribution, measured in lives:
         slots["blended"], slots["contribution"] = before == "BLENDING", measured
-        change = SeedChanged(1, 0, "a", "norm", before, after, "", 1, contribution)
-        observer.update(Tick(2, 2, hosts, slots, {}, [change], [], []))
+        change = SeedEvent("a", "norm", Stage[before], Stage[after], "", 1, contribution)
+        observer.update(Tick(2, 2, hosts, slots, {}, [change]))
 
     assert [float(part[0, 0]) for part in observer.run_stats] == [3.0, 1.0, 2.0, 2.0, 8.0]
     found = observer.metrics()
@@ -119,7 +118,6 @@ def test_a_saved_observer_goes_on_within_the_rollout(
     told = [second.update(one.seen) for one in played[cut:]]
     assert told == [one.told for one in played[cut:]]
     assert second.metrics() == observer.metrics() and np.array_equal(second.run_stats, observer.run_stats)
-    assert second.is_complete
 
 
 def test_with_other_hosts_the_sums_of_finished_rollouts_go_on_alone(run: tuple[Observer, list[Played]]) -> None:
@@ -133,15 +131,14 @@ def test_with_other_hosts_the_sums_of_finished_rollouts_go_on_alone(run: tuple[O
         begun.update(one.seen)
     other = Observer(observer.slots, observer.blueprints, horizon=HORIZON, n_envs=HOSTS + 1)
     other.load_state_dict(begun.state_dict())
-    assert np.array_equal(np.array(other.run_stats), begun.sums_of_earlier_rollouts)
+    assert np.array_equal(np.array(other.run_stats), begun.earlier)
 
 
-def test_an_episode_that_was_not_seen_from_its_start_is_not_shown(run: tuple[Observer, list[Played]]) -> None:
+def test_an_episode_that_was_not_seen_from_its_start_has_no_sums_of_rewards(run: tuple[Observer, list[Played]]) -> None:
     observer = make_observer(run[1][0].pool)
     for one in run[1][2:HORIZON]:
         observer.update(one.seen)
 
-    assert not observer.is_complete
     assert not [tag for tag in observer.metrics() if tag.startswith("rollout/reward.")]
 
 
@@ -158,16 +155,14 @@ def test_ranks_see_together_what_one_process_sees(run: tuple[Observer, list[Play
                 hosts=[whole.hosts[i] for i in own],
                 slots=[whole.slots[i] for i in own],
                 terms={name: [paid[i] for i in own] for name, paid in whole.terms.items()},
-                changes=[change for change in whole.changes if change.host in own],
-                refusals=[refusal for refusal in whole.refusals if refusal.host in own],
-                interventions=[event for event in whole.interventions if event.host in own],
+                events=[event for event in whole.events if event.host in own],
             )
         )
 
     joined = join(parts, ranks)
 
     assert str(joined.hosts) == str(one.seen.hosts) and str(joined.slots) == str(one.seen.slots)  # equal, also NaN
-    assert sorted(map(str, joined.changes)) == sorted(map(str, one.seen.changes))
+    assert sorted(map(str, joined.events)) == sorted(map(str, one.seen.events))
 
 
 def gradients_of_a_rollout(pool: HostPool, silenced: Collection[str], ill: bool = False) -> dict[str, float]:
@@ -216,7 +211,7 @@ def test_a_host_relies_on_a_seed_that_contributes_far_more_than_was_gained(
     slots["blended"] = [[True], [False]]
     slots["contribution"], slots["gain"] = contribution, gain
 
-    found = episode_metrics(Tick(1, 1, hosts, slots, {}, [], [], []), {})
+    found = episode_metrics(Tick(1, 1, hosts, slots, {}, []), {})
 
     assert found["rollout/reliance"] == reliance
     assert found["rollout/fossils"] == found["rollout/rolled_back"] == 0.5

@@ -18,15 +18,15 @@ RICH = (
     *("--config", str(CONFIGS / "smoke.yaml"), "--model.evaluation.hosts=0", "--trainer.enable_progress_bar=false"),
     "--data.env.training.precision=fp16",
     *("--data.n_envs=6", "--model.ppo.normalize_rewards=true", "--seed_everything=3"),
-    *with_callback(Telemetry, figures_every=1),
+    *with_callback(Telemetry),
 )
 """Settings of a run with data under every tag, also of skipped steps."""
 
 PAGE = (ROOT / "docs" / "reference" / "telemetry.md").read_text()
 
-SCALARS, HISTOGRAMS, FIGURES = (
+SCALARS, HISTOGRAMS = (
     re.findall(r"^\| `(.+?)` \|", PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0], re.MULTILINE)
-    for title in ("Scalars", "Histograms", "Images")
+    for title in ("Scalars", "Histograms")
 )
 """Tags that the page describes."""
 
@@ -37,7 +37,7 @@ NOT_HERE = {
 """Tags that need a GPU (tests/envs/executors/test_imitated_gpu.py), several tasks (tests/cli/test_mixed.py) or a
 comparison (tests/cli/test_test_command.py)."""
 
-EVERYTHING = {"scalars": 0, "images": 0, "histograms": 0, "tensors": 0}
+EVERYTHING = {"scalars": 0, "histograms": 0, "tensors": 0}
 
 
 def read_scalars(folder: Path) -> EventAccumulator:
@@ -74,14 +74,10 @@ def test_the_page_describes_every_scalar_and_all_of_them_are_finite_and_in_order
         assert steps == sorted(set(steps)), f"{name}: each tick once"
 
 
-def test_figures_and_histograms_are_those_of_the_page(run_with_every_tag: EventAccumulator) -> None:
+def test_histograms_are_those_of_the_page(run_with_every_tag: EventAccumulator) -> None:
     tags = run_with_every_tag.Tags()
 
-    assert sorted(tags["images"]) == sorted(FIGURES)
     assert sorted(tags["histograms"]) == sorted(HISTOGRAMS)
-    for tag in FIGURES:
-        assert [image.step for image in run_with_every_tag.Images(tag)] == [12, 24], "after every rollout"
-        assert run_with_every_tag.Images(tag)[0].encoded_image_string.startswith(b"\x89PNG")
     for tag in HISTOGRAMS:
         assert all(event.histogram_value.num > 0 for event in run_with_every_tag.Histograms(tag))
 
@@ -107,7 +103,7 @@ def test_the_layout_is_the_plugin_s_and_every_chart_has_something_to_show(run_wi
 @pytest.mark.parametrize("tick", [4, 5, 8])
 def test_a_resumed_run_goes_on_with_the_same_curves_and_doubles_nothing(tmp_path: Path, tick: int) -> None:
     """Resume in the folder of the whole run, whose later points are void."""
-    every = with_callback(Telemetry, figures_every=1)
+    every = with_callback(Telemetry)
     run = fit_saving_ticks(tmp_path, *every)
     before = run.scalars()
 
@@ -119,8 +115,8 @@ def test_a_resumed_run_goes_on_with_the_same_curves_and_doubles_nothing(tmp_path
     for name in timeless:
         assert after[name] == before[name], name
     found = read_scalars(run.folder)
-    for tag in (*FIGURES, *HISTOGRAMS):
-        events = found.Images(tag) if tag in FIGURES else found.Histograms(tag)
+    for tag in HISTOGRAMS:
+        events = found.Histograms(tag)
         steps = [event.step for event in events]
         assert steps == sorted(set(steps)), tag
     assert len(found.Tensors("custom_scalars__config__")) == 1
@@ -156,12 +152,9 @@ def test_gradients_of_the_policy_s_layers_are_logged_by_the_callback_of_the_page
 
 @pytest.mark.slow
 def test_a_run_that_was_begun_without_telemetry_introduces_itself_later(tmp_path: Path) -> None:
-    """Resume in the middle of a rollout whose start was not observed: no figure of it is drawn."""
     run = fit_saving_ticks(tmp_path, "--trainer.max_epochs=1", "--trainer.callbacks=[]")
     resume = ("--ckpt_path", str(run.checkpoints / "tick3.ckpt"))
 
-    fit(tmp_path, *resume, "--trainer.max_epochs=1", *with_callback(Telemetry, figures_every=1))
+    fit(tmp_path, *resume, "--trainer.max_epochs=1", *with_callback(Telemetry))
 
-    tags = read_scalars(run.folder).Tags()
-    assert "custom_scalars__config__" in tags["tensors"]
-    assert tags["images"] == ["figures/blueprints"]
+    assert "custom_scalars__config__" in read_scalars(run.folder).Tags()["tensors"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import blueprint_names, get_blueprint
-from esper_lightning.envs.host_env import Subject
+from esper_lightning.envs.host_env import GrowthRecord
 from esper_lightning.envs.spaces.observation import LOG_SIZE_SCALE, clip
 from esper_lightning.growth.depth import DepthSlot
 from esper_lightning.growth.slot import ABSENT, Layout, SeedSlot
@@ -53,51 +53,48 @@ class HostDescription(NamedTuple):
     parameters: Tensor  # [K, B] parameters of a seed
 
 
-def describe(subject: Subject) -> HostDescription:
+def describe(env: GrowthRecord) -> HostDescription:
     """Return numbers that describe each slot, and each blueprint in each slot.
 
     They let one policy read any host.
     """
-    described = [
-        [_describe_blueprint(subject, slot, blueprint) for blueprint in subject.space.blueprint]
-        for slot in subject.slots
-    ]
+    described = [[_describe_blueprint(env, slot, blueprint) for blueprint in env.space.blueprint] for slot in env.slots]
     return HostDescription(
-        slots=torch.tensor([_describe_slot(subject, slot) for slot in subject.slots]),
+        slots=torch.tensor([_describe_slot(env, slot) for slot in env.slots]),
         blueprints=torch.tensor([[numbers for numbers, _ in row] for row in described]),
         parameters=torch.tensor([[float(parameters) for _, parameters in row] for row in described]),
     )
 
 
-def _describe_slot(subject: Subject, slot: SeedSlot) -> list[float]:
-    depth = 1.0 - subject.flops.behind.get(slot.name, 0) / max(subject.flops.host, 1)
+def _describe_slot(env: GrowthRecord, slot: SeedSlot) -> list[float]:
+    depth = 1.0 - env.flops.behind.get(slot.name, 0) / max(env.flops.host, 1)
     layout = [float(slot.layout == layout) for layout in LAYOUTS]
-    return [depth, *layout, math.log(slot.width) / LOG_SIZE_SCALE, math.log(_positions(subject, slot)) / LOG_SIZE_SCALE]
+    return [depth, *layout, math.log(slot.width) / LOG_SIZE_SCALE, math.log(_positions(env, slot)) / LOG_SIZE_SCALE]
 
 
-def _positions(subject: Subject, slot: SeedSlot) -> int:
+def _positions(env: GrowthRecord, slot: SeedSlot) -> int:
     """Return the largest number of positions with which the forward pass reaches a slot; 1 if it does not."""
-    return max(subject.flops.positions.get(slot.name) or [1])
+    return max(env.flops.positions.get(slot.name) or [1])
 
 
-def _describe_blueprint(subject: Subject, slot: SeedSlot, name: str) -> tuple[list[float], int]:
+def _describe_blueprint(env: GrowthRecord, slot: SeedSlot, name: str) -> tuple[list[float], int]:
     """Return the description of a blueprint in a slot, and the parameters of such a seed."""
     if slot.layout == ABSENT or name not in blueprint_names(slot.layout):
         return [0.0] * len(BLUEPRINT_DESCRIPTION), 0
-    width, n, parameters = slot.width, _positions(subject, slot), slot.seed_parameters(name)
+    width, n, parameters = slot.width, _positions(env, slot), slot.seed_parameters(name)
     if isinstance(slot, DepthSlot):
-        flops, exponent = slot.count * subject.flops.blocks.get(slot.name, 0), 1.0
+        flops, exponent = slot.count * env.flops.blocks.get(slot.name, 0), 1.0
         kinds, widths = read_layers(slot.found.blocks[0].modules())
         widths = widths * slot.count
     else:
         flops_of_pass = get_blueprint(name, slot.layout).flops
-        flops = sum(flops_of_pass(width, positions) for positions in subject.flops.positions.get(slot.name, ()))
+        flops = sum(flops_of_pass(width, positions) for positions in env.flops.positions.get(slot.name, ()))
         once, twice = flops_of_pass(width, n), flops_of_pass(width, 2 * n)
         exponent = math.log2(twice / once) if once else 0.0
         kinds, widths = layers_of_blueprint(name, slot.layout, width)
     numbers = [
-        math.log1p(parameters / subject.host_parameters) / LOG_SIZE_SCALE,
-        math.log1p(flops / max(subject.flops.host, 1)) / LOG_SIZE_SCALE,
+        math.log1p(parameters / env.host_parameters) / LOG_SIZE_SCALE,
+        math.log1p(flops / max(env.flops.host, 1)) / LOG_SIZE_SCALE,
         math.log1p(parameters) / (2 * LOG_SIZE_SCALE),
         *(float(kinds[kind]) for kind in LAYER_KINDS),
         exponent,

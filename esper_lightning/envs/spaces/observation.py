@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from esper_lightning.blueprints import suggest_name
-from esper_lightning.envs.host_env import Subject
+from esper_lightning.envs.host_env import GrowthRecord
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.stages import LIVE, Stage
 
@@ -88,7 +88,7 @@ def plateau_length(score: list[float]) -> int:
     return max(since, 0)
 
 
-def host_features(env: Subject) -> dict[str, float]:
+def host_features(env: GrowthRecord) -> dict[str, float]:
     """Return the features of the host as a whole by name. None depends on the number of its slots."""
     history = env.history
     # Compute once had a price: the policies of the package have weights for these two.
@@ -111,7 +111,7 @@ def host_features(env: Subject) -> dict[str, float]:
     return values
 
 
-def slot_features(env: Subject, k: int) -> dict[str, float]:
+def slot_features(env: GrowthRecord, k: int) -> dict[str, float]:
     """Return the features of slot `k` by name."""
     slot, record = env.slots[k], env.records[k]
     gradient, contribution, previous = record.gradient, record.contribution, record.previous_contribution
@@ -132,7 +132,7 @@ def slot_features(env: Subject, k: int) -> dict[str, float]:
     return values
 
 
-def log_size(added_parameters: int, env: Subject) -> float:
+def log_size(added_parameters: int, env: GrowthRecord) -> float:
     """Return log(1 + added / host) for a number of added parameters, scaled and clipped."""
     return clip(math.log1p(added_parameters / env.host_parameters) / LOG_SIZE_SCALE)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from esper_lightning.envs.config import EnvConfig
 from esper_lightning.envs.device_transfer import copy_to_device
-from esper_lightning.envs.host_env import Subject
+from esper_lightning.envs.host_env import GrowthRecord
 from esper_lightning.envs.spaces.actions import ActionSpace, Masks, Op, possible_ops
 from esper_lightning.envs.spaces.descriptions import (
     BLUEPRINT_DESCRIPTION,
@@ -57,7 +57,7 @@ class RowSizes(NamedTuple):
         return host[..., 0, :], slot, blueprints.unflatten(-1, (-1, self.blueprint))
 
 
-def describe_all(envs: Sequence[Subject]) -> HostDescription:  # [N, …] each
+def describe_all(envs: Sequence[GrowthRecord]) -> HostDescription:  # [N, …] each
     """Return the descriptions of environments; each host keeps its own in all its episodes."""
     for env in envs:
         env.description = env.description or describe(env)
@@ -66,7 +66,7 @@ def describe_all(envs: Sequence[Subject]) -> HostDescription:  # [N, …] each
 
 
 def compute_features(
-    envs: Sequence[Subject], growable: Tensor, described: HostDescription
+    envs: Sequence[GrowthRecord], growable: Tensor, described: HostDescription
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Return the features of hosts [N], slots [N, K] and blueprints in slots [N, K, B] by name.
 
@@ -101,7 +101,7 @@ def compute_features(
     return host, slots, blueprints
 
 
-def _rents(envs: Sequence[Subject], blueprint_parameters: Tensor) -> tuple[Tensor, Tensor]:
+def _rents(envs: Sequence[GrowthRecord], blueprint_parameters: Tensor) -> tuple[Tensor, Tensor]:
     """Return the additional rent of fossilizing now the seed of each slot [N, K], and one of each blueprint [N, K, B].
 
     Empty slots and fossilized seeds have none.
@@ -133,7 +133,7 @@ class ObservationBuilder:
 
     def __init__(
         self,
-        envs: Sequence[Subject],
+        envs: Sequence[GrowthRecord],
         space: ActionSpace,
         growable: Tensor,
         *,

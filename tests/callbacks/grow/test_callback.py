@@ -21,8 +21,9 @@ from esper_lightning.controllers.schedules import Schedule, ScheduledAction, wri
 from esper_lightning.envs import Op
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.growth import LifecycleConfig, detach_slots, slots_of
+from esper_lightning.growth.lifecycle import SeedEvent
 from esper_lightning.growth.stages import Stage
-from esper_lightning.telemetry.events import Contributed, SeedChanged, Started, read_events
+from esper_lightning.telemetry.events import Contributed, Started, read_events
 from tests.callbacks.grow.modules import SCHEDULERS, Classifier, DigitsData, TwoOptimizers
 from tests.callbacks.grow.trainings import LIFE, classifier, equal, grow, train, trainer
 from tests.decisions import decide, germinate
@@ -60,8 +61,8 @@ class Seen(Callback):
     def on_train_batch_end(self, *_: object) -> None:
         pool = self.grow.pool
         assert pool is not None
-        self.lr_shares.append(pool.subject.lr_share)
-        fresh = SinglePool(pool.subject, pool.growable, pool.config)
+        self.lr_shares.append(pool.env.lr_share)
+        fresh = SinglePool(pool.env, pool.growable, pool.config)
         fresh.update()
         seen, expected = ((each.observation.features, *each.masks) for each in (pool, fresh))
         self.is_current.append(all(torch.equal(*pair) for pair in zip(seen, expected, strict=True)))
@@ -100,8 +101,8 @@ def test_seeds_live_their_lives_and_every_change_is_recorded(run: Run) -> None:
     assert (first.stage, second.occupied) == (Stage.FOSSILIZED, False)
     started, *events = read_events(run.folder / "log" / "events.jsonl")
     assert isinstance(started, Started) and started.horizon == EPOCHS
-    changes = [event for event in events if isinstance(event, SeedChanged)]
-    lives = {slot: [(e.tick, e.after) for e in changes if e.slot == slot] for slot in ("3", "5")}
+    changes = [event for event in events if isinstance(event, SeedEvent)]
+    lives = {slot: [(e.tick, e.after.name) for e in changes if e.slot == slot] for slot in ("3", "5")}
     assert lives["3"] == [(0, "GERMINATED"), (1, "TRAINING"), (2, "BLENDING"), (5, "PROBATIONARY"), (6, "FOSSILIZED")]
     assert [after for _, after in lives["5"]][:4] == ["GERMINATED", "TRAINING", "BLENDING", "PROBATIONARY"]
     assert (7, "CULLED") in lives["5"]

@@ -90,7 +90,7 @@ def test_the_policy_of_the_package_decides_by_the_rules_of_its_training() -> Non
     train(classifier(), callback, epochs=3)
 
     assert callback.lifecycle.training_ticks == 0 and not callback.lifecycle.auto_cull
-    assert callback.pool is not None and len(callback.pool.subject.history.score) == 3
+    assert callback.pool is not None and len(callback.pool.env.history.score) == 3
 
 
 def test_a_run_of_a_policy_goes_on_with_that_policy_alone(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_policy_goes_on_after_a_validation_without_a_number() -> None:
     train(Broken(), callback, epochs=5)
 
     assert callback.pool is not None
-    assert any(math.isnan(loss) for loss in callback.pool.subject.history.loss)
+    assert any(math.isnan(loss) for loss in callback.pool.env.history.loss)
     state = callback.decider.state_dict()["state"]  # pyright: ignore[reportAttributeAccessIssue]
     assert all(part.isfinite().all() for part in state)
     assert callback.pool.observation.features.isfinite().all()

@@ -18,7 +18,7 @@ def episode(pool: HostPool, stages: set[Stage] | None = None) -> list[Tensor]:
         step = pool.step(random_policy.act(pool))
         results += [part.clone() for part in (*step.observation, step.reward, *step.metrics)]
         if stages is not None:
-            stages |= {event.seed_event.after for event in step.events}
+            stages |= {event.after for event in step.events}
     return results + [weights for env in pool.envs for weights in env.network.state_dict().values()]
 
 

@@ -36,7 +36,7 @@ def test_every_possible_action_is_carried_out_and_every_other_raises(make_pool: 
                     events = pool.step(action).events
                     pool.load_state_dict(deepcopy(before))
                     # The event of the action comes first; automatic changes follow.
-                    assert op is Op.WAIT or (events[0].seed_event.slot, events[0].seed_event.after) == (
+                    assert op is Op.WAIT or (events[0].slot, events[0].after) == (
                         pool.space.slot[slot],
                         OUTCOME[op],
                     )

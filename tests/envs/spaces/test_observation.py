@@ -101,7 +101,7 @@ def test_what_has_not_been_measured_yet_says_so_and_the_newest_value_comes_first
     assert host["gap"] == host["progress"] == slots[2]["contribution.known"] == 0
     assert slots[2]["DORMANT"] == host["last_op.WAIT"] == 1
     for score in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6):
-        env.record_epoch(measured(env, score=score))
+        env.finish_step(measured(env, score=score), judged=False)
     shown = host_features(env)
     assert [shown[f"score.{age}"] for age in range(5)] == [0.6, 0.5, 0.4, 0.3, 0.2]
 

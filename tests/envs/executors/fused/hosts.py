@@ -174,7 +174,7 @@ def play(pool: HostPool, ticks: int = 20, seeds: Sequence[int] | None = None, re
             step = pool.step(random_policy.act(pool))
             seen.numbers += [part.clone() for part in (step.reward, *step.metrics, pool.observation.features)]
             seen.losses.append(step.metrics.loss)
-            seen.stages |= {event.seed_event.after for event in step.events}
+            seen.stages |= {event.after for event in step.events}
     return seen
 
 
