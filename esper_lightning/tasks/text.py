@@ -2,7 +2,6 @@
 
 import sysconfig
 import zlib
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -48,7 +47,7 @@ class Text(Task):
         train: int | None = None,
         score: TextScore = "accuracy",
     ) -> None:
-        check_shares("Text", validation, test)
+        check_shares(type(self).__name__, validation, test)
         self.score: Score = score
         self.source = source
         self.length = length
@@ -78,7 +77,7 @@ class Text(Task):
         return torch.from_file(str(path), size=size, dtype=torch.uint8), ends
 
 
-class Source(Task):
+class Source(Text):
     """Next-byte prediction on the standard library of this Python.
 
     A token takes one byte of memory. Whole files belong to training, validation or test.
@@ -99,21 +98,15 @@ class Source(Task):
         train: int | None = None,
         score: TextScore = "accuracy",
     ) -> None:
-        check_shares("Source", validation, test)
-        self.score: Score = score
-        self.length = length
-        self.shares = (1.0 - validation - test, 1.0 - test, 1.0)
-        self.train = train
+        super().__init__(length=length, validation=validation, test=test, train=train, score=score)
 
-    def load(self) -> TaskData:
+    def _read(self) -> tuple[Tensor, list[int]]:
         files = [path.read_bytes() for path in source_files(Path(sysconfig.get_paths()["stdlib"]))]
         if not files:
             raise ValueError("Source: this Python has no source of its standard library; take the task Text")
-        stream = torch.frombuffer(bytearray().join(files), dtype=torch.uint8)
         ends = np.cumsum([len(file) for file in files])
-        cuts = [0, *(int(ends[np.searchsorted(ends, share * ends[-1] - 0.5)]) for share in self.shares)]
-        train, validation, test = (sequences(stream[start:end], self.length) for start, end in pairwise(cuts))
-        return TaskData(Split(*(part[: self.train] for part in train)), validation, test, outputs=N_BYTE_TOKENS)
+        cuts = [int(ends[np.searchsorted(ends, share * ends[-1] - 0.5)]) for share in self.shares]
+        return torch.frombuffer(bytearray().join(files), dtype=torch.uint8), cuts
 
 
 def source_files(folder: Path) -> list[Path]:
