@@ -165,27 +165,6 @@ class FixedSchedule:
         self.remaining = list(state["remaining"])
 
 
-class SchedulePerPrice(FixedSchedule):
-    """Plays the schedule for the host's price of parameters, or for the nearest price with a schedule.
-
-    The price is the only variable that is known before an episode begins.
-    """
-
-    def __init__(self, schedules: Mapping[float, Schedule]) -> None:
-        super().__init__(())
-        self.by_price = dict(schedules)
-
-    def reset(self, pool: Hosts) -> None:
-        prices = [min(self.by_price, key=lambda known: abs(known - price)) for price in parameter_prices(pool)]
-        self.schedules = [self.by_price[price] for price in prices]
-        super().reset(pool)
-
-
-def parameter_prices(pool: Hosts) -> list[float]:
-    """Return the price of parameters in the current episode of each environment."""
-    return [env.price for env in pool.envs]
-
-
 class RecordingController:
     """Records the actions of another controller: `schedules` holds one schedule per host of the last episode."""
 

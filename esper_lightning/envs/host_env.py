@@ -1,7 +1,7 @@
 """One environment: a host network in training, with its seeds, measurements and optimizer. K slots."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -198,6 +198,16 @@ class GrowthRecord:
         self.skipped_steps = state["skipped_steps"]
 
 
+class StepStart(NamedTuple):
+    """State of an environment before the action of a step, and the op of that action."""
+
+    op: Op
+    ended: bool
+    validation: Validation
+    objective: float
+    slots: list[SlotStatus]
+
+
 class HostEnv(GrowthRecord):
     """An environment whose episode is the training of one host network: its record, and what trains and prices it.
 
@@ -297,11 +307,12 @@ class HostEnv(GrowthRecord):
     def begin_step(self, action: Sequence[int]) -> list[SeedEvent]:
         """Execute the action of a step. Returns the stage changes of seeds."""
         assert self.validated is not None, "an episode begins with a validation"
-        self._before = Op(action[0]), self.ended, self.validated, self.objective, self._slot_statuses()
+        op, slots = Op(action[0]), self._slot_statuses()
+        self._step_start = StepStart(op, self.ended, self.validated, self.objective, slots)
         try:
             return self.apply(action)
         finally:  # also if it runs out of memory
-            self._acted = self._slot_statuses()
+            self._slots_after_action = self._slot_statuses()
 
     def _slot_statuses(self) -> list[SlotStatus]:
         """Return what the reward has to know of each slot, [K]; nothing if it does not depend on seeds."""
@@ -392,32 +403,32 @@ class HostEnv(GrowthRecord):
 
     def reward_step(self, diverged: bool) -> HostStep:
         """Return the finished step in the numbers that rewards are computed from, after `update_objective`."""
-        (op, ended, first, objective_before, before), last = self._before, self.validated
+        start, last = self._step_start, self.validated
+        first = start.validation
         assert last is not None, "an episode begins with a validation"
         at_horizon = self.tick >= self.horizon
         # J with fossilized seeds only: the charge is the same, so J differs by the score.
-        kept_before = objective_before - first.all_seeds.score + first.fossilized.score
+        kept_before = start.objective - first.all_seeds.score + first.fossilized.score
         kept = self.objective - last.all_seeds.score + last.fossilized.score
         host = max(self.host_parameters, SMALLEST_HOST)
-        statuses = zip(before, self._acted, self._slot_statuses(), strict=True)
-        slots = [
+        slots = tuple(
             SlotStep(
-                before=status_before,
-                after_action=after_action,
+                before=before,
+                after_action=self._slots_after_action[k],
                 after=after,
                 score_at_germination=self.score_at_germination[k],
                 contribution_before=first.contributions[k],
                 contribution=last.contributions[k],
-                growth=after_action.parameters / host,
+                growth=self._slots_after_action[k].parameters / host,
             )
-            for k, (status_before, after_action, after) in enumerate(statuses)
-        ]
+            for k, (before, after) in enumerate(zip(start.slots, self._slot_statuses(), strict=True))
+        )
         return HostStep(
-            op=op.name,
-            already_ended=ended,
+            op=start.op.name,
+            already_ended=start.ended,
             at_horizon=at_horizon,
             diverged=diverged,
-            objective_before=objective_before,
+            objective_before=start.objective,
             objective=self.objective,
             fossilized_objective_before=kept_before,
             fossilized_objective=self.objective if at_horizon else kept,
@@ -427,7 +438,7 @@ class HostEnv(GrowthRecord):
             host_only_score_before=(first.host_only or first.all_seeds).score,
             host_only_score=(last.host_only or last.all_seeds).score,
             loss=last.all_seeds.loss,
-            slots=tuple(slots),
+            slots=slots,
         )
 
     # The Governor

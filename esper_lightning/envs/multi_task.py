@@ -105,6 +105,9 @@ class MixedPool:
         def joined(name: str) -> Tensor:
             return torch.cat([getattr(result, name) for result in results])
 
+        def renumbered(name: str) -> list[Any]:
+            return [one._replace(host=one.host + start) for result, start in steps for one in getattr(result, name)]
+
         return StepResult(
             action=Action(*(torch.cat(parts) for parts in zip(*(result.action for result in results), strict=True))),
             ops=joined("ops"),
@@ -113,11 +116,9 @@ class MixedPool:
             terminated=joined("terminated"),
             truncated=joined("truncated"),
             masks=self.masks,
-            events=[event._replace(host=event.host + start) for result, start in steps for event in result.events],
-            verdicts=[
-                verdict._replace(host=verdict.host + start) for result, start in steps for verdict in result.verdicts
-            ],
-            vetoes=[veto._replace(host=veto.host + start) for result, start in steps for veto in result.vetoes],
+            events=renumbered("events"),
+            verdicts=renumbered("verdicts"),
+            vetoes=renumbered("vetoes"),
             metrics=PoolMetrics(
                 *(torch.cat(parts) for parts in zip(*(result.metrics for result in results), strict=True))
             ),

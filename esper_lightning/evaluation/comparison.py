@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -25,9 +25,7 @@ from esper_lightning.controllers.schedules import (
     FixedSchedule,
     RecordingController,
     Schedule,
-    SchedulePerPrice,
     actions_by_tick,
-    parameter_prices,
     read_schedule,
     yoke_schedules,
 )
@@ -36,14 +34,7 @@ from esper_lightning.envs import HostPool, Op, check_host_count
 from esper_lightning.envs.seeding import EVALUATION, check_rng_seed, episode_rng_seeds
 from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.play import Outcome, named_controller, play_episode, play_static
-from esper_lightning.evaluation.search import (
-    BEST_FILE,
-    BEST_PRICE_PREFIX,
-    SearchConfig,
-    check_budget,
-    read_best_schedules,
-    search_best_schedules,
-)
+from esper_lightning.evaluation.search import SearchConfig, check_budget, search
 from esper_lightning.evaluation.statistics import Interval, mean_interval
 from esper_lightning.parallel import check_jobs, run_all
 
@@ -54,8 +45,8 @@ REPLAYED, YOKED = DERIVED = ("replayed", "yoked")
 """Names of the open-loop controls of a trained policy: its most frequent schedule, played on every host; and for each
 host the schedule that it chose for another host of the same context."""
 
-BEST_FIXED, BEST_PER_PRICE = "best fixed", "best per price"
-"""Names of the controllers that play the results of the schedule search."""
+BEST_FIXED, BEST_FILE = "best fixed", "best_schedule"
+"""Name of the controller that plays the result of the schedule search, and of the file of that schedule."""
 
 UNGROWN_HOST = "small static"
 """Name of the controller that never grows the host."""
@@ -81,9 +72,8 @@ class EvaluationConfig:
     """RNG seed that selects the hosts. The same number gives the same hosts in every run."""
 
     against: list[str] | None = None
-    """Names of the controllers to compare with: baselines, schedules, `replayed`, `yoked`, `best fixed`, `best per
-    price`, your own by name or import path, and other policies by the paths of their files. None: all of this package.
-    """
+    """Names of the controllers to compare with: baselines, schedules, `replayed`, `yoked`, `best fixed`, your own
+    by name or import path, and other policies by the paths of their files. None: all of this package."""
 
     controls: bool = True
     """Play static controls: the final networks of the policy and of the best baseline compared, complete from the first
@@ -101,11 +91,12 @@ class EvaluationConfig:
     """Search for the best fixed schedule, which takes minutes. None: no search."""
 
     schedules: dict[str, str] | None = None
-    """Files of schedules to add to the comparison, by the names under which they appear in the table."""
+    """Files of schedules to add to the comparison, by the names under which they appear in the table. One named `best
+    fixed`, from an earlier comparison, takes the place of a search."""
 
     jobs: int = 1
-    """Processes that play the controllers, and search schedules, side by side; each has its own copy of the data. The
-    number does not change the result."""
+    """Processes that play the controllers side by side; each has its own copy of the data. The number does not change
+    the result."""
 
     climbing: ClimbingConfig = ClimbingConfig()
     """Settings of hill climbing."""
@@ -185,7 +176,7 @@ def play(pool: HostPool, name: str, controller: Controller, *, rng_seeds: Sequen
     """Play one episode, and record the actions of the policy."""
     recording = RecordingController(controller)
     outcome = play_episode(pool, name, recording if name == TAMIYO else controller, rng_seeds=rng_seeds)
-    return [Played(outcome, recording.schedules if name == TAMIYO else (), parameter_prices(pool))]
+    return [Played(outcome, recording.schedules if name == TAMIYO else (), [env.price for env in pool.envs])]
 
 
 def play_twin(pool: HostPool, name: str, grown: Outcome, *, rng_seeds: Sequence[int]) -> list[Played]:
@@ -201,17 +192,21 @@ class Comparison:
 
     def __init__(self, config: EvaluationConfig) -> None:
         self.config = config
-        named, search = config.against or (), config.search
-        self.found = None if search is None or search.found is None else read_best_schedules(search.found)
+        named = config.against or ()
         self.rivals = [name for name in named if names_policy(name)]
         self.schedules: dict[str, Schedule] = {}
         self.own: list[str] = []
-        known = [*DERIVED, BEST_FIXED, BEST_PER_PRICE, *self.make_controllers()]
+        known = [*DERIVED, *([] if config.search is None else [BEST_FIXED]), *self.make_controllers()]
         for name, file in (config.schedules or {}).items():
             if name in (*NAMED_POLICIES, *known) or name.startswith((RIVAL_PREFIX, TWIN_PREFIX)):
                 raise ValueError(f"model.evaluation.schedules: {name!r} is another controller's name; choose a new one")
             self.schedules[name] = read_schedule(file)
         known += self.schedules
+        if BEST_FIXED in named and BEST_FIXED not in known:
+            raise ValueError(
+                f"model.evaluation.against: {BEST_FIXED!r} must be searched first; set search.steps, or name its file "
+                f"in schedules"
+            )
         self.own = [name for name in named if name not in known and name not in self.rivals]
         try:
             for name in self.own:
@@ -219,10 +214,6 @@ class Comparison:
         except ValueError as error:
             raise ValueError(f"model.evaluation.against: {error}") from error
         self.make_controllers()  # raises ValueError now if one cannot be made
-        per_price = search is not None and (search.per_price if self.found is None else len(self.found) > 1)
-        for name, available, setting in ((BEST_FIXED, search, "steps"), (BEST_PER_PRICE, per_price, "per_price")):
-            if name in named and not available:
-                raise ValueError(f"model.evaluation.against: {name!r} must be searched first; set its search.{setting}")
 
     def make_controllers(self) -> dict[str, Controller]:
         """Return new instances of all controllers that do not depend on training, by name."""
@@ -246,13 +237,13 @@ class Comparison:
         Each controller of the user chooses one action on each of two new hosts. What it raises passes.
         """
         for task, pool in data.pools.items():
-            for name, schedule in (self.schedules | (self.found or {})).items():
+            for name, schedule in self.schedules.items():
                 try:
                     actions_by_tick(schedule, pool)
                 except ValueError as error:
                     raise ValueError(f"schedule {name!r}: {error}") from error
-            if searched := self._search():
-                check_budget(searched, pool, SEARCH_ENVS)
+            if self.config.search is not None and self.includes(BEST_FIXED):
+                check_budget(self.config.search, pool, SEARCH_ENVS)
             family, held_out = pool.config.family, self.config.held_out
             if self.config.controls and any(context.horizon is not None for context in family.contexts(held_out)):
                 raise ValueError(
@@ -269,13 +260,6 @@ class Comparison:
                 controller.reset(pair)
                 with named_controller(name, controller):
                     pair.read_action(controller.act(pair))
-
-    def _search(self) -> SearchConfig | None:
-        """Return what must be searched for the rows of the comparison, or None."""
-        config = self.config.search
-        if config is None or self.found is not None or not (self.includes(BEST_FIXED) or self.includes(BEST_PER_PRICE)):
-            return None
-        return replace(config, per_price=config.per_price and self.includes(BEST_PER_PRICE))
 
     def run(
         self,
@@ -322,23 +306,17 @@ class Comparison:
         # Then schedules, with those of the policies among the candidates of the search.
         of_policies = [one for (one,) in played[TAMIYO]]
         common, notes = self._common_schedules(policies, of_policies)
-        best = self.found or {}
-        if (searched := self._search()) is not None:
-            known = list(dict.fromkeys([*self.schedules.values(), *common.values()]))
-            fixed = self.includes(BEST_FIXED)
-            best = search_best_schedules(make_pool(SEARCH_ENVS), searched, known, fixed=fixed, executor=executor)
-        by_price = {
-            float(name.removeprefix(BEST_PRICE_PREFIX)): schedule
-            for name, schedule in best.items()
-            if name.startswith(BEST_PRICE_PREFIX)
-        }
+        best: list[Schedule] = []
+        if config.search is not None and self.includes(BEST_FIXED):
+            known = [*self.schedules.values(), *common.values()]
+            searching = partial(search, make_pool(SEARCH_ENVS), config.search, known)
+            best = run_all({BEST_FIXED: [searching]}, executor)[BEST_FIXED]
         # What never acts is the ungrown host, whatever replays it: unless asked for by name, its controls are left out.
         acts = config.against is not None or any((one.outcome.ops != Op.WAIT).any() for one in of_policies)
         if of_policies and not acts:
             notes.append(f"{TAMIYO} grew nothing on any host: its controls would be {UNGROWN_HOST} and are left out")
         derived: dict[str, list[Controller]] = {
-            BEST_FIXED: [FixedSchedule(best[BEST_FILE])] if BEST_FILE in best else [],
-            BEST_PER_PRICE: [SchedulePerPrice(by_price)] if by_price else [],
+            BEST_FIXED: [FixedSchedule(schedule) for schedule in best],
             REPLAYED: [FixedSchedule(schedule) for schedule in common.values() if acts],
             YOKED: [
                 FixedSchedule(yoke_schedules(one.schedules, one.outcome.contexts, one.prices))
@@ -350,7 +328,8 @@ class Comparison:
         hand_written = [name for name in (*HAND_WRITTEN, *self.own) if name in played]
         if config.controls and hand_written:
             twinned.append(max(hand_written, key=lambda name: played[name][0][0].outcome.objective.mean()))
-        work = {name: [episode(name, one) for one in made] for name, made in derived.items() if self.includes(name)}
+        derived = {name: made for name, made in derived.items() if made and self.includes(name)}
+        work = {name: [episode(name, one) for one in made] for name, made in derived.items()}
         for name in twinned:
             twin = TWIN_PREFIX + name
             work[twin] = [
@@ -371,7 +350,7 @@ class Comparison:
             list(policies),
             rng_seeds,
             sorted(entries, key=lambda entry: entry.name != reference),
-            common | best,
+            common | dict(zip([BEST_FILE], best, strict=False)),
             notes,
             pool.task.score_name,
         )

@@ -91,8 +91,8 @@ class Source(Text):
         files = [path.read_bytes() for path in source_files(Path(sysconfig.get_paths()["stdlib"]))]
         if not files:
             raise ValueError("Source: this Python has no source of its standard library; take the task Text")
-        stream = torch.frombuffer(bytearray().join(files), dtype=torch.uint8)
         ends = np.cumsum([len(file) for file in files])
+        stream = torch.frombuffer(bytearray().join(files), dtype=torch.uint8)
         return stream, [int(ends[np.searchsorted(ends, share * ends[-1] - 0.5)]) for share in self.shares]
 
 

@@ -81,19 +81,16 @@ def test_what_can_be_done_blindly_is_compared_step_by_step(tmp_path: Path, monke
     family = "--data.env.family={train: [{objective.price: [0.0, 1.0]}], held_out: []}"
     fit(tmp_path / "runs", family, "--trainer.max_epochs", "1")
     run = tmp_path / "runs" / "version_0"
-    names = "[replayed, best fixed, best per price, yoked]"
+    names = "[replayed, best fixed, yoked]"
     asked = (family, *(f"--model.evaluation.{one}" for one in ("controls=false", f"against={names}", "hosts=6")))
-    searched = [f"--model.evaluation.search.{one}" for one in ("steps=160", "per_price=true")]
-    folder = compare(tmp_path / "first", run, *asked, *searched)
+    folder = compare(tmp_path / "first", run, *asked, "--model.evaluation.search.steps=160")
 
     summary = json.loads((folder / "evaluation.json").read_text())
-    assert set(summary["controllers"]) == {"tamiyo", "replayed", "best fixed", "best per price", "yoked"}
-    files = {path.name for path in folder.glob("best_schedule*.json")}
-    assert files == {"best_schedule.json", "best_schedule_price_0.json", "best_schedule_price_1.json"}
+    assert set(summary["controllers"]) == {"tamiyo", "replayed", "best fixed", "yoked"}
 
-    # Evaluate again from the files, without a search.
-    monkeypatch.setattr(comparison, "search_best_schedules", None)
-    folder = compare(tmp_path / "again", run, *asked, f"--model.evaluation.search.found={folder}")
+    # Evaluate again from the file, without a search.
+    found = f"{{best fixed: {folder / 'best_schedule.json'}}}"
+    folder = compare(tmp_path / "again", run, *asked, f"--model.evaluation.schedules={found}")
     again = json.loads((folder / "evaluation.json").read_text())["controllers"]
     for name, row in summary["controllers"].items():
         assert again[name]["objective"] == row["objective"]
@@ -105,17 +102,13 @@ def test_what_can_be_done_blindly_is_compared_step_by_step(tmp_path: Path, monke
         (("--model.evaluation.against", "[climbin]"), "unknown controller 'climbin'; did you mean 'climbing'"),
         (
             ("--model.evaluation.against", "[best fixed]"),
-            "'best fixed' must be searched first; set its search.steps",
+            "'best fixed' must be searched first; set search.steps, or name its file in schedules",
         ),
         (
             ("--model.evaluation.search.steps", "479"),
             "search.steps is 479; to see one schedule on a host of each context",
         ),
-        (("--model.evaluation.search.found", "nowhere"), "schedule nowhere/best_schedule.json cannot be read"),
-        (
-            ("--model.evaluation.against", "[best per price]", "--model.evaluation.search.steps", "960"),
-            "'best per price' must be searched first; set its search.per_price",
-        ),
+        (("--model.evaluation.schedules", "{best fixed: nowhere.json}"), "schedule nowhere.json cannot be read"),
         (("--data.env.family.held_out", "[]", "--model.evaluation.held_out", "true"), "no held-out contexts"),
     ],
 )

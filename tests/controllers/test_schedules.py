@@ -15,7 +15,6 @@ from esper_lightning.controllers.schedules import (
     RecordingController,
     Schedule,
     ScheduledAction,
-    SchedulePerPrice,
     actions_by_tick,
     is_possible,
     read_schedule,
@@ -176,21 +175,6 @@ def test_a_yoked_host_gets_the_actions_of_the_next_one_of_its_kind() -> None:
 
     assert yoke_schedules([a, b, c, d, e], ["x", "y", "x", "x", "z"], [0.1] * 5) == [c, b, d, a, e]
     assert yoke_schedules([a, b, c], ["x"] * 3, [0.1, 0.3, 0.2]) == [c, a, b], "in the order of prices"
-
-
-def test_every_host_gets_the_schedule_of_the_nearest_price(make_pool: MakePool) -> None:
-    varied = make_pool(12, family=FamilyConfig(train=[{"objective.price": [0.0, 0.1, 0.3, 1.0]}]))
-    cheap, dear = schedule(grow(0, "block3", "conv_light")), schedule(grow(0, "block1.pool"))
-    controller = SchedulePerPrice({0.05: cheap, 0.5: dear})
-    varied.reset(range(0, 24, 2))
-    controller.reset(varied)
-
-    chosen = [varied.space.blueprint[int(blueprint)] for blueprint in controller.act(varied).blueprint]
-
-    prices = [env.context.context.price for env in varied.envs]
-    assert set(prices) == {0.0, 0.1, 0.3, 1.0}
-    # 0.3 differs by 0.25 from 0.05 and by 0.2 from 0.5.
-    assert chosen == ["conv_light" if price < 0.2 else "norm" for price in prices]
 
 
 def test_what_is_written_is_read_again_and_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
