@@ -242,8 +242,9 @@ class ScheduleSampler:
         name = self.random.choice(["blueprint", "tempo", "tick"])
         changed = start._replace(**{name: getattr(new_start, name)})
         varied = self.random.choice([(), new, (start, new_end), (changed, end)])
-        is_possible = not varied or varied[0].tick <= min(self.latest_germination[varied[0].tempo], varied[1].tick - 1)
-        return varied if is_possible else new
+        if varied and varied[0].tick > min(self.latest_germination[str(varied[0].tempo)], varied[1].tick - 1):
+            return new
+        return varied
 
     def _schedule(self, seeds: Sequence[Seed]) -> Schedule:
         """Return a schedule of seeds; if several actions are due, germinations come last."""
