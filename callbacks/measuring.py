@@ -34,6 +34,9 @@ from esper_lightning.growth.counterfactual import ScoreFunction, SeedVariant, ac
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.nested import ExampleInput, batch_size, iter_tensors, map_tensors
 
+LARGEST_SHARE = 1.00001
+"""Largest metric that is taken for a share: sums of shares are rounded."""
+
 TINY = 1e-6
 """Least share of which a logarithm is taken, and least loss by which a difference is divided."""
 
@@ -84,7 +87,7 @@ class Scale(NamedTuple):
             return 0.0
         if self.mode == "min":
             return math.exp(-max(metric, 0.0))
-        if not 0.0 <= metric <= 1.00001:  # sums of shares are rounded
+        if not 0.0 <= metric <= LARGEST_SHARE:
             raise ValueError(
                 f"Grow: {self.monitor} is {metric:.4g}, but in mode 'max' it must be a share from 0 to 1; scale it, or "
                 f"monitor a loss with mode 'min'"

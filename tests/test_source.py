@@ -1,4 +1,4 @@
-"""Patterns that the source must not contain: swallowed errors, unused code, devices as strings, private torch names."""
+"""What the source must not contain, unused code and private torch names, and the requirements that tests hold."""
 
 import ast
 import re
@@ -83,3 +83,26 @@ def test_only_public_torch_is_used() -> None:
     assert private_torch(ast.parse(lines)) == examples, "the check below sees them"
     found = {str(path): private_torch(tree_of(path)) for path in SOURCES}
     assert {name: names for name, names in found.items() if names} == {}
+
+
+TOOLS = {
+    "A4": "pyright: a device is a torch.device inside, a string at the edge",
+    "A6": "ruff PLR2004: no number without a name, but for whole ones",
+    "A7": "ruff ANN: types on every signature",
+    "A10": "review: a comment says why order or a stream makes code right",
+}
+"""Requirements that a tool holds."""
+
+NOT_BUILT = {"S10": "compiled hosts and policies, as a setting of a run"}
+
+
+def test_every_requirement_is_held_by_a_test_whose_docstring_names_it_or_by_a_tool() -> None:
+    """F are about correct results, S about speed, A about the shape of the code."""
+    last = {"F": 23, "S": 17, "A": 13}
+    required = {f"{kind}{number}" for kind, end in last.items() for number in range(1, end + 1)}
+    trees = map(tree_of, (ROOT / "tests").rglob("test_*.py"))
+    tests = [node for tree in trees for node in ast.walk(tree) if isinstance(node, Function)]
+    held = {row for test in tests for row in re.findall(r"^([FSA]\d+): ", ast.get_docstring(test) or "")}
+
+    assert held.isdisjoint(TOOLS) and held.isdisjoint(NOT_BUILT)
+    assert held | TOOLS.keys() | NOT_BUILT.keys() == required

@@ -62,9 +62,13 @@ class RunningMeanStd(nn.Module):
         return deviation(self.var)
 
 
+LEAST_VARIANCE = 1e-8
+"""Variance up to which a stream of numbers counts as constant."""
+
+
 def deviation(var: Tensor) -> Tensor:
     """Return the standard deviation; 1 for a constant stream, so that it is normalised to 0 and not to noise."""
-    return torch.where(var > 1e-8, var, 1.0).sqrt()
+    return torch.where(var > LEAST_VARIANCE, var, 1.0).sqrt()
 
 
 class RowNorm(nn.Module):

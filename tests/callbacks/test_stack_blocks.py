@@ -467,6 +467,7 @@ def test_flops_are_those_of_the_step_without_what_is_computed_again() -> None:
 
 
 def test_a_step_that_cannot_run_on_a_copy_is_told_once_and_trains_on() -> None:
+    """F19: a diagnostic that fails says so once, and is switched off."""
     locked = doing("on_fit_start", lambda module: setattr(module, "steps", (i for i in range(100))))  # not copied
     module = make(kind=locked)
     with pytest.warns(UserWarning, match="the FLOPs of a training step are not known, because") as said:

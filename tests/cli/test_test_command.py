@@ -102,6 +102,7 @@ def test_several_policies_are_training_seeds_and_rivals_are_rows(trained: list[R
 
 
 def test_rules_and_schedules_are_compared_without_a_policy(trained: list[Run], tmp_path: Path) -> None:
+    """A13: rules run from the command line without a trained policy."""
     write_schedule(Schedule(SLOTS, ()), tmp_path / "never.json")
     schedules = ("--model.evaluation.schedules", json.dumps({"never": str(tmp_path / "never.json")}))
     alone = ("--model.evaluation.policies=[]", "--model.evaluation.against=[periodic, never]")

@@ -28,6 +28,7 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 @pytest.mark.slow
 def test_workers_do_what_the_loop_does_bit_for_bit(make_pool: MakePool, cores: Callable[[int], None]) -> None:
+    """A11: threads share nothing that they write."""
     stages: set[Stage] = set()
     by_loop = episode(make_pool(5, executor="loop", horizon=20), stages)
     assert {Stage.TRAINING, Stage.BLENDING, Stage.FOSSILIZED, Stage.CULLED, Stage.DORMANT} <= stages
