@@ -20,7 +20,7 @@ def first_rollback(trace: Trace, ticks: Sequence[GovernorInput], config: Governo
     guard = HostMonitor(config, chance_loss=trace.chance, steps_per_epoch=trace.steps)
     for i, seen in enumerate(ticks):
         verdict = guard.judge(*seen)
-        if verdict.diverged:
+        if verdict.outcome.diverged:
             return i, verdict.cause
     return None
 

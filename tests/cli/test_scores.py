@@ -17,7 +17,7 @@ QUANTITY = {
 TEXT = {
     "task": {
         "class_path": "esper_lightning.tasks.Text",
-        "init_args": {"length": 16, "train": 512, "validation": 0.01, "test": 0.01, "score": "likelihood"},
+        "init_args": {"length": 16, "validation": 0.01, "test": 0.01, "score": "likelihood"},
     },
     "host": {
         "class_path": "esper_lightning.hosts.GPT",

@@ -305,7 +305,7 @@ def test_the_depth_policy_of_the_package_grows_where_the_budget_is_large(monkeyp
     # One minibatch in each tick, and the budget as if it were spent.
     monkeypatch.setattr(HostEnv, "num_batches", lambda self, samples: 1)
     monkeypatch.setattr(HostEnv, "flops_left", property(lambda env: env.training.flops * (env.horizon - env.tick)))
-    _, data = from_config("depth", "--data.n_envs=9", "--data.task.init_args.train=200")
+    _, data = from_config("depth", "--data.n_envs=9")
     data.build(torch.device("cpu"))
     play_episode(data.pool, "tamiyo_depth", load_controller("tamiyo_depth"), rng_seeds=list(range(9)))
 

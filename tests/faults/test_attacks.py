@@ -130,7 +130,7 @@ WRONG = {
     "--config=digit": "did you mean 'digits'?",
     "--model.evaluation.hosts=2 --model.evaluation.against=[climb]": "did you mean 'climbing'?",
     "--ckpt_path=FINISHED --seed_everything=1": "data.seed: the checkpoint has 0, this run 1",
-    "--ckpt_path=FINISHED --data.env.actions.tempos={NOW: 1}": "choices of the tempo head",
+    '--ckpt_path=FINISHED --data.env.actions.tempos={"NOW":1}': "choices of the tempo head",
     "--ckpt_path=FINISHED --data.n_envs=3": "data.n_envs: the checkpoint has 2, this run 3",
 }
 """Settings, with a part of the answer."""

@@ -92,7 +92,7 @@ def test_what_is_no_number_leads_to_a_rollback_at_once(number: float) -> None:
     ):
         for watch in (GovernorState(), GovernorState(WAVES), GovernorState(WAVES, cooldown=5, rollbacks=1)):
             verdict, after = judge(watch, wrong, CHANCE, config=CONFIG)
-            assert verdict.outcome is ROLL_BACK and verdict.diverged
+            assert verdict.outcome is ROLL_BACK and verdict.outcome.diverged
             assert verdict.cause == f"{name} {number}"
             assert after == GovernorState(cooldown=5, rollbacks=watch.rollbacks + 1)
 
@@ -136,7 +136,7 @@ def test_a_loss_is_judged_by_what_is_normal(
     losses: tuple[float, ...], changes: dict[str, float], loss: float, cause: str
 ) -> None:
     verdict = of(loss, GovernorState(losses), replace(CONFIG, **changes))
-    assert verdict.outcome is (SUSPICIOUS if cause else HEALTHY) and cause in verdict.cause and not verdict.diverged
+    assert verdict.outcome is (SUSPICIOUS if cause else HEALTHY) and cause in verdict.cause and not verdict.outcome.diverged
 
 
 def test_patience_is_over_after_so_many_host_epochs_running() -> None:
@@ -221,7 +221,7 @@ def test_whatever_comes_only_healthy_losses_become_normal(readings: list[EpochSt
         verdict, watch = judge(before, one, CHANCE, config=config)
 
         assert judge(before, one, CHANCE, config=config) == (verdict, watch), "pure"
-        if verdict.diverged or one.seed_lost_weight:
+        if verdict.outcome.diverged or one.seed_lost_weight:
             normal.clear()
         if verdict.outcome is HEALTHY:
             normal.append(one.loss)
@@ -229,11 +229,11 @@ def test_whatever_comes_only_healthy_losses_become_normal(readings: list[EpochSt
         assert all(math.isfinite(loss) for loss in watch.losses)
         assert (verdict.outcome is HEALTHY) == (verdict.cause == "")
         numbers = (one.loss, one.train_loss, *one.gradient_norms)
-        assert verdict.diverged >= (not all(map(math.isfinite, numbers))), "at once, even in the cooldown"
+        assert verdict.outcome.diverged >= (not all(map(math.isfinite, numbers))), "at once, even in the cooldown"
         # During the cooldown no other rule leads to a rollback.
-        assert not (verdict.diverged and calm) or not all(map(math.isfinite, numbers))
-        calm = config.cooldown if verdict.diverged else max(0, calm - 1)
-        if verdict.diverged:
+        assert not (verdict.outcome.diverged and calm) or not all(map(math.isfinite, numbers))
+        calm = config.cooldown if verdict.outcome.diverged else max(0, calm - 1)
+        if verdict.outcome.diverged:
             assert (verdict.outcome is END) == (before.rollbacks == config.max_rollbacks)
         assert watch.rollbacks == before.rollbacks + (verdict.outcome is ROLL_BACK) <= config.max_rollbacks
 

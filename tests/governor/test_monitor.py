@@ -74,7 +74,7 @@ def test_a_host_that_cannot_go_on_is_given_up_at_once() -> None:
     tick(watched)
     verdict = watched.judge_failure("out of memory: no more")
 
-    assert verdict == (END, "out of memory: no more") and verdict.diverged
+    assert verdict == (END, "out of memory: no more") and verdict.outcome.diverged
 
 
 @pytest.mark.parametrize("losses", [(), (1.0, 1.0, 1.0, 9.0), (1.0, math.nan, 1.0), (math.nan, math.nan)])
