@@ -136,7 +136,11 @@ def test_a_loss_is_judged_by_what_is_normal(
     losses: tuple[float, ...], changes: dict[str, float], loss: float, cause: str
 ) -> None:
     verdict = of(loss, GovernorState(losses), replace(CONFIG, **changes))
-    assert verdict.outcome is (SUSPICIOUS if cause else HEALTHY) and cause in verdict.cause and not verdict.outcome.diverged
+    assert (
+        verdict.outcome is (SUSPICIOUS if cause else HEALTHY)
+        and cause in verdict.cause
+        and not verdict.outcome.diverged
+    )
 
 
 def test_patience_is_over_after_so_many_host_epochs_running() -> None:
