@@ -79,7 +79,7 @@ def test_the_leads_of_the_depth_policy_are_those_of_the_kept_results() -> None:
         assert lead("depth_policy", rival, of="tamiyo_depth") in page, rival
     for ours in ("tamiyo", "tamiyo_depth", "scaling"):
         assert lead("depth_policy_other_hosts", "small static", of=ours) in page, ours
-    for name, unit in (("held_out", math.log(256)), ("letters", 1.0)):
+    for name, unit in (("held_out", math.log(256)), ("english", math.log(256)), ("letters", 1.0)):
         row = " | ".join(lead(f"depth_policy_{name}", rival, unit) for rival in ("small static", "scaling"))
         assert f"| {row} |" in page, name
     assert lead("depth_policy_letters", "small static", unit=1.0, of="scaling") in page
