@@ -60,7 +60,7 @@ def assert_equal(fused: HostPool, loop: HostPool) -> None:
 def test_twenty_ticks_of_any_life_equal_the_loop(host: str) -> None:
     # At the full learning rate hosts that become deeper amplify rounding tenfold in a tick.
     training = replace(TRAINING, lr=TRAINING.lr / 2) if host == "gpt, depth" else TRAINING
-    n_envs = 6 if host == "gpt, rotary" else 4  # with one slot, few hosts fossilize anything
+    n_envs = 8 if host == "gpt, rotary" else 4  # with one slot, few hosts fossilize anything
     fused, loop = both(host, n_envs, training=training)
     ours, theirs = play(fused), play(loop)
 
