@@ -75,18 +75,28 @@ def check_generator_state(label: str, saved: Tensor, generator: torch.Generator)
     return saved.cpu().clone()
 
 
+GONE = {
+    *("advantage_floor", "alpha_target", "auto_blend", "auto_probation", "clip", "masks", "max_gradient_norm"),
+    *("max_seeds", "min_alpha_reached", "min_potential", "probation_share", "probation_ticks", "styles"),
+}
+"""Settings of earlier versions that saved data may still name."""
+
+
 def load_settings(kind: type[Settings], saved: Any) -> Settings:
     """Return settings, a dataclass of type `kind`, given these or the plain data that `asdict` has made of them.
 
-    Settings that no longer exist are ignored, because an earlier version may have written the data. Raises ValueError
+    Names that the data lack have their defaults. Raises ValueError if they name a setting that has never existed, or
     if a value is out of range.
     """
     if isinstance(saved, kind):
         return saved
-    values = {}
-    for name, hint in get_type_hints(kind).items():
-        if name in saved:
-            nested: list[Any] = [part for part in (hint, *get_args(hint)) if is_dataclass(part)]
-            is_nested = nested and isinstance(saved[name], Mapping)
-            values[name] = load_settings(nested[0], saved[name]) if is_nested else saved[name]
-    return kind(**values)
+    types, values = get_type_hints(kind), {name: value for name, value in saved.items() if name not in GONE}
+    for name, value in values.items():
+        hint = types.get(name)
+        nested: Any = next((part for part in (hint, *get_args(hint)) if is_dataclass(part)), None)
+        if nested is not None and isinstance(value, Mapping):
+            values[name] = load_settings(nested, value)
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ValueError(f"the settings {kind.__name__} do not fit: {error}") from error

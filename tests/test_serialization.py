@@ -61,6 +61,8 @@ def test_settings_of_an_earlier_version_are_read_without_those_that_are_gone() -
     settings = PPOConfig(lr=Anneal(start=0.1, end=0.2), epochs=3)
     saved = asdict(settings)
 
-    assert load_settings(PPOConfig, saved | {"gone": 1, "lr": saved["lr"] | {"gone": 2}}) == settings
+    assert load_settings(PPOConfig, saved | {"clip": 1, "lr": saved["lr"] | {"clip": 2}}) == settings
+    with pytest.raises(ValueError, match=r"the settings PPOConfig do not fit: .*'epoch'"):
+        load_settings(PPOConfig, {"epoch": 3})
     with pytest.raises(ValueError, match=r"ppo\.epochs must be at least 1, got 0"):
         load_settings(PPOConfig, {"epochs": 0})
