@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import blueprint_names, build_seed, get_blueprint
+from esper_lightning.growth.blueprints import blueprint_names, build_seed, get_blueprint
 
 CPU = torch.device("cpu")
 WARM_UP = 3

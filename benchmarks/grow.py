@@ -26,10 +26,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.rows import appended_rows, read_rows
-from esper_lightning.blueprints import build_seed
 from esper_lightning.callbacks import Grow
 from esper_lightning.controllers.schedules import Schedule, ScheduledAction, write_schedule
 from esper_lightning.growth import slots_of
+from esper_lightning.growth.blueprints import build_seed
 from esper_lightning.growth.stages import Stage
 from esper_lightning.tasks import Glyphs, Split, TaskData
 

@@ -35,7 +35,7 @@ from esper_lightning.datamodules.gymnasium import VectorData
 from esper_lightning.envs.vector_env import VectorEnv
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.losses import Anneal, PPOConfig
-from esper_lightning.tamiyo.policy import PolicyConfig
+from esper_lightning.ppo.policy import PolicyConfig
 
 try:
     from gymnasium.envs.classic_control import CartPoleEnv

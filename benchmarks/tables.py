@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from esper_lightning.checkpoint import write_policy
 from esper_lightning.evaluation.statistics import Interval, mean_interval
+from esper_lightning.runtime.checkpoint import write_policy
 
 KEPT_COLUMNS = ("controller", "training_seed", "host", "objective", "score", "parameters", "fossils", "flops")
 """Columns that `keep` copies."""

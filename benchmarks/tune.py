@@ -21,7 +21,7 @@ import torch
 import yaml
 
 from esper_lightning.callbacks import Governor
-from esper_lightning.cli import governor_of, load_config
+from esper_lightning.cli.commands import governor_of, load_config
 from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.rules import ClimbingConfig, HillClimbing, Periodic, PeriodicConfig
 from esper_lightning.datamodules.hosts import HostPoolData

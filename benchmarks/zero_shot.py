@@ -37,7 +37,6 @@ from benchmarks.rows import appended_rows, read_rows
 from benchmarks.tables import number, shown
 from benchmarks.tune import read_data
 from esper_lightning import load_controller
-from esper_lightning.checkpoint import MODULE_KEY, NAMED_POLICIES, POLICIES, read_policy, write_policy
 from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.rules import (
     ClimbingConfig,
@@ -51,13 +50,14 @@ from esper_lightning.controllers.schedules import FixedSchedule, Schedule, read_
 from esper_lightning.envs import EnvConfig, HostPool
 from esper_lightning.envs.config import HostFactory
 from esper_lightning.envs.family import FamilyConfig
+from esper_lightning.envs.governor.judge import GovernorConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
 from esper_lightning.evaluation.play import play_episode
 from esper_lightning.evaluation.search import SearchConfig, final_objectives, search
 from esper_lightning.evaluation.statistics import mean_interval
-from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.hosts import CNN, GPT, MLP, Attached
+from esper_lightning.runtime.checkpoint import MODULE_KEY, NAMED_POLICIES, POLICIES, read_policy, write_policy
 from esper_lightning.tasks import Digits, Tabular, Task, Text
 
 CONFIG = Path("configs/general.yaml")

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from esper_lightning.callbacks.rerun import kept_attributes
 from esper_lightning.envs.flops import FlopCounter
 from esper_lightning.growth.blocks import find_blocks
-from esper_lightning.growth.nested import copy_module, hooks_of
 from esper_lightning.growth.slot import pass_on
 from esper_lightning.growth.stack import deepen, sources_of
+from esper_lightning.runtime.nested import copy_module, hooks_of
 
 COUNT_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ArithmeticError)
 """Exceptions of a training step that does not run on a copy of its module."""

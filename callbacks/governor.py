@@ -2,14 +2,17 @@
 
 from collections import Counter
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from lightning import Callback, LightningModule, Trainer
 
-from esper_lightning.console import print_status
-from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.datamodules.hosts import HostPoolData, attached_data
 from esper_lightning.envs import HostVerdict
-from esper_lightning.governor.judge import GovernorConfig
-from esper_lightning.module import TamiyoModule, attached_data
+from esper_lightning.envs.governor.judge import GovernorConfig
+from esper_lightning.runtime.console import print_status
+
+if TYPE_CHECKING:
+    from esper_lightning.module import TamiyoModule
 
 MAX_LINES = 5
 """Most lines in one rollout; further rollbacks are only counted. The run's events.jsonl has all of them."""
@@ -34,12 +37,12 @@ class Governor(Callback):
             raise ValueError("two Governors in trainer.callbacks; keep one esper_lightning.callbacks.Governor")
         watched_hosts(trainer).set_governor(self.rules)
 
-    def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: "TamiyoModule") -> None:
         self._lines_left = MAX_LINES
         self._diverged: list[HostVerdict] = []  # rollbacks to report
         self._unprinted: Counter[str] = Counter()  # rollbacks of this rollout that were not printed, by kind
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: "TamiyoModule", *_: object) -> None:
         ranks = pl_module.collector.ranks
         diverged = [verdict for verdict in pl_module.collector.last_step.verdicts if verdict.decision.diverged]
         self._diverged += [verdict._replace(host=ranks.own[verdict.host]) for verdict in diverged]

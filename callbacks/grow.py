@@ -16,7 +16,6 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from esper_lightning.blueprints import suggest_name
 from esper_lightning.callbacks.checks import after_setup, check_trainer, is_validation_of_fit
 from esper_lightning.callbacks.measuring import (
     Decider,
@@ -29,7 +28,6 @@ from esper_lightning.callbacks.measuring import (
 )
 from esper_lightning.callbacks.rerun import mean_over_processes
 from esper_lightning.callbacks.run_record import open_events, write_run_record
-from esper_lightning.console import print_status
 from esper_lightning.controllers.learned import TrainingRules
 from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.controllers.static import FossilizedSeed, StaticController
@@ -37,21 +35,23 @@ from esper_lightning.envs import ActionConfig, EnvConfig
 from esper_lightning.envs.flops import PASSES_PER_STEP, measure_flops
 from esper_lightning.envs.host_env import GrowthRecord
 from esper_lightning.envs.measurements import EpochResult, TrainingStats
+from esper_lightning.envs.rewards import ObjectiveConfig
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.action_discovery import probe_action_space
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.growth import GrowingNetwork, SeedEvent, attach_from_state_dict, attach_slots, slots_of
 from esper_lightning.growth.attach import attach_at, attached_places, check_new_slots, is_compiled
+from esper_lightning.growth.blueprints import suggest_name
 from esper_lightning.growth.counterfactual import ScoreFunction, judge_seeds
 from esper_lightning.growth.depth import DepthSlot
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.lifecycle import count_parameters
-from esper_lightning.growth.nested import call_network, copy_module, iter_tensors
 from esper_lightning.growth.param_groups import check_optimizer, follow, host_groups, seed_groups
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
-from esper_lightning.rewards import ObjectiveConfig
+from esper_lightning.runtime.console import print_status
+from esper_lightning.runtime.nested import call_network, copy_module, iter_tensors
 from esper_lightning.telemetry.events import EVENTS_FILE, SCHEMA, Contributed, Event, EventLog, Started, Validated
 
 STATE_FORMAT = 5

@@ -32,7 +32,7 @@ from esper_lightning.envs.spaces.actions import Action
 from esper_lightning.evaluation.checkpoints import find_controller
 from esper_lightning.growth.counterfactual import ScoreFunction, SeedVariant, active_seeds, measure_variants
 from esper_lightning.growth.lifecycle import slots_of
-from esper_lightning.growth.nested import ExampleInput, batch_size, iter_tensors, map_tensors
+from esper_lightning.runtime.nested import ExampleInput, batch_size, iter_tensors, map_tensors
 
 LARGEST_SHARE = 1.00001
 """Largest metric that is taken for a share: sums of shares are rounded."""

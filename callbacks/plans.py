@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from esper_lightning.blueprints import STACK
-from esper_lightning.checkpoint import HORIZON_KEY, IDENTITY_KEY, names_policy, read_policy
 from esper_lightning.controllers.rules import Scaling
 from esper_lightning.envs import ActionSpace, Masks, Op
 from esper_lightning.envs.spaces.observation import LOG_SIZE_SCALE, clip
 from esper_lightning.envs.vector_env import Observation
 from esper_lightning.evaluation.checkpoints import load_controller
-from esper_lightning.registry import import_object
+from esper_lightning.growth.blueprints import STACK
+from esper_lightning.runtime.checkpoint import HORIZON_KEY, IDENTITY_KEY, names_policy, read_policy
+from esper_lightning.runtime.registry import import_object
 
 EPSILON = 1e-6
 """Part of a tick by which a plan may be asked early, so that rounding does not delay it."""

@@ -3,14 +3,16 @@
 import signal
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning import Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
-from esper_lightning.console import print_status
-from esper_lightning.module import TamiyoModule
+from esper_lightning.runtime.console import print_status
+
+if TYPE_CHECKING:
+    from esper_lightning.module import TamiyoModule
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that ask the process to stop: `kill`, Ctrl-C, and a terminal that was closed."""
@@ -29,7 +31,7 @@ class Preemption(Checkpoint):
         self._received = 0
         self._previous: dict[int, Any] = {}  # handlers that were replaced
 
-    def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: "TamiyoModule") -> None:
         # Not earlier: Lightning has installed its own handlers by now, and these must replace them.
         if threading.current_thread() is threading.main_thread():  # another one receives no signals
             asked = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
@@ -42,11 +44,11 @@ class Preemption(Checkpoint):
         for one in self._previous:
             signal.signal(one, signal.SIG_DFL)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: "TamiyoModule", *_: object) -> None:
         if not trainer.is_last_batch:
             self.on_train_epoch_end(trainer, pl_module)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: "TamiyoModule") -> None:
         number = self._received
         if pl_module.ranks.world > 1:
             number = int(pl_module.ranks.maximum(torch.tensor(number)))
@@ -60,11 +62,11 @@ class Preemption(Checkpoint):
         trainer.strategy.barrier()  # the first process to end makes Lightning end the others
         raise SystemExit(128 + number)
 
-    def on_train_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: "TamiyoModule") -> None:
         # Not later: Lightning removes its own handlers before the teardown of callbacks, and they would come back.
         self.teardown(trainer, pl_module, "fit")
 
-    def teardown(self, trainer: Trainer, pl_module: TamiyoModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: "TamiyoModule", stage: str) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}

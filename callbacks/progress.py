@@ -2,21 +2,24 @@
 
 import time
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from lightning import Callback, Trainer
 
-from esper_lightning.console import print_status
-from esper_lightning.limits import share_of_training
-from esper_lightning.module import TamiyoModule
+from esper_lightning.runtime.console import print_status
+from esper_lightning.runtime.limits import share_of_training
+
+if TYPE_CHECKING:
+    from esper_lightning.module import TamiyoModule
 
 
 class ProgressLines(Callback):
     """Prints one line for each rollout: means over hosts, speed, and the time that is left."""
 
-    def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: "TamiyoModule") -> None:
         self._start, self._first_tick = time.perf_counter(), pl_module.collector.ticks
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: "TamiyoModule") -> None:
         rollout, collector = trainer.current_epoch + 1, pl_module.collector
         share = share_of_training(trainer, int(trainer.num_training_batches))
         # With `max_steps` Lightning ends the saved epoch again on resume: no rollout of this process is over.

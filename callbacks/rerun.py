@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
 
-from esper_lightning.growth.nested import COPY_ERRORS
+from esper_lightning.runtime.nested import COPY_ERRORS
 
 KeptBatch = tuple[Any, int, int]
 """A batch as the loader gave it, its index, and the index of its loader."""

@@ -3,15 +3,17 @@
 import random
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from lightning import Callback, Trainer
 from torch import Tensor
 
-from esper_lightning.checkpoint import OTHER_RANKS_KEY
-from esper_lightning.module import TamiyoModule
+from esper_lightning.runtime.checkpoint import OTHER_RANKS_KEY
+
+if TYPE_CHECKING:
+    from esper_lightning.module import TamiyoModule
 
 
 class RolloutState(Callback):
@@ -27,7 +29,7 @@ class RolloutState(Callback):
     def __init__(self) -> None:
         self._pending: dict[str, Any] | None = None
 
-    def setup(self, trainer: Trainer, pl_module: TamiyoModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: "TamiyoModule", stage: str) -> None:
         self._module = pl_module
 
     def state_dict(self) -> dict[str, Any]:
@@ -48,7 +50,7 @@ class RolloutState(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._pending = state_dict  # Lightning calls this before the loop exists
 
-    def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: "TamiyoModule") -> None:
         # Not earlier: devices must be set up, and the start of training draws random numbers.
         if self._pending is not None:
             collector_state, ranks = self._pending["loop"], pl_module.collector.ranks

@@ -33,10 +33,8 @@ from esper_lightning.callbacks.checks import after_setup, check_trainer, is_vali
 from esper_lightning.callbacks.grow import Grow
 from esper_lightning.callbacks.plans import Plan, Progress, Shares, make_plan
 from esper_lightning.callbacks.run_record import open_events, write_run_record
-from esper_lightning.console import print_status
 from esper_lightning.growth.blocks import Blocks, find_blocks
 from esper_lightning.growth.lifecycle import count_parameters
-from esper_lightning.growth.nested import copy_module
 from esper_lightning.growth.stack import (
     BuiltBlocks,
     Content,
@@ -48,7 +46,9 @@ from esper_lightning.growth.stack import (
     sources_of,
     warn_without_gradients,
 )
-from esper_lightning.limits import has_end, share_of_training, timers_of
+from esper_lightning.runtime.console import print_status
+from esper_lightning.runtime.limits import has_end, share_of_training, timers_of
+from esper_lightning.runtime.nested import copy_module
 from esper_lightning.telemetry.events import SCHEMA, STACK_FILE, EventLog, Stacked, Started, Validated
 
 CONFLICTING_CALLBACKS = (BaseFinetuning, BatchSizeFinder, LearningRateFinder)

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning import Callback, Trainer
@@ -14,13 +14,15 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.compat.proto import event_pb2
 from torch.utils.tensorboard import SummaryWriter
 
-from esper_lightning.console import print_status
 from esper_lightning.envs.spaces.actions import relevance_table
-from esper_lightning.module import TamiyoModule
+from esper_lightning.runtime.console import print_status
 from esper_lightning.telemetry import metrics as metrics_of
 from esper_lightning.telemetry.anomalies import AnomalyDetector
 from esper_lightning.telemetry.events import EVENTS_FILE, Event, EventLog, Updated
 from esper_lightning.telemetry.observer import Observer, join, observe, started
+
+if TYPE_CHECKING:
+    from esper_lightning.module import TamiyoModule
 
 
 class Telemetry(Callback):
@@ -46,7 +48,7 @@ class Telemetry(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict
 
-    def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: "TamiyoModule") -> None:
         self.collector, self.module = pl_module.collector, pl_module
         pool, ranks = self.collector.pool, self.collector.ranks
         self.observer = Observer(pool.space.slot, pool.space.blueprint, horizon=pool.horizon, n_envs=ranks.total)
@@ -97,7 +99,7 @@ class Telemetry(Callback):
                 self._tick = join(ticks, ranks)
                 self._write_events(self.observer.update(self._tick))
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: "TamiyoModule", *_: object) -> None:
         collector, clock = self.collector, self.collector.pool.clock
         seconds = clock.take_seconds()
         self._rollout_seconds.update(seconds)
@@ -185,10 +187,10 @@ class Telemetry(Callback):
             return {}
         return {"detector": self.detector.state_dict(), "observer": self.observer.state_dict()}
 
-    def on_exception(self, trainer: Trainer, pl_module: TamiyoModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: "TamiyoModule", exception: BaseException) -> None:
         self.teardown(trainer, pl_module, "fit")
 
-    def teardown(self, trainer: Trainer, pl_module: TamiyoModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: "TamiyoModule", stage: str) -> None:
         if self.events is not None:
             self.events.close()
         self.events, self.writers = None, []

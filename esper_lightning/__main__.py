@@ -4,7 +4,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from esper_lightning.console import quieter_lightning
+from esper_lightning.runtime.console import quieter_lightning
 
 
 @quieter_lightning()
@@ -18,8 +18,8 @@ def main(args: list[str] | None = None) -> None:
         # So that a config can name the user's own modules; last, so that it hides no package.
         sys.path.append(str(Path.cwd()))
 
-    from esper_lightning.checkpoint import DivergedError
-    from esper_lightning.cli import run  # imported late: importing torch and Lightning takes seconds
+    from esper_lightning.cli.commands import run  # imported late: importing torch and Lightning takes seconds
+    from esper_lightning.runtime.checkpoint import DivergedError
 
     try:
         run(sys.argv[1:] if args is None else args)

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 
 from esper_lightning.callbacks import Grow
 from esper_lightning.callbacks.measuring import Decider
-from esper_lightning.console import print_status, quieter_lightning
-from esper_lightning.growth.nested import copy_module
 from esper_lightning.growth.stages import OCCUPIED
+from esper_lightning.runtime.console import print_status, quieter_lightning
+from esper_lightning.runtime.nested import copy_module
 
 ALONE: dict[str, Any] = {"devices": 1, "enable_progress_bar": False, "enable_model_summary": False}
 """Arguments of a Trainer in one process that prints nothing by itself."""

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from esper_lightning.cli import governor_of, load_config
+from esper_lightning.cli.commands import governor_of, load_config
 from esper_lightning.envs import HostPool, Op
 from esper_lightning.envs.device_transfer import download
 from esper_lightning.envs.host_pool import WAIT_ACTION
 from esper_lightning.envs.seeding import TRAINING, draw_rng_seed
 from esper_lightning.envs.spaces.actions import to_action
-from esper_lightning.registry import config_paths
+from esper_lightning.runtime.registry import config_paths
 
 try:
     import gymnasium

@@ -15,7 +15,18 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torchmetrics import ExplainedVariance, MeanSquaredError, MetricCollection
 
-from esper_lightning.checkpoint import (
+from esper_lightning.callbacks import RolloutState
+from esper_lightning.controllers.learned import LearnedController
+from esper_lightning.datamodules.hosts import HostPoolData, PolicyData, attached_data
+from esper_lightning.evaluation.checkpoints import TrainedPolicy
+from esper_lightning.evaluation.comparison import ComparisonResult, EvaluationConfig
+from esper_lightning.evaluation.report import EVALUATION_FOLDER, compare
+from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
+from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms, update_metrics
+from esper_lightning.ppo.policy import Policy, PolicyConfig, PolicyShape, policy_shape, use_ieee_float32
+from esper_lightning.ppo.rollout_buffer import Rollout
+from esper_lightning.ppo.running_norm import RunningMeanStd, make_norm
+from esper_lightning.runtime.checkpoint import (
     HYPER_PARAMETERS_KEY,
     IDENTITY_KEY,
     MODULE_KEY,
@@ -29,20 +40,10 @@ from esper_lightning.checkpoint import (
     check_resumable,
     differences,
 )
-from esper_lightning.console import print_status
-from esper_lightning.controllers.learned import LearnedController
-from esper_lightning.datamodules.hosts import HostPoolData, PolicyData
-from esper_lightning.evaluation.checkpoints import TrainedPolicy
-from esper_lightning.evaluation.comparison import ComparisonResult, EvaluationConfig
-from esper_lightning.evaluation.report import EVALUATION_FOLDER, compare
-from esper_lightning.limits import has_end, share_of_training
-from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
-from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms, update_metrics
-from esper_lightning.ppo.rollout_buffer import Rollout
-from esper_lightning.ppo.running_norm import RunningMeanStd, make_norm
-from esper_lightning.ranks import ALONE
-from esper_lightning.serialization import load_settings
-from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, policy_shape, use_ieee_float32
+from esper_lightning.runtime.console import print_status
+from esper_lightning.runtime.limits import has_end, share_of_training
+from esper_lightning.runtime.ranks import ALONE
+from esper_lightning.runtime.serialization import load_settings
 
 ADAM_EPS = 1e-5
 """Adam's epsilon, larger than usual, so that steps do not grow when PPO's gradients get small."""
@@ -55,15 +56,6 @@ MAX_SKIPS = 3
 
 POLICY_IDENTITY = ("width", "memory", "asymmetric")
 """Names of the settings that determine the weights of a checkpoint and their meaning: a resumed run must share them."""
-
-
-def attached_data(trainer: Any) -> PolicyData:
-    """Return the data module of a trainer. Raises ValueError if it has none, or one without environments."""
-    data = trainer.datamodule
-    if not hasattr(data, "resume_identity"):
-        found = "the Trainer has no data module" if data is None else f"{type(data).__name__} has no environments"
-        raise ValueError(f"{found} for the policy; give datamodule=, a HostPoolData or VectorData, and no loaders")
-    return data
 
 
 class UpdateReport(NamedTuple):
@@ -119,8 +111,6 @@ class TamiyoModule(LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """Return RolloutState unless the Trainer has it: without it a run cannot be resumed."""
-        from esper_lightning.callbacks import RolloutState  # imported late: callbacks import this module
-
         trainer: Any = self.trainer
         return [] if any(isinstance(one, RolloutState) for one in trainer.callbacks) else [RolloutState()]
 

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
 from esper_lightning.envs.executors.fused.proof import check_batched
+from esper_lightning.envs.governor.judge import GovernorConfig
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.hosts import CNN
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig
+from esper_lightning.ppo.policy import Policy, PolicyConfig, policy_shape
 from esper_lightning.ppo.running_norm import RunningMeanStd, make_norm
-from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
 from esper_lightning.tasks import Digits
 from tests.envs.executors.fake_cuda import FakeCuda
 from tests.runs import SharedParserCLI, remembered
@@ -96,7 +96,7 @@ def no_process_group_is_left() -> Iterator[None]:
 def one_parser_per_process() -> Iterator[None]:
     """Share one parser between all starts of the command line in this process; it looks up each key once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("esper_lightning.cli.EsperCLI", SharedParserCLI)
+        patch.setattr("esper_lightning.cli.commands.EsperCLI", SharedParserCLI)
         find = remembered(_subcommands.find_action_and_subcommand)
         for module in (_subcommands, _core):
             patch.setattr(module, "find_action_and_subcommand", find)

@@ -19,16 +19,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from esper_lightning.__main__ import main
-from esper_lightning.blueprints import registry
 from esper_lightning.callbacks.preemption import STOP_SIGNALS
-from esper_lightning.cli import EsperCLI
+from esper_lightning.cli.commands import EsperCLI
 from esper_lightning.controllers import CONTROLLERS
 from esper_lightning.envs.executors import EXECUTORS
-from esper_lightning.governor.snapshot import unpack
+from esper_lightning.envs.governor.snapshot import unpack
+from esper_lightning.envs.rewards import REWARDS
+from esper_lightning.growth.blueprints import registry
 from esper_lightning.growth.slot import EXTRA_STATE, decode
 from esper_lightning.hosts import CNN
 from esper_lightning.module import TamiyoModule
-from esper_lightning.rewards import REWARDS
 
 # The machine is shared, and with one thread every process adds up in the same order.
 torch.set_num_threads(1)
@@ -131,7 +131,7 @@ def cli(*args: str) -> EsperCLI:
             super().before_fit()
 
     # Lightning warns of arguments of the process that differ from those it was given.
-    with patch("esper_lightning.cli.EsperCLI", Kept), patch.object(sys, "argv", sys.argv[:1]):
+    with patch("esper_lightning.cli.commands.EsperCLI", Kept), patch.object(sys, "argv", sys.argv[:1]):
         main(["fit", *args])
     return built[0]
 

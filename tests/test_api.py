@@ -26,10 +26,10 @@ from esper_lightning import (
     grow,
 )
 from esper_lightning.api import GrownNetwork
+from esper_lightning.cli.run_report import read_run
 from esper_lightning.envs import ActionConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.hosts import CNN
-from esper_lightning.run_report import read_run
 from esper_lightning.tasks import Digits
 from esper_lightning.telemetry.events import Validated
 from tests.callbacks.grow.trainings import Plan

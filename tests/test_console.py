@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from esper_lightning.console import NOISY_LOGGERS, print_status, quieter_lightning, wide_console
+from esper_lightning.runtime.console import NOISY_LOGGERS, print_status, quieter_lightning, wide_console
 
 
 def test_a_text_of_others_is_printed_without_markup(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,8 +26,8 @@ from esper_lightning import (
     default_callbacks,
 )
 from esper_lightning.callbacks import Governor, ProgressLines, RolloutState, Telemetry
-from esper_lightning.checkpoint import AtomicCheckpointIO, DivergedError
 from esper_lightning.evaluation.comparison import EvaluationConfig
+from esper_lightning.runtime.checkpoint import AtomicCheckpointIO, DivergedError
 from esper_lightning.tasks import Digits
 from tests.runs import Run, SaveEveryTick, continuation, differences, fit, load, only_run, tiny_host, with_callback
 

@@ -11,16 +11,16 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.optim import Adam
 
 from esper_lightning.callbacks import RolloutState
-from esper_lightning.checkpoint import DivergedError
-from esper_lightning.cli import EsperCLI
+from esper_lightning.cli.commands import EsperCLI
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import ActionConfig, EnvConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.module import ADAM_EPS, TamiyoModule
 from esper_lightning.ppo.collector import RolloutSummary
 from esper_lightning.ppo.losses import Anneal, PPOConfig, ppo_terms
+from esper_lightning.ppo.policy import PolicyConfig, PolicyShape
 from esper_lightning.ppo.rollout_buffer import Rollout
-from esper_lightning.tamiyo.policy import PolicyConfig, PolicyShape
+from esper_lightning.runtime.checkpoint import DivergedError
 from esper_lightning.tasks import Digits
 from tests.controllers.playing import episode
 from tests.runs import HORIZON, Run, SaveEveryTick, differences, fit, load, only_run, tiny_host, with_callback

@@ -23,13 +23,13 @@ from torchvision.utils import save_image
 from esper_lightning.__main__ import main
 from esper_lightning.callbacks import Grow, Stack
 from esper_lightning.callbacks.plans import Progress
-from esper_lightning.cli import COMMANDS, command_parser, make_cli
+from esper_lightning.cli.commands import COMMANDS, command_parser, make_cli
 from esper_lightning.controllers.schedules import read_schedule
+from esper_lightning.envs.rewards import RewardConfig, SlotStatus, compute_terms
 from esper_lightning.growth import Stage, stack
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stack import listed_order, sources_of
-from esper_lightning.registry import find_config
-from esper_lightning.rewards import RewardConfig, SlotStatus, compute_terms
+from esper_lightning.runtime.registry import find_config
 from tests.rewards.ticks import EMPTY, host_step, slot_step
 from tests.runs import CONFIGS, ROOT, Run, cli, forgotten_parts, only_run
 

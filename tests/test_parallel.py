@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 from torch import Tensor, zeros
 
-from esper_lightning.parallel import processes, run_all
+from esper_lightning.runtime.parallel import processes, run_all
 
 
 def add(values: Tensor, number: int) -> Tensor:

@@ -9,7 +9,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 
 from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import HostPool
-from esper_lightning.profiling import PHASES, PhaseClock
+from esper_lightning.runtime.profiling import PHASES, PhaseClock
 from tests.envs.executors.fake_cuda import Event, FakeCuda, Stream
 
 MakePool = Callable[..., HostPool]

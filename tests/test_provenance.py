@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from esper_lightning.checkpoint import differences
-from esper_lightning.machine import git_revision
+from esper_lightning.runtime.checkpoint import differences
+from esper_lightning.runtime.machine import git_revision
 from tests.runs import fit, only_run
 
 

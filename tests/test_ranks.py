@@ -13,10 +13,10 @@ from torch.nn.utils import parameters_to_vector
 
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.ppo.collector import RolloutSummary
+from esper_lightning.ppo.distribution import draw_rows
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
 from esper_lightning.ppo.running_norm import RunningMeanStd
-from esper_lightning.ranks import Ranks
-from esper_lightning.tamiyo.distribution import draw_rows
+from esper_lightning.runtime.ranks import Ranks
 from esper_lightning.tasks import Digits
 from tests.cue import CueMemory
 from tests.ppo.loops import cue_loop, play, total

@@ -12,23 +12,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from esper_lightning import controllers, registry
-from esper_lightning.blueprints import (
+from esper_lightning import controllers
+from esper_lightning.callbacks.measuring import make_decider
+from esper_lightning.controllers import make_controller
+from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, StepResult, executors
+from esper_lightning.envs.executors import EXECUTORS
+from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.rewards import REWARDS, RewardConfig, compute_terms
+from esper_lightning.envs.rewards import register as register_reward
+from esper_lightning.evaluation.play import play_episode
+from esper_lightning.growth.blueprints import (
     blueprint_names,
     default_blueprints,
     find_blueprint,
     get_blueprint,
     register,
 )
-from esper_lightning.callbacks.measuring import make_decider
-from esper_lightning.controllers import make_controller
-from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, StepResult, executors
-from esper_lightning.envs.executors import EXECUTORS
-from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.evaluation.play import play_episode
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.rewards import REWARDS, RewardConfig, compute_terms
-from esper_lightning.rewards import register as register_reward
+from esper_lightning.runtime import registry
 from tests.rewards.ticks import host_step
 from tests.runs import (
     cli,
@@ -41,8 +42,10 @@ import math
 
 from torch import nn
 
-from esper_lightning import blueprints, controllers, rewards
-from esper_lightning.blueprints import Residual
+from esper_lightning import controllers
+from esper_lightning.growth import blueprints
+from esper_lightning.envs import rewards
+from esper_lightning.growth.blueprints import Residual
 from esper_lightning.envs import Op, executors
 from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.growth import SeedSlot

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 from esper_lightning import report
 from esper_lightning.__main__ import main
 from esper_lightning.callbacks import Grow, Stack
+from esper_lightning.cli.run_report import Moment, format_ends, present, read_run
 from esper_lightning.evaluation.statistics import mean_interval
 from esper_lightning.growth import SeedEvent, Stage
-from esper_lightning.run_report import Moment, format_ends, present, read_run
 from esper_lightning.telemetry.events import (
     SCHEMA,
     EventLog,

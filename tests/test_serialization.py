@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from esper_lightning.ppo.losses import Anneal, PPOConfig
-from esper_lightning.serialization import load_settings, replace_and_keep, replace_durably
+from esper_lightning.runtime.serialization import load_settings, replace_and_keep, replace_durably
 
 
 class Killed(BaseException):

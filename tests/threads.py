@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from esper_lightning.ranks import Ranks
+from esper_lightning.runtime.ranks import Ranks
 
 PATIENCE = 120.0
 """Seconds that a rank waits for the others: a rank that leaves out an operation fails the test instead of hanging."""

@@ -5,7 +5,7 @@ from inspect import signature
 from typing import Any
 
 from esper_lightning.controllers.rules import Heuristic, HillClimbing, Periodic, Scaling
-from esper_lightning.registry import Registry
+from esper_lightning.runtime.registry import Registry
 
 CONTROLLERS: Registry[Callable[[], Any]] = Registry(
     "controller",

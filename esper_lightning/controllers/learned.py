@@ -13,8 +13,8 @@ from esper_lightning.envs.host_env import GrowthRecord
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.envs.vector_env import Observation
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.serialization import excerpt
-from esper_lightning.tamiyo.policy import Policy
+from esper_lightning.ppo.policy import Policy
+from esper_lightning.runtime.serialization import excerpt
 
 
 class Hosts(Protocol):

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from esper_lightning.blueprints import suggest_name
 from esper_lightning.controllers.learned import Controller, Hosts
 from esper_lightning.envs import HEADS, Action, HostPool, Op
 from esper_lightning.envs.device_transfer import download
 from esper_lightning.envs.spaces.actions import RELEVANT_OPS, to_action
-from esper_lightning.serialization import replace_file
+from esper_lightning.growth.blueprints import suggest_name
+from esper_lightning.runtime.serialization import replace_file
 
 FORMAT_VERSION = 1
 """Version of the file format; other versions are refused."""

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from esper_lightning.blueprints import initialise
 from esper_lightning.controllers.learned import Hosts
 from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.blend import Ramp
+from esper_lightning.growth.blueprints import initialise
 from esper_lightning.growth.depth import DepthSlot
 from esper_lightning.growth.growing_network import GrowingNetwork
 from esper_lightning.growth.stages import STAGES_TO_FOSSILIZED

@@ -8,7 +8,7 @@ from lightning import LightningDataModule
 from esper_lightning.datamodules.hosts import TickLoader
 from esper_lightning.envs.seeding import check_rng_seed
 from esper_lightning.envs.vector_env import VectorEnv
-from esper_lightning.ranks import Ranks
+from esper_lightning.runtime.ranks import Ranks
 
 
 class VectorData(LightningDataModule):

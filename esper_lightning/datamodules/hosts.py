@@ -8,25 +8,25 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from lightning import LightningDataModule, Trainer
 
-from esper_lightning.checkpoint import (
+from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool, check_host_count
+from esper_lightning.envs.env_factory import discover_spaces
+from esper_lightning.envs.family import FamilyConfig
+from esper_lightning.envs.governor.judge import GovernorConfig
+from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.seeding import EVALUATION, check_rng_seed, episode_rng_seeds
+from esper_lightning.envs.spaces.action_discovery import SharedSpace, union_of_slots
+from esper_lightning.envs.spaces.observation import ObservationConfig
+from esper_lightning.envs.vector_env import VectorEnv
+from esper_lightning.runtime.checkpoint import (
     FEATURES_KEY,
     HORIZON_KEY,
     check_identity,
     move_to_device,
     saved_on_another_device,
 )
-from esper_lightning.console import print_status
-from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool, check_host_count
-from esper_lightning.envs.env_factory import discover_spaces
-from esper_lightning.envs.family import FamilyConfig
-from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.envs.seeding import EVALUATION, check_rng_seed, episode_rng_seeds
-from esper_lightning.envs.spaces.action_discovery import SharedSpace, union_of_slots
-from esper_lightning.envs.spaces.observation import ObservationConfig
-from esper_lightning.envs.vector_env import VectorEnv
-from esper_lightning.governor.judge import GovernorConfig
-from esper_lightning.ranks import Ranks, share_machine
-from esper_lightning.registry import describe_factory, plain_factory
+from esper_lightning.runtime.console import print_status
+from esper_lightning.runtime.ranks import Ranks, share_machine
+from esper_lightning.runtime.registry import describe_factory, plain_factory
 from esper_lightning.tasks import Task, TaskData, check_data, fingerprint
 
 
@@ -85,6 +85,15 @@ class PolicyData(Protocol):
     def growth_rules(self) -> dict[str, Any] | None: ...  # by which the policy grows other networks later
 
     def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...  # ValueError: it cannot be resumed
+
+
+def attached_data(trainer: Any) -> PolicyData:
+    """Return the data module of a trainer. Raises ValueError if it has none, or one without environments."""
+    data = trainer.datamodule
+    if not hasattr(data, "resume_identity"):
+        found = "the Trainer has no data module" if data is None else f"{type(data).__name__} has no environments"
+        raise ValueError(f"{found} for the policy; give datamodule=, a HostPoolData or VectorData, and no loaders")
+    return data
 
 
 @dataclass(frozen=True, kw_only=True)

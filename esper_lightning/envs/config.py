@@ -9,10 +9,10 @@ from torch import nn
 from esper_lightning.envs.executors import AUTO, EXECUTORS
 from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.rewards import ObjectiveConfig, RewardConfig
 from esper_lightning.envs.spaces.actions import ActionConfig
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.rewards import ObjectiveConfig, RewardConfig
 from esper_lightning.tasks import TaskData
 
 REQUIRED_DEVICE_TYPE: dict[str, str] = {"threads": "cpu", "streams": "cuda"}

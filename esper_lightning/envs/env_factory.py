@@ -6,10 +6,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import build_on
 from esper_lightning.envs.config import EnvConfig, HostFactory
 from esper_lightning.envs.family import TRAINING, Context, ContextDistribution, HostContext, select_offer
 from esper_lightning.envs.flops import measure_flops
+from esper_lightning.envs.governor.judge import GovernorConfig, HostMonitor
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import MAX_BATCHES
 from esper_lightning.envs.spaces.action_discovery import (
@@ -20,7 +20,7 @@ from esper_lightning.envs.spaces.action_discovery import (
     union_of_slots,
 )
 from esper_lightning.envs.spaces.actions import ActionSpace
-from esper_lightning.governor.judge import GovernorConfig, HostMonitor
+from esper_lightning.growth.blueprints import build_on
 from esper_lightning.tasks import Task, TaskData, check_transform, make_variants
 
 

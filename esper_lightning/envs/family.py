@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from esper_lightning.blueprints import check_blueprint_name, suggest_name
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.growth.blueprints import check_blueprint_name, suggest_name
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.tasks import TRANSFORMS, Batches, draw_augment_params
 

@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from torch.utils.hooks import RemovableHandle
 
-from esper_lightning.blueprints import get_blueprint
+from esper_lightning.growth.blueprints import get_blueprint
 from esper_lightning.growth.depth import DepthSlot
 from esper_lightning.growth.lifecycle import slots_of
-from esper_lightning.growth.nested import (
+from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.runtime.nested import (
     ExampleInput,
     call_network,
     first_tensor_path,
@@ -23,7 +24,6 @@ from esper_lightning.growth.nested import (
     iter_tensors,
     repeat_rows,
 )
-from esper_lightning.growth.slot import SeedSlot
 
 FUSED = "_scaled_dot_product_flash_attention_for_cpu"
 FORMULAS: dict[Any, Callable[..., int]] = flop_registry | {

@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from esper_lightning.blueprints import initialise
 from esper_lightning.envs.device_transfer import variants_to_validate
 from esper_lightning.envs.family import HostContext
 from esper_lightning.envs.flops import HostFlops, positions_per_parameter
+from esper_lightning.envs.governor.judge import EpochStats, HostMonitor, Judgement, Verdict, veto_reasons
+from esper_lightning.envs.governor.snapshot import clone_tensors, pack, unpack
 from esper_lightning.envs.measurements import EpochResult, History, LossAndScore, Validation
+from esper_lightning.envs.rewards import REWARDS, HostStep, ObjectiveConfig, SlotStatus, SlotStep, objective
+from esper_lightning.envs.rewards.reward import SMALLEST_HOST
 from esper_lightning.envs.spaces.actions import ActionConfig, ActionSpace, Op
-from esper_lightning.governor.judge import EpochStats, HostMonitor, Judgement, Verdict, veto_reasons
-from esper_lightning.governor.snapshot import clone_tensors, pack, unpack
+from esper_lightning.growth.blueprints import initialise
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.depth import DepthSlot, depths
 from esper_lightning.growth.gates import LifecycleConfig
@@ -23,8 +25,6 @@ from esper_lightning.growth.lifecycle import SeedEvent, count_parameters, unchan
 from esper_lightning.growth.param_groups import host_groups, nominal_lr
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
-from esper_lightning.rewards import REWARDS, HostStep, ObjectiveConfig, SlotStatus, SlotStep, objective
-from esper_lightning.rewards.reward import SMALLEST_HOST
 from esper_lightning.tasks import Batches
 
 if TYPE_CHECKING:

@@ -20,19 +20,19 @@ from esper_lightning.envs.env_factory import EnvFactory
 from esper_lightning.envs.executors import AUTO, EXECUTORS, LoopExecutor
 from esper_lightning.envs.executors.loop import isolate_oom
 from esper_lightning.envs.executors.threads import usable_cores
+from esper_lightning.envs.governor.judge import GovernorConfig, Verdict
+from esper_lightning.envs.governor.snapshot import unpack
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.measurements import EpochResult
+from esper_lightning.envs.rewards import ROLLBACK_TERM, compute_terms
 from esper_lightning.envs.spaces.action_discovery import SharedSpace
 from esper_lightning.envs.spaces.actions import HEADS, Action, Masks, check_is_action, check_possible, to_action
 from esper_lightning.envs.spaces.observation_builder import ObservationBuilder
 from esper_lightning.envs.vector_env import Observation
-from esper_lightning.governor.judge import GovernorConfig, Verdict
-from esper_lightning.governor.snapshot import unpack
 from esper_lightning.growth.growing_network import RefusalReasons
 from esper_lightning.growth.lifecycle import SeedEvent
 from esper_lightning.growth.stages import Stage
-from esper_lightning.profiling import PhaseClock
-from esper_lightning.rewards import ROLLBACK_TERM, compute_terms
+from esper_lightning.runtime.profiling import PhaseClock
 from esper_lightning.tasks import Split, Stream, Task, TaskData, check_split
 
 SMALL_HOST, SMALL_HOST_ON_ONE_CORE = 5_000_000, 20_000_000

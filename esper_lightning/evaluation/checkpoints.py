@@ -8,7 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from esper_lightning.checkpoint import (
+from esper_lightning.controllers import CONTROLLERS, make_controller
+from esper_lightning.controllers.learned import LearnedController, TrainingHosts, TrainingRules
+from esper_lightning.controllers.rules import WaitOnly
+from esper_lightning.controllers.schedules import FixedSchedule, read_schedule
+from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.envs import ActionConfig, ActionSpace
+from esper_lightning.envs.spaces.observation import ObservationConfig
+from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.ppo.policy import Policy, PolicyConfig, PolicyShape, use_ieee_float32
+from esper_lightning.ppo.running_norm import make_norm
+from esper_lightning.runtime.checkpoint import (
     CHECKPOINT_SUFFIX,
     FEATURES_KEY,
     HYPER_PARAMETERS_KEY,
@@ -21,18 +31,8 @@ from esper_lightning.checkpoint import (
     names_policy,
     read_policy,
 )
-from esper_lightning.controllers import CONTROLLERS, make_controller
-from esper_lightning.controllers.learned import LearnedController, TrainingHosts, TrainingRules
-from esper_lightning.controllers.rules import WaitOnly
-from esper_lightning.controllers.schedules import FixedSchedule, read_schedule
-from esper_lightning.datamodules.hosts import HostPoolData
-from esper_lightning.envs import ActionConfig, ActionSpace
-from esper_lightning.envs.spaces.observation import ObservationConfig
-from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.machine import CPU
-from esper_lightning.ppo.running_norm import make_norm
-from esper_lightning.serialization import load_settings
-from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, use_ieee_float32
+from esper_lightning.runtime.machine import CPU
+from esper_lightning.runtime.serialization import load_settings
 
 
 class TrainedPolicy(NamedTuple):

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from esper_lightning.checkpoint import NAMED_POLICIES, names_policy
 from esper_lightning.controllers import CONTROLLERS, make_controller
 from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.rules import (
@@ -36,7 +35,8 @@ from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.play import Outcome, named_controller, play_episode, play_static
 from esper_lightning.evaluation.search import SearchConfig, check_budget, search
 from esper_lightning.evaluation.statistics import Interval, mean_interval
-from esper_lightning.parallel import check_jobs, run_all
+from esper_lightning.runtime.checkpoint import NAMED_POLICIES, names_policy
+from esper_lightning.runtime.parallel import check_jobs, run_all
 
 TAMIYO = "tamiyo"
 """Name of the compared policy, taking its most likely action."""

@@ -17,7 +17,6 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.console import print_status
 from esper_lightning.controllers.learned import Controller
 from esper_lightning.envs import HostPool, StepResult
 from esper_lightning.envs.host_env import HostEnv
@@ -26,11 +25,12 @@ from esper_lightning.evaluation.play import Outcome, play_episode
 from esper_lightning.growth.export import SUFFIXES, TOLERANCE, Format, export, load, save
 from esper_lightning.growth.fold import fold
 from esper_lightning.growth.lifecycle import count_parameters, slots_of
-from esper_lightning.growth.nested import iter_tensors
 from esper_lightning.growth.stages import Stage
-from esper_lightning.ranks import Ranks
-from esper_lightning.registry import describe_factory, import_object
-from esper_lightning.serialization import replace_durably
+from esper_lightning.runtime.console import print_status
+from esper_lightning.runtime.nested import iter_tensors
+from esper_lightning.runtime.ranks import Ranks
+from esper_lightning.runtime.registry import describe_factory, import_object
+from esper_lightning.runtime.serialization import replace_durably
 from esper_lightning.tasks import Split
 from esper_lightning.telemetry.events import EVENTS_FILE, EventLog
 from esper_lightning.telemetry.observer import Observer, join, observe, started

@@ -25,7 +25,7 @@ from esper_lightning.envs import HostPool, StepResult
 from esper_lightning.envs.device_transfer import download
 from esper_lightning.envs.spaces.actions import ActionError
 from esper_lightning.growth.stages import Stage
-from esper_lightning.registry import is_of_this_package
+from esper_lightning.runtime.registry import is_of_this_package
 from esper_lightning.tasks import Batches
 
 

@@ -13,16 +13,16 @@ from typing import Any
 
 from rich.table import Table
 
-from esper_lightning.console import print_status, wide_console
 from esper_lightning.controllers.schedules import write_schedule
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.evaluation import statistics
 from esper_lightning.evaluation.checkpoints import TrainedPolicy, check_training_seeds, load_policies
 from esper_lightning.evaluation.comparison import Comparison, ComparisonResult, EvaluationConfig
 from esper_lightning.evaluation.statistics import Interval, mean_interval
-from esper_lightning.machine import provenance
-from esper_lightning.parallel import processes
-from esper_lightning.serialization import replace_file
+from esper_lightning.runtime.console import print_status, wide_console
+from esper_lightning.runtime.machine import provenance
+from esper_lightning.runtime.parallel import processes
+from esper_lightning.runtime.serialization import replace_file
 from esper_lightning.telemetry.events import to_plain
 
 COLUMNS = ("score", "loss", "parameters", "objective", "flops", "ticks", "fossils", "rollbacks")

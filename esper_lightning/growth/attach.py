@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from esper_lightning.blueprints import suggest_name
+from esper_lightning.growth.blueprints import suggest_name
 from esper_lightning.growth.lifecycle import check_slot_names, slots_of
-from esper_lightning.growth.nested import (
+from esper_lightning.growth.slot import EXTRA_STATE, Layout, SeedSlot, SlotHook, decode, encode
+from esper_lightning.runtime.nested import (
     BATCH_LENGTH_ERRORS,
     ExampleInput,
     KeyPath,
@@ -24,7 +25,6 @@ from esper_lightning.growth.nested import (
     repeat_rows,
     replace_at,
 )
-from esper_lightning.growth.slot import EXTRA_STATE, Layout, SeedSlot, SlotHook, decode, encode
 
 CONTAINER_NAME = "grown_slots"
 """Name of the child module that holds the attached slots; the prefix of their keys in the state dict."""

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from esper_lightning.blueprints import suggest_name
+from esper_lightning.growth.blueprints import suggest_name
 
 Curve = Literal["linear", "sigmoid12"]
 """How alpha rises: in equal steps, or along a logistic function of steepness 12 that passes through 0 and 1."""

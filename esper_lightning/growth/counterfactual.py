@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.growth.lifecycle import slots_of
-from esper_lightning.growth.nested import (
+from esper_lightning.growth.slot import SeedSlot, SlotHook
+from esper_lightning.growth.stages import Stage
+from esper_lightning.runtime.nested import (
     BATCH_LENGTH_ERRORS,
     batch_size,
     evaluation_mode,
@@ -27,8 +29,6 @@ from esper_lightning.growth.nested import (
     preserved_buffers,
     repeat_rows,
 )
-from esper_lightning.growth.slot import SeedSlot, SlotHook
-from esper_lightning.growth.stages import Stage
 
 SeedVariant = frozenset[str]
 """Names of the slots whose seed is active."""

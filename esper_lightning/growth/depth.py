@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from esper_lightning.blueprints import STACK
 from esper_lightning.growth.blocks import BlockList, find_blocks
+from esper_lightning.growth.blueprints import STACK
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stack import deepen, shorten
 

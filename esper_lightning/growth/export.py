@@ -12,10 +12,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import suggest_name
 from esper_lightning.growth.attach import attach_from_state_dict
-from esper_lightning.growth.nested import copy_module, iter_tensors, max_difference
-from esper_lightning.serialization import replace_durably, replace_file
+from esper_lightning.growth.blueprints import suggest_name
+from esper_lightning.runtime.nested import copy_module, iter_tensors, max_difference
+from esper_lightning.runtime.serialization import replace_durably, replace_file
 
 Format = Literal["pt2", "onnx"]
 

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import Residual
 from esper_lightning.growth.attach import AttachedSlots
+from esper_lightning.growth.blueprints import Residual
 from esper_lightning.growth.lifecycle import slots_of
-from esper_lightning.growth.nested import ExampleInput, call_network, evaluation_mode, iter_tensors, max_difference
 from esper_lightning.growth.slot import SeedSlot, new_folded
 from esper_lightning.growth.stages import Stage
+from esper_lightning.runtime.nested import ExampleInput, call_network, evaluation_mode, iter_tensors, max_difference
 
 OUTPUT_TOLERANCE = 2e-6
 """Change of the outputs, relative to the largest output, that is always accepted as float32 rounding."""

@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
-from esper_lightning.blueprints import Birth, suggest_name
 from esper_lightning.growth.blend import Isolation
+from esper_lightning.growth.blueprints import Birth, suggest_name
 from esper_lightning.growth.gradient_stats import GradientStats
 
 MAX_GRADIENT_NORM = 100.0

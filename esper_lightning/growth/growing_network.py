@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from esper_lightning.blueprints import suggest_name
 from esper_lightning.growth import gates
 from esper_lightning.growth import lifecycle as lifecycle_ops
 from esper_lightning.growth.blend import Curve, Ramp
+from esper_lightning.growth.blueprints import suggest_name
 from esper_lightning.growth.depth import DepthSlot
 from esper_lightning.growth.gates import Evidence, LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats, gradient_stats
@@ -39,7 +39,7 @@ from esper_lightning.growth.probe import reasons_of_cache
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stack import join_groups
 from esper_lightning.growth.stages import Stage
-from esper_lightning.serialization import check_generator_state
+from esper_lightning.runtime.serialization import check_generator_state
 
 RNG_SEED_MASK = 0x5EED
 """XOR mask for torch's RNG seed, so that seeds and a host built right after `manual_seed` draw different numbers."""

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from esper_lightning.blueprints import Birth, suggest_name
 from esper_lightning.growth import gates
 from esper_lightning.growth.blend import Ramp, check_ramp
+from esper_lightning.growth.blueprints import Birth, suggest_name
 from esper_lightning.growth.gates import Evidence, LifecycleConfig
 from esper_lightning.growth.slot import SeedSlot, new_seed
 from esper_lightning.growth.stages import STAGES_TO_FOSSILIZED, Stage, check_transition

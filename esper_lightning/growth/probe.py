@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import Birth, blueprint_names, build_seed, check_blueprint_name
 from esper_lightning.growth.blend import straight_through
+from esper_lightning.growth.blueprints import Birth, blueprint_names, build_seed, check_blueprint_name
 from esper_lightning.growth.lifecycle import germinate, slots_of
-from esper_lightning.growth.nested import BATCH_LENGTH_ERRORS, is_equal_up_to_rounding
 from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.runtime.nested import BATCH_LENGTH_ERRORS, is_equal_up_to_rounding
 
 PROBE_RNG_SEED = 0
 

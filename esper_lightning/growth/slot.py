@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from esper_lightning.blueprints import STACK, Birth, build_seed, get_blueprint
 from esper_lightning.growth.blend import Isolation, Ramp, blend, proximal, straight_through
-from esper_lightning.growth.nested import KeyPath, get_at, replace_at
+from esper_lightning.growth.blueprints import STACK, Birth, build_seed, get_blueprint
 from esper_lightning.growth.stages import BLENDED, ISOLATED, LIVE, OCCUPIED, Stage, check_transition
+from esper_lightning.runtime.nested import KeyPath, get_at, replace_at
 
 Layout = Literal["image", "sequence", "vector"]
 """Layout of the feature at a slot: [B, C, H, W], [B, T, C] or [B, C], where C is the slot's width."""

@@ -29,9 +29,9 @@ from esper_lightning.growth.blocks import (
     renumber,
     set_counts,
 )
-from esper_lightning.growth.nested import COPY_ERRORS, computed_tensors, copy_module, hooks_of, iter_tensors
 from esper_lightning.growth.param_groups import optimizers_in
 from esper_lightning.growth.slot import SeedSlot, SlotHook, pass_on
+from esper_lightning.runtime.nested import COPY_ERRORS, computed_tensors, copy_module, hooks_of, iter_tensors
 
 OrderName = Literal["stack", "interleave", "last", "middle"]
 Order = OrderName | str | Sequence[int]

@@ -12,7 +12,7 @@ from esper_lightning.growth.attach import attach_at, attach_slots, attached_plac
 from esper_lightning.growth.blocks import find_blocks
 from esper_lightning.growth.depth import depth_slots
 from esper_lightning.growth.lifecycle import slots_of
-from esper_lightning.registry import import_object
+from esper_lightning.runtime.registry import import_object
 
 CPU = torch.device("cpu")
 """Device for trial networks; the host itself may be on the meta device, which has no values."""

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from esper_lightning.growth.lifecycle import check_slot_names
-from esper_lightning.growth.nested import preserved_buffers
 from esper_lightning.growth.slot import Layout, SeedSlot
+from esper_lightning.runtime.nested import preserved_buffers
 
 
 class Slots(nn.ModuleDict):

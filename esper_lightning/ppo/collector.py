@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from esper_lightning.checkpoint import DivergedError
 from esper_lightning.envs.seeding import TRAINING, episode_rng_seeds
 from esper_lightning.envs.vector_env import VectorEnv
 from esper_lightning.ppo.gae import discounted_sums, gae, normalise
 from esper_lightning.ppo.losses import PPOConfig
+from esper_lightning.ppo.policy import Policy, RecurrentState
 from esper_lightning.ppo.rollout_buffer import Rollout, RolloutBuffer, Steps, map_tensors
 from esper_lightning.ppo.running_norm import ObservationNorm, RunningMeanStd
-from esper_lightning.ranks import Ranks
-from esper_lightning.serialization import check_generator_state
-from esper_lightning.tamiyo.policy import Policy, RecurrentState
+from esper_lightning.runtime.checkpoint import DivergedError
+from esper_lightning.runtime.ranks import Ranks
+from esper_lightning.runtime.serialization import check_generator_state
 
 LARGEST_NUMBER = 1e15
 """Largest absolute reward, return or feature to learn from: the sum of the squares of 10⁸ of them fits in float32."""

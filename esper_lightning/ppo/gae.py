@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from esper_lightning.ranks import ALONE, Ranks
+from esper_lightning.runtime.ranks import ALONE, Ranks
 
 ADVANTAGE_FLOOR = 1e-3
 """Lower bound of the standard deviation by which advantages are divided: where all returns are alike, it is noise."""

@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from esper_lightning.ppo.policy import Policy
 from esper_lightning.ppo.rollout_buffer import Rollout
-from esper_lightning.ranks import ALONE, Ranks
-from esper_lightning.tamiyo.policy import Policy
+from esper_lightning.runtime.ranks import ALONE, Ranks
 
 CLIP = 0.2
 """Clip range of the probability ratio, as in the paper: beyond 1 ± this there is no incentive to move further."""

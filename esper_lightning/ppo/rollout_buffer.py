@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs.vector_env import VectorEnv
-from esper_lightning.ranks import ALONE, Ranks
-from esper_lightning.tamiyo.policy import Policy, RecurrentState
+from esper_lightning.ppo.policy import Policy, RecurrentState
+from esper_lightning.runtime.ranks import ALONE, Ranks
 
 
 def map_tensors(change: Callable[[Tensor], Any], record: Any) -> Any:

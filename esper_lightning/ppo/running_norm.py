@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.envs.spaces.observation_builder import RowSizes
-from esper_lightning.ranks import ALONE, Ranks
+from esper_lightning.runtime.ranks import ALONE, Ranks
 
 
 class RunningMeanStd(nn.Module):

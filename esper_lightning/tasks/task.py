@@ -14,7 +14,7 @@ from torchmetrics.functional.classification import multiclass_accuracy, multicla
 from torchmetrics.functional.regression import r2_score
 from torchmetrics.functional.text import perplexity
 
-from esper_lightning.registry import import_object
+from esper_lightning.runtime.registry import import_object
 
 if TYPE_CHECKING:
     from esper_lightning.tasks.stream import Stream

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from esper_lightning.envs import HostVeto
 from esper_lightning.growth.stages import Stage
-from esper_lightning.machine import resident_memory, total_memory
+from esper_lightning.runtime.machine import resident_memory, total_memory
 from esper_lightning.telemetry.observer import Tick
 
 RETURN_QUANTILES = (0.1, 0.5, 0.9)

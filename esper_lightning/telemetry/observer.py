@@ -13,7 +13,7 @@ from esper_lightning.envs import HostPool, Op, StepResult
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.lifecycle import SeedEvent
 from esper_lightning.growth.stages import LIVE, Stage
-from esper_lightning.ranks import Ranks
+from esper_lightning.runtime.ranks import Ranks
 from esper_lightning.telemetry.events import (
     SCHEMA,
     Contributed,

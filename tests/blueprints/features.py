@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import Birth, blueprint_names, build_seed
+from esper_lightning.growth.blueprints import Birth, blueprint_names, build_seed
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from esper_lightning.blueprints import build_on, initialise
+from esper_lightning.growth.blueprints import build_on, initialise
 from esper_lightning.hosts import CNN
 from tests.blueprints.features import CPU, seeded
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from esper_lightning.blueprints import (
+from esper_lightning.growth.blueprints import (
     Residual,
     blueprint_names,
     check_blueprint_name,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper_lightning.blueprints import Residual, blueprint_names, get_blueprint
+from esper_lightning.growth.blueprints import Residual, blueprint_names, get_blueprint
 from tests.blueprints.features import EVERYTHING, feature, seed_of
 
 everywhere = pytest.mark.parametrize(("layout", "name"), EVERYTHING)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from esper_lightning.checkpoint import (
+from esper_lightning.runtime.checkpoint import (
     METADATA_KEY,
     AtomicCheckpointIO,
     check_identity,

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from esper_lightning.__main__ import main
+from esper_lightning.cli.sweep import COLUMNS, SweepRun, plan, printed_table, run_rows, sweep, table_rows, train_once
 from esper_lightning.evaluation.statistics import mean_interval
-from esper_lightning.sweep import COLUMNS, SweepRun, plan, printed_table, run_rows, sweep, table_rows, train_once
 from tests.runs import CONFIGS
 
 SHORT = """

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from esper_lightning.__main__ import main
-from esper_lightning.cli import make_cli
+from esper_lightning.cli.commands import make_cli
 from esper_lightning.controllers.schedules import Schedule, write_schedule
 from esper_lightning.hosts import CNN
-from esper_lightning.registry import find_config
+from esper_lightning.runtime.registry import find_config
 from tests.runs import TINY, Run, fit, only_run, process
 
 FEW = ("--model.evaluation.hosts=2",)

@@ -17,12 +17,12 @@ from esper_lightning import load_controller
 from esper_lightning.__main__ import main
 from esper_lightning.callbacks import Grow
 from esper_lightning.callbacks.measuring import make_decider
-from esper_lightning.checkpoint import DESCRIBED, METADATA_KEY, read_policy, write_policy
 from esper_lightning.envs import ActionConfig, HostPool
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.evaluation.checkpoints import find_controller
 from esper_lightning.evaluation.play import play_episode
 from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.runtime.checkpoint import DESCRIBED, METADATA_KEY, read_policy, write_policy
 from tests.callbacks.grow.trainings import QUICK, classifier, train
 from tests.runs import CONFIGS, TINY, Run, cli, fit, load, only_run
 
@@ -84,7 +84,7 @@ def test_a_loaded_controller_plays_any_pool_that_shows_its_observation(
 def test_a_policy_as_safetensors_acts_as_that_of_its_checkpoint_and_is_found_by_name(
     trained: Run, make_pool: Callable[..., HostPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("esper_lightning.checkpoint.POLICIES", tmp_path)
+    monkeypatch.setattr("esper_lightning.runtime.checkpoint.POLICIES", tmp_path)
     file = tmp_path / "general.safetensors"
     write_policy(trained.last, file, {"zero shot": "a table"})
 

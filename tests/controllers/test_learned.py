@@ -13,8 +13,8 @@ from esper_lightning.controllers.learned import LearnedController, TrainingHosts
 from esper_lightning.envs import ActionConfig, HostPool, Observation, Op
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.hosts import CNN
+from esper_lightning.ppo.policy import Policy
 from esper_lightning.ppo.running_norm import make_norm
-from esper_lightning.tamiyo.policy import Policy
 from tests.controllers.playing import episode
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from esper_lightning.blueprints import get_blueprint
 from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.controllers.rules import (
     ClimbingConfig,
@@ -23,10 +22,11 @@ from esper_lightning.controllers.rules import (
 )
 from esper_lightning.controllers.schedules import FixedSchedule, Schedule, ScheduledAction
 from esper_lightning.envs import ActionConfig, HostPool, Op
+from esper_lightning.envs.rewards import ObjectiveConfig
+from esper_lightning.growth.blueprints import get_blueprint
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.stages import Stage
-from esper_lightning.rewards import ObjectiveConfig
-from esper_lightning.tamiyo.policy import Policy
+from esper_lightning.ppo.policy import Policy
 from tests.conftest import FREE, SMALL
 from tests.decisions import WAIT, Row, act, cull, fossilize, germinate
 

@@ -13,7 +13,7 @@ from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.datamodules.gymnasium import VectorData
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.losses import Anneal, PPOConfig
-from esper_lightning.tamiyo.policy import PolicyConfig
+from esper_lightning.ppo.policy import PolicyConfig
 from tests.cue import CueMemory
 from tests.runs import differences
 

@@ -15,7 +15,7 @@ from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.datamodules.hosts import HostPoolData, TickLoader, find_host_devices
 from esper_lightning.envs import EnvConfig
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.ranks import local_world
+from esper_lightning.runtime.ranks import local_world
 from esper_lightning.tasks import AugmentConfig, Digits, TaskData
 from tests.runs import differences, fit, only_run, tiny_host
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from esper_lightning.envs import HostPool
+from esper_lightning.envs.governor.judge import GovernorConfig
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.governor.judge import GovernorConfig
 
 UNREACHABLE = 1e9
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from esper_lightning.envs import Action, HostPool, Op, StepResult
 from esper_lightning.envs.device_transfer import unpack_validations
-from esper_lightning.governor.judge import Verdict
+from esper_lightning.envs.governor.judge import Verdict
+from esper_lightning.envs.rewards import objective
 from esper_lightning.growth.lifecycle import slots_of
-from esper_lightning.rewards import objective
 from esper_lightning.tasks import Split
 from tests.decisions import WAIT, act, decide, fossilize, germinate
 from tests.envs.breaking import breaking_epoch

@@ -11,26 +11,26 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning import from_config
-from esper_lightning.blueprints import build_on
 from esper_lightning.callbacks import Grow
 from esper_lightning.controllers.learned import TrainingHosts, TrainingRules
 from esper_lightning.controllers.rules import RandomValid, Scaling
 from esper_lightning.controllers.static import FossilizedSeed, StaticController
 from esper_lightning.envs import HostPool, Op
 from esper_lightning.envs.flops import FlopCounter, plain_operators
+from esper_lightning.envs.governor.snapshot import unpack
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.evaluation.checkpoints import load_controller
 from esper_lightning.evaluation.play import play_episode, play_static
-from esper_lightning.governor.snapshot import unpack
 from esper_lightning.growth.attach import attach_at
+from esper_lightning.growth.blueprints import build_on
 from esper_lightning.growth.depth import DepthSlot
 from esper_lightning.growth.export import load, save
 from esper_lightning.growth.gradient_stats import NO_GRADIENT, GradientStats
 from esper_lightning.growth.growing_network import GrowingNetwork
-from esper_lightning.growth.nested import iter_tensors
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import GPT, Attached
+from esper_lightning.runtime.nested import iter_tensors
 from esper_lightning.tasks import Synthetic
 from tests.decisions import WAIT, act, germinate
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch

@@ -11,12 +11,12 @@ from torch.overrides import TorchFunctionMode
 
 from esper_lightning.envs import HostPool, Masks
 from esper_lightning.envs.device_transfer import download
-from esper_lightning.governor.judge import GovernorConfig
-from esper_lightning.growth.nested import iter_tensors
+from esper_lightning.envs.governor.judge import GovernorConfig
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig
+from esper_lightning.ppo.policy import Policy
 from esper_lightning.ppo.running_norm import RunningMeanStd, make_norm
-from esper_lightning.tamiyo.policy import Policy
+from esper_lightning.runtime.nested import iter_tensors
 from esper_lightning.tasks import Digits
 from esper_lightning.telemetry.observer import observe
 from tests.conftest import SMALL, small_host

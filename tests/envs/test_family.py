@@ -14,14 +14,14 @@ from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.family import Context, ContextDistribution, FamilyConfig
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.rewards import ObjectiveConfig
 from esper_lightning.envs.seeding import TRAINING, episode_rng_seeds
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig
+from esper_lightning.ppo.policy import Policy
 from esper_lightning.ppo.running_norm import RunningMeanStd
-from esper_lightning.rewards import ObjectiveConfig
-from esper_lightning.tamiyo.policy import Policy
 from esper_lightning.tasks import Digits, Task, TaskData
 from esper_lightning.tasks.variants import transform_data
 from tests.conftest import SMALL

@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper_lightning.blueprints import blueprint_names
 from esper_lightning.envs import flops
 from esper_lightning.envs.flops import measure_flops
+from esper_lightning.growth.blueprints import blueprint_names
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN, GPT, MLP

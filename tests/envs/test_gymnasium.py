@@ -15,8 +15,8 @@ from esper_lightning.envs.gymnasium import GymVector, gym_vector  # noqa: E402
 from esper_lightning.envs.vector_env import ChoiceAction  # noqa: E402
 from esper_lightning.ppo.collector import RolloutCollector  # noqa: E402
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms  # noqa: E402
+from esper_lightning.ppo.policy import Policy, PolicyConfig, policy_shape  # noqa: E402
 from esper_lightning.ppo.running_norm import RunningMeanStd  # noqa: E402
-from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape  # noqa: E402
 
 
 class Counter(gymnasium.Env):

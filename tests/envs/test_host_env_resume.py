@@ -11,8 +11,8 @@ from torch import Tensor
 from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.growth.nested import iter_tensors
 from esper_lightning.growth.stages import Stage
+from esper_lightning.runtime.nested import iter_tensors
 from tests.decisions import WAIT, act, cull, fossilize, germinate
 from tests.tiers import rest_is_slow
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from esper_lightning.controllers.rules import RandomValid, WaitOnly
 from esper_lightning.envs import HostPool, Op
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.rewards import ObjectiveConfig
 from esper_lightning.growth.stages import Stage
-from esper_lightning.rewards import ObjectiveConfig
 from tests.decisions import WAIT, act, germinate
 from tests.envs.episodes import random_actions, score_by_forward_pass
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.envs import HostPool, Op
+from esper_lightning.envs.governor.judge import Verdict
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.governor.judge import Verdict
+from esper_lightning.envs.rewards import objective
 from esper_lightning.growth.param_groups import group_names
 from esper_lightning.growth.slot import EXTRA_STATE
 from esper_lightning.growth.stages import Stage
-from esper_lightning.rewards import objective
 from esper_lightning.tasks import Split
 from tests.decisions import WAIT, act, fossilize, germinate
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from esper_lightning.envs import HostPool, Op
-from esper_lightning.governor.judge import GovernorConfig
+from esper_lightning.envs.governor.judge import GovernorConfig
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
+from esper_lightning.ppo.policy import Policy
 from esper_lightning.ppo.running_norm import RunningMeanStd
-from esper_lightning.tamiyo.policy import Policy
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
 from tests.runs import differences
 

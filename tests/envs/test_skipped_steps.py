@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.executors import StreamsExecutor
+from esper_lightning.envs.governor.judge import Verdict
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.governor.judge import Verdict
-from esper_lightning.ranks import ALONE
+from esper_lightning.runtime.ranks import ALONE
 from esper_lightning.telemetry.metrics import tick_metrics
 from esper_lightning.telemetry.observer import join, observe
 from tests.decisions import WAIT, act, germinate

@@ -15,7 +15,7 @@ from esper_lightning.envs import Action, EnvConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.evaluation.comparison import Comparison, Entry, EvaluationConfig
 from esper_lightning.evaluation.search import SearchConfig
-from esper_lightning.parallel import processes
+from esper_lightning.runtime.parallel import processes
 from esper_lightning.tasks import Digits
 from tests.runs import tiny_host
 

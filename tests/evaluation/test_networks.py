@@ -27,7 +27,7 @@ from esper_lightning.evaluation.play import Outcome, play_episode
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
-from esper_lightning.registry import describe_factory
+from esper_lightning.runtime.registry import describe_factory
 from tests.conftest import small_host
 
 SEEDS = [1, 3, 5]

@@ -19,6 +19,7 @@ from esper_lightning.controllers.static import FossilizedSeed, StaticController,
 from esper_lightning.envs import Action, HostPool, Op
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.rewards import ObjectiveConfig
 from esper_lightning.evaluation.networks import fossilized_copy
 from esper_lightning.evaluation.play import (
     affordable_ticks,
@@ -28,7 +29,6 @@ from esper_lightning.evaluation.play import (
 )
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
-from esper_lightning.rewards import ObjectiveConfig
 from tests.conftest import SMALL
 from tests.decisions import WAIT, act, fossilize, germinate
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch

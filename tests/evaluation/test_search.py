@@ -13,12 +13,12 @@ from esper_lightning.controllers.schedules import FixedSchedule, Schedule, Sched
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.rewards import ObjectiveConfig
 from esper_lightning.envs.seeding import episode_rng_seeds
 from esper_lightning.evaluation import search as search_module
 from esper_lightning.evaluation.play import play_episode
 from esper_lightning.evaluation.search import Racing, ScheduleSampler, SearchConfig, check_budget, search
 from esper_lightning.growth.stages import Stage
-from esper_lightning.rewards import ObjectiveConfig
 from tests.conftest import FREE, SMALL
 from tests.tiers import rest_is_slow
 

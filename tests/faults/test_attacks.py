@@ -12,10 +12,10 @@ import pytest
 import torch
 from lightning import Callback, Trainer
 
-from esper_lightning.checkpoint import read_policy
+from esper_lightning.envs.rewards import compute_terms
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.losses import ppo_terms
-from esper_lightning.rewards import compute_terms
+from esper_lightning.runtime.checkpoint import read_policy
 from tests.faults.runs import tick_of
 from tests.runs import EPOCHS, HORIZON, Run, fit, load, only_run, with_callback
 from tests.tiers import rest_is_slow

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from esper_lightning.envs import HostPool, StepResult
 from esper_lightning.envs.executors import StreamsExecutor
 from esper_lightning.envs.executors.fused.epoch import FusedEpoch
+from esper_lightning.envs.governor.judge import Verdict
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.governor.judge import Verdict
 from esper_lightning.growth.stages import Stage
 from tests.conftest import SMALL
 from tests.decisions import WAIT, act, germinate

@@ -16,8 +16,8 @@ from lightning import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from esper_lightning import default_callbacks, from_config
-from esper_lightning.checkpoint import AtomicCheckpointIO
 from esper_lightning.module import TamiyoModule
+from esper_lightning.runtime.checkpoint import AtomicCheckpointIO
 from tests.faults.runs import GROWING, RunResult, check_that_it_grows, differences_of, grow, result_of, tick_of
 from tests.processes import run_in_fork
 from tests.runs import HORIZON, Run, only_run, with_callback

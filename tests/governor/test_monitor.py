@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from esper_lightning.governor.judge import EpochStats, GovernorConfig, GovernorState, HostMonitor, Judgement, Verdict
+from esper_lightning.envs.governor.judge import (
+    EpochStats,
+    GovernorConfig,
+    GovernorState,
+    HostMonitor,
+    Judgement,
+    Verdict,
+)
 from tests.runs import differences
 
 HEALTHY, SUSPICIOUS, ROLL_BACK, END = Verdict

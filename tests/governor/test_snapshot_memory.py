@@ -10,10 +10,10 @@ from torch import nn
 
 from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import HostPool
+from esper_lightning.envs.governor.judge import GovernorConfig, Verdict
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.governor.judge import GovernorConfig, Verdict
 from esper_lightning.hosts import CNN
-from esper_lightning.machine import resident_memory
+from esper_lightning.runtime.machine import resident_memory
 from esper_lightning.tasks import Digits
 from tests.conftest import SMALL
 

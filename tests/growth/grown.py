@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.blueprints import build_on
 from esper_lightning.growth.blend import Ramp
+from esper_lightning.growth.blueprints import build_on
 from esper_lightning.growth.gates import Evidence
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.lifecycle import germinate, slots_of

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from esper_lightning.blueprints import blueprint_names, build_on
 from esper_lightning.growth.blend import Curve, Isolation
+from esper_lightning.growth.blueprints import blueprint_names, build_on
 from esper_lightning.growth.counterfactual import contributions
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torchvision import models
 from torchvision.ops import StochasticDepth
 
-from esper_lightning.blueprints import Residual, blueprint_names, get_blueprint, initialise, registry
 from esper_lightning.growth.attach import attach_slots
+from esper_lightning.growth.blueprints import Residual, blueprint_names, get_blueprint, initialise, registry
 from esper_lightning.growth.export import load, save
 from esper_lightning.growth.fold import FoldResult, affine_map_of, fold
 from esper_lightning.growth.growing_network import GrowingNetwork

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam
 
-from esper_lightning.blueprints import build_seed
+from esper_lightning.growth.blueprints import build_seed
 from esper_lightning.growth.counterfactual import contributions
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import NO_GRADIENT

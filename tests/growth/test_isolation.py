@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import build_on
 from esper_lightning.growth import GrowingNetwork, LifecycleConfig, attach_slots
 from esper_lightning.growth.blend import PROXIMAL_STEP, Isolation, proximal_gradient
+from esper_lightning.growth.blueprints import build_on
 from esper_lightning.growth.slot import Layout
 from esper_lightning.growth.stages import Stage
 from tests.growth.grown import (

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils import spectral_norm, weight_norm
 
 from esper_lightning.growth.attach import attach_slots
-from esper_lightning.growth.nested import KeyPath, copy_module
 from esper_lightning.growth.stages import Stage
+from esper_lightning.runtime.nested import KeyPath, copy_module
 from tests.growth.grown import LastState, generator_of, grow
 
 WIDTH = 6

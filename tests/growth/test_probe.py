@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import blueprint_names, registry
+from esper_lightning.growth.blueprints import blueprint_names, registry
 from esper_lightning.growth.probe import probe_seeds
 from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.hosts import CNN

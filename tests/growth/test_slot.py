@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import blueprint_names
 from esper_lightning.growth.blend import Ramp
+from esper_lightning.growth.blueprints import blueprint_names
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.growth.stages import Stage

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import build_on, initialise
 from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import EnvConfig, HostPool
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.growth.blueprints import build_on, initialise
 from esper_lightning.hosts import Attached
-from esper_lightning.registry import import_object
+from esper_lightning.runtime.registry import import_object
 from esper_lightning.tasks import Synthetic
 from tests.tiers import rest_is_slow
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.blueprints import build_on
 from esper_lightning.growth.blend import Ramp
+from esper_lightning.growth.blueprints import build_on
 from esper_lightning.growth.counterfactual import forward_variants
 from esper_lightning.growth.lifecycle import count_parameters, germinate, slots_of
 from esper_lightning.growth.slot import SeedSlot

@@ -6,9 +6,9 @@ import torch
 
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, PPOTerms
+from esper_lightning.ppo.policy import Policy, PolicyConfig, policy_shape
 from esper_lightning.ppo.running_norm import RunningMeanStd
-from esper_lightning.ranks import Ranks
-from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
+from esper_lightning.runtime.ranks import Ranks
 from tests.cue import CUE, CueMemory
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs import HostPool, Observation, Op
+from esper_lightning.envs.governor.judge import GovernorConfig
 from esper_lightning.envs.seeding import EVALUATION, TRAINING, episode_rng_seeds
-from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms
+from esper_lightning.ppo.policy import Policy, RecurrentState
 from esper_lightning.ppo.rollout_buffer import Rollout, tensors_of
 from esper_lightning.ppo.running_norm import RunningMeanStd, make_norm
-from esper_lightning.tamiyo.policy import Policy, RecurrentState
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
 from tests.ppo.loops import total
 from tests.runs import differences

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam
 
-from esper_lightning.checkpoint import DivergedError
 from esper_lightning.envs.vector_env import ChoiceAction, VectorStep
 from esper_lightning.module import skip_unless
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
 from esper_lightning.ppo.running_norm import RunningMeanStd
+from esper_lightning.runtime.checkpoint import DivergedError
 from tests.cue import CueMemory
 from tests.ppo.loops import cue_loop, total
 from tests.runs import differences

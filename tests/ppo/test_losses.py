@@ -17,8 +17,8 @@ from esper_lightning.ppo.losses import (
     update_metrics,
     value_loss,
 )
+from esper_lightning.ppo.policy import Policy
 from esper_lightning.ppo.rollout_buffer import Rollout
-from esper_lightning.tamiyo.policy import Policy
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from esper_lightning.envs.rewards import REWARDS, HostStep, RewardConfig, SlotStatus, compute_terms
+from esper_lightning.envs.rewards.modes import attribution, potential
 from esper_lightning.growth.stages import OCCUPIED, Stage
-from esper_lightning.rewards import REWARDS, HostStep, RewardConfig, SlotStatus, compute_terms
-from esper_lightning.rewards.modes import attribution, potential
 from tests.rewards.ticks import ALL, EMPTY, arbitrary_ticks, host_step, seed_life, slot_step, term_bounds
 
 KEPT = SlotStatus(Stage.FOSSILIZED, 0, 4)

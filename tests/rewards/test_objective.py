@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from esper_lightning.rewards import ObjectiveConfig, objective, rent
+from esper_lightning.envs.rewards import ObjectiveConfig, objective, rent
 
 HOST = 1000
 PRICE = 0.05

@@ -11,9 +11,9 @@ from torch import nn
 from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.rewards import REWARDS, RewardConfig
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
-from esper_lightning.rewards import REWARDS, RewardConfig
 from esper_lightning.tasks import Split
 from tests.conftest import FREE
 from tests.decisions import WAIT, act, cull, fossilize, germinate

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from esper_lightning.rewards import REWARDS
+from esper_lightning.envs.rewards import REWARDS
 from tests.rewards.ticks import ALL
 from tests.runs import EPOCHS, HORIZON, fit, only_run
 from tests.tiers import rest_is_slow

@@ -10,11 +10,11 @@ from torch import Tensor
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, Op
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.rewards import ObjectiveConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
-from esper_lightning.rewards import ObjectiveConfig
 from esper_lightning.tasks import Digits, Split, TaskData
 from tests.decisions import act
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from esper_lightning.envs.rewards import HostStep, RewardConfig, SlotStatus, SlotStep
+from esper_lightning.envs.rewards.modes import MAX_RENT, SHAPING
 from esper_lightning.growth.stages import Stage
-from esper_lightning.rewards import HostStep, RewardConfig, SlotStatus, SlotStep
-from esper_lightning.rewards.modes import MAX_RENT, SHAPING
 
 ALL = ("objective", "kept", "sparse", "shaped")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from esper_lightning.envs import HEADS, Action, HostPool, Masks, Op
 from esper_lightning.envs.vector_env import ChoiceAction, ChoiceMasks, ChoiceSpace
-from esper_lightning.tamiyo.distribution import (
+from esper_lightning.ppo.distribution import (
     ChoiceDistribution,
     HeadTables,
     HostDistribution,
@@ -19,7 +19,7 @@ from esper_lightning.tamiyo.distribution import (
     normalised_entropy,
     uniform_distribution,
 )
-from esper_lightning.tamiyo.policy import Policy
+from esper_lightning.ppo.policy import Policy
 from tests.conftest import FREE
 from tests.decisions import CPU, WAIT, Row, act, cull, fossilize, germinate
 from tests.runs import differences

@@ -15,7 +15,7 @@ from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.lifecycle import SeedEvent
 from esper_lightning.growth.stages import Stage
-from esper_lightning.ranks import ALONE, Ranks
+from esper_lightning.runtime.ranks import ALONE, Ranks
 from esper_lightning.telemetry.metrics import episode_metrics
 from esper_lightning.telemetry.observer import HOST, SLOT, Observer, Tick, join, observe
 from tests.runs import load

@@ -9,7 +9,7 @@ import torch
 
 from esper_lightning.callbacks import telemetry
 from esper_lightning.ppo.collector import RolloutCollector
-from esper_lightning.tamiyo.policy import RecurrentState
+from esper_lightning.ppo.policy import RecurrentState
 from tests.runs import CONFIGS, cli, only_run
 from tests.tiers import rest_is_slow
 

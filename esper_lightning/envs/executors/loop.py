@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from esper_lightning.blueprints import blueprint_names, default_blueprints
 from esper_lightning.envs.device_transfer import pack_training
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.blend import Ramp
+from esper_lightning.growth.blueprints import blueprint_names, default_blueprints
 from esper_lightning.growth.counterfactual import (
     TRIED_ROWS,
     SeedVariant,
@@ -21,10 +21,10 @@ from esper_lightning.growth.counterfactual import (
 )
 from esper_lightning.growth.gradient_stats import NO_GRADIENT
 from esper_lightning.growth.lifecycle import germinate, slots_of
-from esper_lightning.growth.nested import BATCH_LENGTH_ERRORS, copy_module
 from esper_lightning.growth.stages import Stage
-from esper_lightning.machine import first_line, is_out_of_memory
-from esper_lightning.profiling import PhaseClock
+from esper_lightning.runtime.machine import first_line, is_out_of_memory
+from esper_lightning.runtime.nested import BATCH_LENGTH_ERRORS, copy_module
+from esper_lightning.runtime.profiling import PhaseClock
 from esper_lightning.tasks import Batches, Split, Task, fetch
 
 PREDICTED_SAMPLES = 1024

@@ -11,7 +11,7 @@ from esper_lightning.envs.executors.loop import LoopExecutor
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.lifecycle import count_parameters
-from esper_lightning.ranks import local_world
+from esper_lightning.runtime.ranks import local_world
 from esper_lightning.tasks import Split, Task
 
 

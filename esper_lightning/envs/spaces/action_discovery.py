@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import STACK, Birth, default_blueprints
-from esper_lightning.blueprints.registry import check_parameters
-from esper_lightning.console import print_status
 from esper_lightning.envs.spaces.actions import ActionConfig, ActionSpace
+from esper_lightning.growth.blueprints import STACK, Birth, default_blueprints
+from esper_lightning.growth.blueprints.registry import check_parameters
 from esper_lightning.growth.lifecycle import count_parameters, slots_of
 from esper_lightning.growth.probe import probe_seeds, reasons_of_cache
 from esper_lightning.growth.slot import ABSENT, SeedSlot
+from esper_lightning.runtime.console import print_status
 from esper_lightning.tasks import Split, Task, check_measures, check_outputs
 
 

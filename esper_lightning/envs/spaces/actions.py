@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from esper_lightning.blueprints import find_blueprint
 from esper_lightning.envs.device_transfer import copy_to_device
+from esper_lightning.growth.blueprints import find_blueprint
 from esper_lightning.growth.growing_network import GrowingNetwork, RefusalReasons
 
 

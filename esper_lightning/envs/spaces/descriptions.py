@@ -11,9 +11,9 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import blueprint_names, get_blueprint
 from esper_lightning.envs.host_env import GrowthRecord
 from esper_lightning.envs.spaces.observation import LOG_SIZE_SCALE, clip
+from esper_lightning.growth.blueprints import blueprint_names, get_blueprint
 from esper_lightning.growth.depth import DepthSlot
 from esper_lightning.growth.slot import ABSENT, Layout, SeedSlot
 

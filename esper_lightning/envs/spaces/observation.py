@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from esper_lightning.blueprints import suggest_name
 from esper_lightning.envs.host_env import GrowthRecord
+from esper_lightning.growth.blueprints import suggest_name
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.stages import LIVE, Stage
 

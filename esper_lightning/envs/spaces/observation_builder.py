@@ -14,6 +14,7 @@ from torch import Tensor
 from esper_lightning.envs.config import EnvConfig
 from esper_lightning.envs.device_transfer import copy_to_device
 from esper_lightning.envs.host_env import GrowthRecord
+from esper_lightning.envs.rewards.reward import SMALLEST_HOST
 from esper_lightning.envs.spaces.actions import ActionSpace, Masks, Op, possible_ops
 from esper_lightning.envs.spaces.descriptions import (
     BLUEPRINT_DESCRIPTION,
@@ -24,7 +25,6 @@ from esper_lightning.envs.spaces.descriptions import (
 from esper_lightning.envs.spaces.observation import CONTRIBUTION_SCALE, clip, host_features, slot_features
 from esper_lightning.envs.vector_env import Observation
 from esper_lightning.growth.growing_network import RefusalReasons
-from esper_lightning.rewards.reward import SMALLEST_HOST
 
 PARTS = ("", "slot.", "blueprint.")
 """Prefixes of the names of features: of the host, of a slot, of a blueprint in a slot."""

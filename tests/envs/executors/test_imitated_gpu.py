@@ -15,15 +15,15 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from esper_lightning.callbacks import Governor, RolloutState
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import HostPool
+from esper_lightning.envs.governor.judge import GovernorConfig
 from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.evaluation.comparison import EvaluationConfig
-from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms, update_metrics
+from esper_lightning.ppo.policy import Policy, PolicyConfig, policy_shape
 from esper_lightning.ppo.running_norm import RunningMeanStd, make_norm
-from esper_lightning.ranks import ALONE
-from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
+from esper_lightning.runtime.ranks import ALONE
 from esper_lightning.tasks import Digits
 from esper_lightning.telemetry.metrics import tick_metrics
 from esper_lightning.telemetry.observer import Observer, join, observe

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.blueprints import registry
 from esper_lightning.envs import ActionConfig, HostPool
 from esper_lightning.growth import slots_of
+from esper_lightning.growth.blueprints import registry
 from esper_lightning.growth.slot import SeedSlot
 from tests.conftest import SMALL
 from tests.decisions import WAIT, act, germinate

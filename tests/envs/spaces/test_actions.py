@@ -3,10 +3,10 @@ from typing import Any
 import pytest
 import torch
 
-from esper_lightning.blueprints import build_on
 from esper_lightning.envs import HEADS, Action, ActionConfig, ActionSpace, Op
 from esper_lightning.envs.spaces.action_discovery import probe_action_space
 from esper_lightning.envs.spaces.actions import relevance_table, to_action, zero_irrelevant_heads
+from esper_lightning.growth.blueprints import build_on
 from esper_lightning.hosts import GPT
 from tests.decisions import WAIT, Row, cull, fossilize, germinate
 from tests.imitated_gpu import CPU, GPU, ImitatedGpu

@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import registry
 from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import ActionConfig, HostPool, Op
+from esper_lightning.growth.blueprints import registry
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.stages import Stage
 from tests.decisions import WAIT, act, decide, fossilize, germinate

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import get_blueprint
 from esper_lightning.controllers.rules import RandomValid, WaitOnly
 from esper_lightning.envs import HostPool, Op
 from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.measurements import EpochResult, LossAndScore, TrainingStats, Validation
+from esper_lightning.envs.rewards import ObjectiveConfig, rent
 from esper_lightning.envs.spaces.descriptions import layers_of_blueprint
 from esper_lightning.envs.spaces.observation import (
     MISSING,
@@ -23,13 +23,13 @@ from esper_lightning.envs.spaces.observation import (
     host_features,
     slot_features,
 )
+from esper_lightning.growth.blueprints import get_blueprint
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.hosts import CNN
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
+from esper_lightning.ppo.policy import Policy
 from esper_lightning.ppo.running_norm import RowNorm, RunningMeanStd, make_norm
-from esper_lightning.rewards import ObjectiveConfig, rent
-from esper_lightning.tamiyo.policy import Policy
 from tests.decisions import WAIT, act, cull, fossilize, germinate
 
 MakePool = Callable[..., HostPool]

@@ -14,7 +14,7 @@ from esper_lightning.envs.executors.fused.proof import N_HOSTS, N_SAMPLES, check
 from esper_lightning.envs.executors.loop import LoopExecutor
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.machine import first_line, is_out_of_memory
+from esper_lightning.runtime.machine import first_line, is_out_of_memory
 from esper_lightning.tasks import Split, Task
 
 MAX_INPUT_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.blueprints.seeds import GroupNorm, LearnedNorm, group_norm
+from esper_lightning.growth.blueprints.seeds import GroupNorm, LearnedNorm, group_norm
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.hosts.transformer import PositionEmbedding, TokenEmbedding
 

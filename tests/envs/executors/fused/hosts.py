@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
+from esper_lightning.envs.governor.judge import GovernorConfig
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage

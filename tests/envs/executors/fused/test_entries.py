@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import build_on
 from esper_lightning.envs.executors.fused.host import BatchedHosts
 from esper_lightning.growth.blend import Ramp
+from esper_lightning.growth.blueprints import build_on
 from esper_lightning.growth.counterfactual import SeedVariant, forward_variants
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from esper_lightning.blueprints import registry
-from esper_lightning.blueprints.registry import Blueprint
-from esper_lightning.blueprints.seeds import Residual
 from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import ActionConfig, HostPool
 from esper_lightning.envs.executors import FusedExecutor
 from esper_lightning.envs.executors.fused.layers import BatchedConv2d, BatchedLinear
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.blend import Isolation
+from esper_lightning.growth.blueprints import registry
+from esper_lightning.growth.blueprints.registry import Blueprint
+from esper_lightning.growth.blueprints.seeds import Residual
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from esper_lightning.tasks import AugmentConfig, Measures

@@ -9,8 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import build_on
-from esper_lightning.blueprints.seeds import GroupNorm, LearnedNorm
 from esper_lightning.envs.executors.fused import layers
 from esper_lightning.envs.executors.fused.flat import Assignment, BatchedModule, FlatWeights
 from esper_lightning.envs.executors.fused.layers import (
@@ -26,6 +24,8 @@ from esper_lightning.envs.executors.fused.layers import (
     split,
     unbatch_outputs,
 )
+from esper_lightning.growth.blueprints import build_on
+from esper_lightning.growth.blueprints.seeds import GroupNorm, LearnedNorm
 from esper_lightning.hosts.transformer import PositionEmbedding, TokenEmbedding
 from tests.growth.grown import CPU, add_noise, generator_of
 

@@ -25,7 +25,7 @@ from esper_lightning.evaluation.report import EVALUATION_FOLDER, RESULTS_FILE, S
 from esper_lightning.evaluation.statistics import mean_interval
 from esper_lightning.growth import SeedEvent, Stage
 from esper_lightning.growth.stages import LIVE
-from esper_lightning.serialization import replace_file
+from esper_lightning.runtime.serialization import replace_file
 from esper_lightning.telemetry import charts
 from esper_lightning.telemetry.events import (
     EVENTS_FILE,

@@ -23,7 +23,7 @@ from esper_lightning.envs import Action, HostPool, Masks, MixedPool
 from esper_lightning.envs.spaces.actions import ActionSpace
 from esper_lightning.envs.spaces.observation_builder import RowSizes
 from esper_lightning.envs.vector_env import ChoiceAction, ChoiceMasks, ChoiceSpace, Observation, VectorEnv
-from esper_lightning.tamiyo.distribution import (
+from esper_lightning.ppo.distribution import (
     HOST_PARENTS,
     ChoiceDistribution,
     HeadTables,

@@ -20,17 +20,17 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch.distributed import is_torchelastic_launched
 
 from esper_lightning.callbacks import DEFAULT_CALLBACKS, Governor
-from esper_lightning.console import print_status
+from esper_lightning.cli.sweep import sweep
 from esper_lightning.datamodules import HostPoolData
+from esper_lightning.envs.governor.judge import GovernorConfig
 from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
 from esper_lightning.evaluation.checkpoints import find_controller
 from esper_lightning.evaluation.comparison import Comparison
 from esper_lightning.evaluation.networks import export_grown, grow_host
-from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.module import TamiyoModule
-from esper_lightning.ranks import local_world
-from esper_lightning.registry import config_paths, find_config, is_of_this_package
-from esper_lightning.sweep import sweep
+from esper_lightning.runtime.console import print_status
+from esper_lightning.runtime.ranks import local_world
+from esper_lightning.runtime.registry import config_paths, find_config, is_of_this_package
 from esper_lightning.telemetry.events import EVENTS_FILE, STACK_FILE
 
 PROGRAM = "esper-lightning"
@@ -174,7 +174,7 @@ def make_cli(args: list[str], **settings: Any) -> EsperCLI:
             "enable_model_summary": False,
             "log_every_n_steps": 1,
             "num_sanity_val_steps": 0,
-            "plugins": [{"class_path": "esper_lightning.checkpoint.AtomicCheckpointIO"}],
+            "plugins": [{"class_path": "esper_lightning.runtime.checkpoint.AtomicCheckpointIO"}],
         },
         save_config_callback=SaveFitConfig,
         save_config_kwargs={"overwrite": True},
@@ -234,7 +234,7 @@ def report(runs: Sequence[str | Path] = (), *, out: str | Path = "report.html") 
     Raises ValueError if a folder holds no run, or if the extra [report] is missing.
     """
     try:
-        from esper_lightning.run_report import write_page
+        from esper_lightning.cli.run_report import write_page
     except ImportError as error:
         raise ValueError(f"report: {error.name} is missing; pip install 'esper-lightning[report]'") from None
     folders = [Path(run) for run in runs] or [newest_run(Path("runs"))]

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from esper_lightning.blueprints.initialise import build_on
-from esper_lightning.registry import (
+from esper_lightning.growth.blueprints.initialise import build_on
+from esper_lightning.runtime.registry import (
     check_part_name,
     import_installed,
     import_object,
@@ -95,7 +95,7 @@ def find_blueprint(name: str) -> str:
     for blueprint in _BLUEPRINTS.values():
         if blueprint.build is build:
             return blueprint.name
-    raise ValueError(f"blueprint {name!r} is not one; register it by esper_lightning.blueprints.register")
+    raise ValueError(f"blueprint {name!r} is not one; register it by esper_lightning.growth.blueprints.register")
 
 
 def check_blueprint_name(name: str) -> None:

@@ -16,9 +16,9 @@ import safetensors.torch
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from esper_lightning.growth.nested import iter_tensors
-from esper_lightning.machine import CPU, versions
-from esper_lightning.serialization import excerpt, generator_device, replace_durably
+from esper_lightning.runtime.machine import CPU, versions
+from esper_lightning.runtime.nested import iter_tensors
+from esper_lightning.runtime.serialization import excerpt, generator_device, replace_durably
 
 SCHEMA = 9
 """Version number of the checkpoint format; increased whenever checkpoints of the previous version cannot be resumed."""
@@ -46,7 +46,7 @@ POLICY_PARTS = ("state_dict", HYPER_PARAMETERS_KEY, IDENTITY_KEY, MODULE_KEY)
 POLICY_SUFFIX, CHECKPOINT_SUFFIX = ".safetensors", ".ckpt"
 """Endings of the names of files that hold a policy."""
 
-POLICIES = Path(__file__).parent / "policies"
+POLICIES = Path(__file__).parents[1] / "policies"
 """Folder of the policies that come with the package."""
 
 NAMED_POLICIES = {"tamiyo": "general.safetensors", "tamiyo_depth": "depth.safetensors"}

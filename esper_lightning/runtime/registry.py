@@ -14,9 +14,9 @@ from typing import Any, Generic, TypeVar, cast
 ENTRY_POINTS = "esper_lightning.plugins"
 """Group of the entry points of installed packages; each names a module that registers parts."""
 
-CONFIGS = next(
-    folder for folder in (Path(__file__).parent / "configs", Path(__file__).parents[1] / "configs") if folder.is_dir()
-)
+PACKAGE = Path(__file__).parents[1]
+
+CONFIGS = next(path for path in (PACKAGE / "configs", PACKAGE.parent / "configs") if path.is_dir())
 """Folder of the configs. In a clone without symbolic links it lies beside the package."""
 
 Part = TypeVar("Part")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from esper_lightning.growth.stages import LIVE, OCCUPIED, Stage
-from esper_lightning.registry import Registry, check_part_name
+from esper_lightning.runtime.registry import Registry, check_part_name
 
 SMALLEST_HOST = 200
 """Least number of parameters that growth is relative to: relative to a tiny host every seed would look enormous."""

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.table import Table
 
-from esper_lightning.console import print_status, wide_console
 from esper_lightning.evaluation.statistics import mean_interval
-from esper_lightning.parallel import check_jobs
+from esper_lightning.runtime.console import print_status, wide_console
+from esper_lightning.runtime.parallel import check_jobs
 
 COLUMNS = ("objective", "score", "parameters", "fossils")
 """Columns of the table: means over hosts and RNG seeds of the trained policy."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.blueprints.registry import register
+from esper_lightning.growth.blueprints.registry import register
 
 MIN_INNER, MIN_SQUEEZE = 8, 4
 """Minimum number m of inner channels of a bottleneck, and of the squeeze, whose input is only C means."""

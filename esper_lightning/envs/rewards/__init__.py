@@ -7,7 +7,7 @@ A reward of your own is a function with a name and the names of its terms:
         return {"gain": step.objective - step.objective_before, "size": -0.01 * sum(s.growth for s in step.slots)}
 """
 
-from esper_lightning.rewards.reward import (
+from esper_lightning.envs.rewards.reward import (
     REWARDS,
     ROLLBACK_TERM,
     HostStep,
@@ -21,7 +21,7 @@ from esper_lightning.rewards.reward import (
     rent,
 )
 
-from esper_lightning.rewards import modes  # isort: skip  # it registers the rewards of this package
+from esper_lightning.envs.rewards import modes  # isort: skip  # it registers the rewards of this package
 
 __all__ = [
     "REWARDS",

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from esper_lightning.machine import CPU
+from esper_lightning.runtime.machine import CPU
 
 Record = TypeVar("Record")
 Rows = TypeVar("Rows", Tensor, list)

@@ -7,8 +7,8 @@ A custom blueprint takes three lines:
         return Residual(nn.Conv2d(channels, channels, 1))
 """
 
-from esper_lightning.blueprints.initialise import build_on, initialise
-from esper_lightning.blueprints.registry import (
+from esper_lightning.growth.blueprints.initialise import build_on, initialise
+from esper_lightning.growth.blueprints.registry import (
     STACK,
     Birth,
     Blueprint,
@@ -20,8 +20,8 @@ from esper_lightning.blueprints.registry import (
     get_blueprint,
     register,
 )
-from esper_lightning.blueprints.seeds import Residual  # importing this module registers its blueprints
-from esper_lightning.registry import suggest_name
+from esper_lightning.growth.blueprints.seeds import Residual  # importing this module registers its blueprints
+from esper_lightning.runtime.registry import suggest_name
 
 __all__ = [
     "STACK",

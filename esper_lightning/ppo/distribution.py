@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from esper_lightning.envs import HEADS, Action, Masks
 from esper_lightning.envs.spaces.actions import RELEVANT_OPS, relevance_table, zero_irrelevant_heads
 from esper_lightning.envs.vector_env import ChoiceAction, ChoiceMasks, ChoiceSpace
-from esper_lightning.ranks import ALONE, Ranks
+from esper_lightning.runtime.ranks import ALONE, Ranks
 
 MASKED_LOGIT = -1e4
 """Logit of an impossible choice: its probability is exactly 0 in float32, and the number fits in half precision."""

@@ -6,8 +6,8 @@ penalty is the same in every mode.
 
 import math
 
+from esper_lightning.envs.rewards.reward import HostStep, RewardConfig, SlotStatus, register
 from esper_lightning.growth.stages import BLENDED, LIVE, Stage
-from esper_lightning.rewards.reward import HostStep, RewardConfig, SlotStatus, register
 
 POINTS = 100.0
 """Points in a score of 1."""

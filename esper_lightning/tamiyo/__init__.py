@@ -1,1 +1,0 @@
-"""Tamiyo, the policy that decides what to grow, and the baselines it is compared with."""
