@@ -37,9 +37,9 @@ from benchmarks.hosts import (
     make_pool,
 )
 from esper_lightning.envs import HostPool
+from esper_lightning.envs.actions import Op, to_action
 from esper_lightning.envs.executors.threads import usable_cores
 from esper_lightning.envs.host_training import PRECISIONS
-from esper_lightning.envs.spaces.actions import Op, to_action
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Device of all measurements."""

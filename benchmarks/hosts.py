@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from esper_lightning.envs import EnvConfig, HostFactory, HostPool
 from esper_lightning.envs.config import REQUIRED_DEVICE_TYPE
 from esper_lightning.envs.executors import EXECUTORS
-from esper_lightning.envs.governor.judge import GovernorConfig
+from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.blueprints import blueprint_names, build_on
 from esper_lightning.growth.gates import LifecycleConfig

@@ -50,9 +50,9 @@ from esper_lightning.controllers.schedules import FixedSchedule, Schedule, read_
 from esper_lightning.envs import EnvConfig, HostPool
 from esper_lightning.envs.config import HostFactory
 from esper_lightning.envs.family import FamilyConfig
-from esper_lightning.envs.governor.judge import GovernorConfig
+from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
+from esper_lightning.envs.vector_env import EVALUATION, episode_rng_seeds
 from esper_lightning.evaluation.play import play_episode
 from esper_lightning.evaluation.search import SearchConfig, final_objectives, search
 from esper_lightning.evaluation.statistics import mean_interval

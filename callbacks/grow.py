@@ -32,13 +32,13 @@ from esper_lightning.controllers.learned import TrainingRules
 from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.controllers.static import FossilizedSeed, StaticController
 from esper_lightning.envs import ActionConfig, EnvConfig
+from esper_lightning.envs.env_factory import probe_action_space
 from esper_lightning.envs.flops import PASSES_PER_STEP, measure_flops
 from esper_lightning.envs.host_env import GrowthRecord
+from esper_lightning.envs.host_pool import SinglePool
 from esper_lightning.envs.measurements import EpochResult, TrainingStats
+from esper_lightning.envs.observation import ObservationConfig
 from esper_lightning.envs.rewards import ObjectiveConfig
-from esper_lightning.envs.single_pool import SinglePool
-from esper_lightning.envs.spaces.action_discovery import probe_action_space
-from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.growth import GrowingNetwork, SeedEvent, attach_from_state_dict, attach_slots, slots_of
 from esper_lightning.growth.attach import attach_at, attached_places, check_new_slots, is_compiled
 from esper_lightning.growth.blueprints import suggest_name

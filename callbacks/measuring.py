@@ -26,9 +26,9 @@ from esper_lightning.callbacks.rerun import (
     same_batches,
 )
 from esper_lightning.controllers import check_methods
+from esper_lightning.envs.actions import Action
+from esper_lightning.envs.host_pool import SinglePool
 from esper_lightning.envs.measurements import POINTS_PER_UNIT, LossAndScore, Validation
-from esper_lightning.envs.single_pool import SinglePool
-from esper_lightning.envs.spaces.actions import Action
 from esper_lightning.evaluation.checkpoints import find_controller
 from esper_lightning.growth.counterfactual import ScoreFunction, SeedVariant, active_seeds, measure_variants
 from esper_lightning.growth.lifecycle import slots_of

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from esper_lightning.controllers.rules import Scaling
 from esper_lightning.envs import ActionSpace, Masks, Op
-from esper_lightning.envs.spaces.observation import LOG_SIZE_SCALE, clip
+from esper_lightning.envs.observation import LOG_SIZE_SCALE, clip
 from esper_lightning.envs.vector_env import Observation
 from esper_lightning.evaluation.checkpoints import load_controller
 from esper_lightning.growth.blueprints import STACK

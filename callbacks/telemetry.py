@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.compat.proto import event_pb2
 from torch.utils.tensorboard import SummaryWriter
 
-from esper_lightning.envs.spaces.actions import relevance_table
+from esper_lightning.envs.actions import relevance_table
 from esper_lightning.runtime.console import print_status
 from esper_lightning.telemetry import metrics as metrics_of
 from esper_lightning.telemetry.anomalies import AnomalyDetector

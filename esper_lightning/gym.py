@@ -13,10 +13,10 @@ import torch
 
 from esper_lightning.cli.commands import governor_of, load_config
 from esper_lightning.envs import HostPool, Op
-from esper_lightning.envs.device_transfer import download
+from esper_lightning.envs.actions import to_action
 from esper_lightning.envs.host_pool import WAIT_ACTION
-from esper_lightning.envs.seeding import TRAINING, draw_rng_seed
-from esper_lightning.envs.spaces.actions import to_action
+from esper_lightning.envs.measurements import download
+from esper_lightning.envs.vector_env import TRAINING, draw_rng_seed
 from esper_lightning.runtime.registry import config_paths
 
 try:

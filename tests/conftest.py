@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
 from esper_lightning.envs.executors.fused.proof import check_batched
-from esper_lightning.envs.governor.judge import GovernorConfig
+from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.gates import LifecycleConfig

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from esper_lightning.envs import HEADS, Action, Op
-from esper_lightning.envs.spaces.actions import to_action
+from esper_lightning.envs.actions import to_action
 
 CPU = torch.device("cpu")
 

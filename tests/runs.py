@@ -23,8 +23,8 @@ from esper_lightning.callbacks.preemption import STOP_SIGNALS
 from esper_lightning.cli.commands import EsperCLI
 from esper_lightning.controllers import CONTROLLERS
 from esper_lightning.envs.executors import EXECUTORS
-from esper_lightning.envs.governor.snapshot import unpack
 from esper_lightning.envs.rewards import REWARDS
+from esper_lightning.envs.snapshot import unpack
 from esper_lightning.growth.blueprints import registry
 from esper_lightning.growth.slot import EXTRA_STATE, decode
 from esper_lightning.hosts import CNN

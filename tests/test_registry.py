@@ -47,7 +47,7 @@ from esper_lightning.growth import blueprints
 from esper_lightning.envs import rewards
 from esper_lightning.growth.blueprints import Residual
 from esper_lightning.envs import Op, executors
-from esper_lightning.envs.spaces.actions import to_action
+from esper_lightning.envs.actions import to_action
 from esper_lightning.growth import SeedSlot
 from esper_lightning.tasks import Digits, Split, Task, TaskData
 

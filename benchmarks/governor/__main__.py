@@ -21,7 +21,7 @@ from benchmarks.governor.costs import measure_costs
 from benchmarks.governor.live import judge_live
 from benchmarks.governor.recorded import judge_recorded
 from benchmarks.governor.traces import load, record_all, save
-from esper_lightning.envs.governor.judge import GovernorConfig
+from esper_lightning.envs.governor import GovernorConfig
 
 
 def main() -> None:

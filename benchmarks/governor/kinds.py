@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from esper_lightning.envs import ActionConfig, EnvConfig, HostFactory, HostPool
-from esper_lightning.envs.governor.judge import GovernorConfig
+from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.hosts import CNN, GPT, MLP

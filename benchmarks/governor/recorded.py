@@ -12,7 +12,7 @@ from typing import NamedTuple
 from benchmarks.governor.kinds import KINDS
 from benchmarks.governor.report import DETECTION_TICKS, DetectionCount, show
 from benchmarks.governor.traces import CONTROLLERS, EPISODES, GovernorInput, Trace
-from esper_lightning.envs.governor.judge import GovernorConfig, HostMonitor
+from esper_lightning.envs.governor import GovernorConfig, HostMonitor
 
 
 def first_rollback(trace: Trace, ticks: Sequence[GovernorInput], config: GovernorConfig) -> tuple[int, str] | None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.governor.kinds import KINDS, QUICK, open_pool
 from esper_lightning.controllers.rules import Heuristic, RandomValid, WaitOnly
-from esper_lightning.envs.governor.judge import EpochStats, HostMonitor, Judgement, Verdict
+from esper_lightning.envs.governor import EpochStats, HostMonitor, Judgement, Verdict
 from esper_lightning.growth.gates import LifecycleConfig
 
 CONTROLLERS: dict[str, tuple[Callable[[], Any], LifecycleConfig]] = {

@@ -19,10 +19,10 @@ from benchmarks.gpu.report import print_result
 from benchmarks.hosts import BATCH, BATCHES, CASES, ExecutorChoice, RawLoop, make_pool, tiny
 from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
-from esper_lightning.envs.device_transfer import download
-from esper_lightning.envs.governor.judge import GovernorConfig
+from esper_lightning.envs.actions import Op, to_action
+from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.envs.host_training import PRECISIONS, HostTraining
-from esper_lightning.envs.spaces.actions import Op, to_action
+from esper_lightning.envs.measurements import download
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.runtime.machine import resident_memory
 from esper_lightning.tasks import Digits

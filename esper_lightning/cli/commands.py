@@ -22,8 +22,8 @@ from torch.distributed import is_torchelastic_launched
 from esper_lightning.callbacks import DEFAULT_CALLBACKS, Governor
 from esper_lightning.cli.sweep import sweep
 from esper_lightning.datamodules import HostPoolData
-from esper_lightning.envs.governor.judge import GovernorConfig
-from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
+from esper_lightning.envs.governor import GovernorConfig
+from esper_lightning.envs.vector_env import EVALUATION, episode_rng_seeds
 from esper_lightning.evaluation.checkpoints import find_controller
 from esper_lightning.evaluation.comparison import Comparison
 from esper_lightning.evaluation.networks import export_grown, grow_host

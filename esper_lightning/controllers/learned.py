@@ -10,7 +10,7 @@ from torch import Tensor
 
 from esper_lightning.envs import Action, ActionConfig, ActionSpace, EnvConfig, HostPool, Masks
 from esper_lightning.envs.host_env import GrowthRecord
-from esper_lightning.envs.spaces.observation import ObservationConfig
+from esper_lightning.envs.observation import ObservationConfig
 from esper_lightning.envs.vector_env import Observation
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.ppo.policy import Policy

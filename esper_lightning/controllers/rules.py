@@ -12,10 +12,10 @@ import torch
 from esper_lightning.controllers.learned import Hosts
 from esper_lightning.controllers.schedules import WAIT_ACTION, is_possible
 from esper_lightning.envs import Action, Op
-from esper_lightning.envs.device_transfer import copy_to_device
+from esper_lightning.envs.actions import to_action
 from esper_lightning.envs.host_env import GrowthRecord
+from esper_lightning.envs.measurements import copy_to_device
 from esper_lightning.envs.rewards import rent
-from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.growth.blueprints import STACK, suggest_name
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.stages import Stage

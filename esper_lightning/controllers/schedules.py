@@ -9,8 +9,8 @@ import torch
 
 from esper_lightning.controllers.learned import Controller, Hosts
 from esper_lightning.envs import HEADS, Action, HostPool, Op
-from esper_lightning.envs.device_transfer import download
-from esper_lightning.envs.spaces.actions import RELEVANT_OPS, to_action
+from esper_lightning.envs.actions import RELEVANT_OPS, to_action
+from esper_lightning.envs.measurements import download
 from esper_lightning.growth.blueprints import suggest_name
 from esper_lightning.runtime.serialization import replace_file
 

@@ -6,8 +6,7 @@ from typing import Any
 from lightning import LightningDataModule
 
 from esper_lightning.datamodules.hosts import TickLoader
-from esper_lightning.envs.seeding import check_rng_seed
-from esper_lightning.envs.vector_env import VectorEnv
+from esper_lightning.envs.vector_env import VectorEnv, check_rng_seed
 from esper_lightning.runtime.ranks import Ranks
 
 

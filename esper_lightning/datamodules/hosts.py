@@ -9,14 +9,12 @@ import torch
 from lightning import LightningDataModule, Trainer
 
 from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool, check_host_count
-from esper_lightning.envs.env_factory import discover_spaces
+from esper_lightning.envs.env_factory import SharedSpace, discover_spaces, union_of_slots
 from esper_lightning.envs.family import FamilyConfig
-from esper_lightning.envs.governor.judge import GovernorConfig
+from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.envs.seeding import EVALUATION, check_rng_seed, episode_rng_seeds
-from esper_lightning.envs.spaces.action_discovery import SharedSpace, union_of_slots
-from esper_lightning.envs.spaces.observation import ObservationConfig
-from esper_lightning.envs.vector_env import VectorEnv
+from esper_lightning.envs.observation import ObservationConfig
+from esper_lightning.envs.vector_env import EVALUATION, VectorEnv, check_rng_seed, episode_rng_seeds
 from esper_lightning.runtime.checkpoint import (
     FEATURES_KEY,
     HORIZON_KEY,

@@ -1,9 +1,9 @@
 """Host training as a vectorised environment: actions in, observations and rewards out."""
 
+from esper_lightning.envs.actions import HEADS, Action, ActionConfig, ActionSpace, Masks, Op
 from esper_lightning.envs.config import EnvConfig, HostFactory, check_host_count
 from esper_lightning.envs.host_pool import HostPool, HostVerdict, HostVeto, PoolMetrics, StepResult
 from esper_lightning.envs.multi_task import MixedPool
-from esper_lightning.envs.spaces.actions import HEADS, Action, ActionConfig, ActionSpace, Masks, Op
 from esper_lightning.envs.vector_env import Observation
 
 __all__ = [

@@ -6,18 +6,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from esper_lightning.envs.actions import ActionConfig
 from esper_lightning.envs.executors import AUTO, EXECUTORS
 from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.observation import ObservationConfig
 from esper_lightning.envs.rewards import ObjectiveConfig, RewardConfig
-from esper_lightning.envs.spaces.actions import ActionConfig
-from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.tasks import TaskData
 
 REQUIRED_DEVICE_TYPE: dict[str, str] = {"threads": "cpu", "streams": "cuda"}
 """Device type required by each executor that supports only one."""
-
 
 MAX_HOSTS = 10_000
 """Largest number of hosts side by side. Published comparisons have at most 224; a mistaken power of ten is refused."""

@@ -8,16 +8,13 @@ import math
 import random
 import zlib
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
 
-import torch
-
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.blueprints import check_blueprint_name, suggest_name
-from esper_lightning.growth.slot import SeedSlot
-from esper_lightning.tasks import TRANSFORMS, Batches, draw_augment_params
+from esper_lightning.tasks import TRANSFORMS
 
 VariableGrid = dict[str, list[Any]]
 """Name of a variable -> its values. Every combination of values is a context."""
@@ -88,31 +85,14 @@ class Context(NamedTuple):
         return ", ".join(f"{name} {value}" for name, value in self.variables) or "as configured"
 
 
-@dataclass(frozen=True)
-class HostContext:
-    """Settings of all hosts in one context, and the draws that depend on the RNG seed of an episode."""
+class HostContext(NamedTuple):
+    """Settings of all hosts in one context."""
 
     context: Context
-    _: KW_ONLY
     training: HostTraining
     variant_index: int  # of the hosts' data among the data variants of the pool
     horizon: int  # length of an episode in environment steps
     price: float  # of growth
-
-    def failing_slots(self, slots: Sequence[SeedSlot], rng_seed: int) -> list[SeedSlot]:
-        """Return the slots whose seed fails, that is, receives no gradient; copies of blocks never do."""
-        if not self.context.seeds_may_fail:
-            return []
-        grown = [slot for slot in slots if slot.occupied and slot.is_judged]
-        return [slot for slot in grown if self.context.seed_fails(rng_seed, slot.name, slot.blueprint or "")]
-
-    def draw_batches(self, samples: int, count: int, generator: torch.Generator) -> Batches:  # [count, B]
-        """Draw `count` minibatches on the generator's device: shuffled passes over the `samples` of the data."""
-        size, device = self.training.batch_size, generator.device
-        needed = size * count
-        orders = [torch.randperm(samples, generator=generator, device=device) for _ in range(-(-needed // samples))]
-        indices = torch.cat(orders)[:needed].view(-1, size) + self.variant_index * samples
-        return Batches(indices, draw_augment_params(self.training.augment, indices.shape, generator))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,15 +6,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from esper_lightning.envs.device_transfer import variants_to_validate
+from esper_lightning.envs.actions import ActionConfig, ActionSpace, Op
 from esper_lightning.envs.family import HostContext
 from esper_lightning.envs.flops import HostFlops, positions_per_parameter
-from esper_lightning.envs.governor.judge import EpochStats, HostMonitor, Judgement, Verdict, veto_reasons
-from esper_lightning.envs.governor.snapshot import clone_tensors, pack, unpack
+from esper_lightning.envs.governor import EpochStats, HostMonitor, Judgement, Verdict, veto_reasons
 from esper_lightning.envs.measurements import EpochResult, History, LossAndScore, Validation
-from esper_lightning.envs.rewards import REWARDS, HostStep, ObjectiveConfig, SlotStatus, SlotStep, objective
-from esper_lightning.envs.rewards.reward import SMALLEST_HOST
-from esper_lightning.envs.spaces.actions import ActionConfig, ActionSpace, Op
+from esper_lightning.envs.rewards import (
+    REWARDS,
+    SMALLEST_HOST,
+    HostStep,
+    ObjectiveConfig,
+    SlotStatus,
+    SlotStep,
+    objective,
+)
+from esper_lightning.envs.snapshot import clone_tensors, pack, unpack
 from esper_lightning.growth.blueprints import initialise
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.depth import DepthSlot, depths
@@ -25,11 +31,11 @@ from esper_lightning.growth.lifecycle import SeedEvent, count_parameters, unchan
 from esper_lightning.growth.param_groups import host_groups, nominal_lr
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
-from esper_lightning.tasks import Batches
+from esper_lightning.tasks import Batches, draw_augment_params
 
 if TYPE_CHECKING:
     from esper_lightning.envs.config import EnvConfig
-    from esper_lightning.envs.spaces.descriptions import HostDescription
+    from esper_lightning.envs.observation import HostDescription
 
 
 class GrowthRecord:
@@ -106,10 +112,8 @@ class GrowthRecord:
         return None
 
     def targets_per_parameter(self, parameters: int) -> float:
-        """Return on how many targets for each of its parameters a network of this size is trained by the FLOPs left.
-
-        A text has a target at every position, an image one for all its pixels. Positions are those at the depth slots.
-        """
+        """Return on how many targets for each of its parameters a network of this size is trained by the FLOPs left."""
+        # A text has a target at every position, an image one for all its pixels. Positions are those at depth slots.
         assert self.flops_left is not None, "it has a budget"
         stacks = [slot for slot in self.slots if isinstance(slot, DepthSlot)]
         sizes = [(n, slot.seed_parameters()) for slot in stacks for n in self.flops.positions[slot.name]]
@@ -302,17 +306,13 @@ class HostEnv(GrowthRecord):
         for group in self.optimizer.param_groups:
             group.update(options, lr=options["lr"] * self.lr_share)
 
-    # One step, in this order: begin_step, an epoch of training and validation by the executor, finish_step, reward.
+    # One step, in this order: begin_step, apply, an epoch of training and validation by the executor, finish_step,
+    # update_objective, reward_step.
 
-    def begin_step(self, action: Sequence[int]) -> list[SeedEvent]:
-        """Execute the action of a step. Returns the stage changes of seeds."""
+    def begin_step(self, op: Op) -> None:
+        """Remember the state before the action of a step."""
         assert self.validated is not None, "an episode begins with a validation"
-        op, slots = Op(action[0]), self._slot_statuses()
-        self._step_start = StepStart(op, self.ended, self.validated, self.objective, slots)
-        try:
-            return self.apply(action)
-        finally:  # also if it runs out of memory
-            self._slots_after_action = self._slot_statuses()
+        self._step_start = StepStart(op, self.ended, self.validated, self.objective, self._slot_statuses())
 
     def _slot_statuses(self) -> list[SlotStatus]:
         """Return what the reward has to know of each slot, [K]; nothing if it does not depend on seeds."""
@@ -339,8 +339,11 @@ class HostEnv(GrowthRecord):
         """Draw the sample indices of the coming epoch; `samples` is the size of each data variant."""
         if self.data_order is not None:
             self.generator.manual_seed(self.data_order(self.rng_seed, self.tick))
-        count = self.num_batches(samples)
-        batches = self.context.draw_batches(samples, count, self.generator)
+        count, size, generator = self.num_batches(samples), self.training.batch_size, self.generator
+        passes = -(-size * count // samples)  # shuffled ones over the data
+        orders = [torch.randperm(samples, generator=generator, device=generator.device) for _ in range(passes)]
+        indices = torch.cat(orders)[: size * count].view(-1, size) + self.context.variant_index * samples
+        batches = Batches(indices, draw_augment_params(self.training.augment, indices.shape, generator))
         if self.training.flops is not None:
             self.flops_spent += count * self._batch_flops
             if self.monitor is not None:
@@ -351,12 +354,23 @@ class HostEnv(GrowthRecord):
 
     @property
     def failing_slots(self) -> list[SeedSlot]:
-        """Slots whose seed receives no gradient in this episode."""
-        return self.context.failing_slots(self.slots, self.rng_seed)
+        """Slots whose seed receives no gradient in this episode; copies of blocks never fail."""
+        context = self.context.context
+        if not context.seeds_may_fail:
+            return []
+        grown = [slot for slot in self.slots if slot.occupied and slot.is_judged]
+        return [slot for slot in grown if context.seed_fails(self.rng_seed, slot.name, slot.blueprint or "")]
 
     def variants(self) -> list[SeedVariant]:
-        """Return the combinations of seeds to validate with; see `Validation`."""
-        return variants_to_validate(self.slots, host_only=self.reward.needs_host_only)
+        """Return the combinations of seeds [V] to validate with, in the order that `unpack_validations` expects.
+
+        Equal ones are computed once; the one without a seed that is not judged is the whole one.
+        """
+        slots = self.slots
+        blended = frozenset(slot.name for slot in slots if slot.blended)
+        judged = frozenset(slot.name for slot in slots if slot.is_judged)
+        fossilized = frozenset(slot.name for slot in slots if slot.stage is Stage.FOSSILIZED)
+        return [blended, *(blended - ({slot.name} & judged) for slot in slots), fossilized]
 
     def finish_step(self, result: EpochResult | None, judged: bool = True) -> tuple[list[SeedEvent], Judgement | None]:
         """Record the result of a host epoch and advance the seeds, or roll the host back, which must then be validated.
@@ -364,6 +378,7 @@ class HostEnv(GrowthRecord):
         The tick count moves on in every case. `result` is None if the host's episode has ended, or if it ran out of
         memory. Returns the stage changes of seeds, and the Governor's judgement if the host is `judged`.
         """
+        self._slots_after_action = self._slot_statuses()  # training does not change them
         if self.ended:
             self.tick += 1
             return [], None
@@ -404,9 +419,8 @@ class HostEnv(GrowthRecord):
     def reward_step(self, diverged: bool) -> HostStep:
         """Return the finished step in the numbers that rewards are computed from, after `update_objective`."""
         start, last = self._step_start, self.validated
-        first = start.validation
+        first, at_horizon = start.validation, self.tick >= self.horizon
         assert last is not None, "an episode begins with a validation"
-        at_horizon = self.tick >= self.horizon
         # J with fossilized seeds only: the charge is the same, so J differs by the score.
         kept_before = start.objective - first.all_seeds.score + first.fossilized.score
         kept = self.objective - last.all_seeds.score + last.fossilized.score
@@ -435,8 +449,6 @@ class HostEnv(GrowthRecord):
             score_before=first.all_seeds.score,
             score=last.all_seeds.score,
             fossilized_score=last.fossilized.score,
-            host_only_score_before=(first.host_only or first.all_seeds).score,
-            host_only_score=(last.host_only or last.all_seeds).score,
             loss=last.all_seeds.loss,
             slots=slots,
         )

@@ -8,32 +8,41 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from esper_lightning.envs.actions import (
+    HEADS,
+    Action,
+    ActionError,
+    Masks,
+    Op,
+    check_is_action,
+    check_possible,
+    to_action,
+)
 from esper_lightning.envs.config import EnvConfig, HostFactory, check_compatible
-from esper_lightning.envs.device_transfer import (
+from esper_lightning.envs.env_factory import EnvFactory, SharedSpace
+from esper_lightning.envs.executors import AUTO, EXECUTORS, LoopExecutor
+from esper_lightning.envs.executors.loop import isolate_oom
+from esper_lightning.envs.executors.threads import usable_cores
+from esper_lightning.envs.governor import GovernorConfig, Verdict
+from esper_lightning.envs.host_env import GrowthRecord, HostEnv
+from esper_lightning.envs.measurements import (
+    EpochResult,
+    Validation,
     copy_to_device,
     download,
     pack_epochs,
     unpack_epochs,
     unpack_validations,
 )
-from esper_lightning.envs.env_factory import EnvFactory
-from esper_lightning.envs.executors import AUTO, EXECUTORS, LoopExecutor
-from esper_lightning.envs.executors.loop import isolate_oom
-from esper_lightning.envs.executors.threads import usable_cores
-from esper_lightning.envs.governor.judge import GovernorConfig, Verdict
-from esper_lightning.envs.governor.snapshot import unpack
-from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.measurements import EpochResult
+from esper_lightning.envs.observation import ObservationBuilder
 from esper_lightning.envs.rewards import ROLLBACK_TERM, compute_terms
-from esper_lightning.envs.spaces.action_discovery import SharedSpace
-from esper_lightning.envs.spaces.actions import HEADS, Action, Masks, check_is_action, check_possible, to_action
-from esper_lightning.envs.spaces.observation_builder import ObservationBuilder
+from esper_lightning.envs.snapshot import unpack
 from esper_lightning.envs.vector_env import Observation
 from esper_lightning.growth.growing_network import RefusalReasons
 from esper_lightning.growth.lifecycle import SeedEvent
 from esper_lightning.growth.stages import Stage
 from esper_lightning.runtime.profiling import PhaseClock
-from esper_lightning.tasks import Split, Stream, Task, TaskData, check_split
+from esper_lightning.tasks import Task, TaskData, check_split
 
 SMALL_HOST, SMALL_HOST_ON_ONE_CORE = 5_000_000, 20_000_000
 """Largest product of the parameters and the inputs of a host for which `auto` stands for `fused` on the CPU.
@@ -173,7 +182,7 @@ class HostPool:
             self.envs,
             self.space,
             self.growable,
-            config=config,
+            config=config.sight,
             device=device,
             num_privileged=factory.num_privileged,
         )
@@ -234,13 +243,13 @@ class HostPool:
 
     def _update_constants(self) -> None:
         """Update what stays the same in an episode: privileged features, and what can grow in which host."""
-        builder, factory = self.observation_builder, self.env_factory
-        builder.update_growable(torch.stack([factory.growable_in(env) for env in self.envs]))
-        builder.update_privileged([factory.privileged_features(env) for env in self.envs])
+        factory = self.env_factory
+        growable = torch.stack([factory.growable_in(env) for env in self.envs])
+        self.observation_builder.update_constants(growable, [factory.privileged_features(env) for env in self.envs])
 
     def _record_validations(self, envs: Sequence[HostEnv], validated: Tensor) -> None:
         """Record a validation of hosts that have not trained since their last one; `validated` is [N, 2, V]."""
-        validations = unpack_validations(download(validated), len(self.space.slot))
+        validations = unpack_validations(download(validated))
         for env, validation in zip(envs, validations, strict=True):
             if env.failure is None:
                 env.record_validation(validation)
@@ -280,8 +289,9 @@ class HostPool:
                 action = to_action(executed, self.device)
             events = []
             for i, env in enumerate(self.envs):
+                env.begin_step(Op(executed[i][0]))
                 with isolate_oom(env):
-                    events += [change._replace(host=i, tick=env.tick + 1) for change in env.begin_step(executed[i])]
+                    events += [change._replace(host=i, tick=env.tick + 1) for change in env.apply(executed[i])]
         # A fossilized seed must survive a rollback. The host is healthy here, or the action would have been vetoed.
         fossilized = {event.host for event in events if event.after is Stage.FOSSILIZED}
         self._take_snapshots([self.envs[i] for i in sorted(fossilized)])
@@ -307,7 +317,13 @@ class HostPool:
         with self.clock.measure("bookkeeping"):
             scores = [env.update_objective() for env in self.envs]
             diverged = [i in rolled_back for i in range(self.n_envs)]
-            terms = self._reward_terms(diverged)
+            rewards = []
+            for env, was_rolled_back in zip(self.envs, diverged, strict=True):
+                paid = compute_terms(env.reward_step(was_rolled_back), self.config.reward)
+                if self.governor is not None:
+                    paid[ROLLBACK_TERM] = -self.governor.penalty * was_rolled_back
+                rewards.append(paid)
+            terms = {name: torch.tensor([row[name] for row in rewards], dtype=torch.float64) for name in rewards[0]}
             loss, score = torch.tensor(scores, dtype=self._score_dtype).unbind(1)
             metrics = PoolMetrics(
                 score=score,
@@ -357,8 +373,11 @@ class HostPool:
             return results
         train = self.data.train
         if self.data.stream is not None:
-            with self.clock.measure("train"):
-                train = self._next_chunk(self.data.stream)
+            with self.clock.measure("train"):  # the first host says what is read
+                first, factory = self.envs[0], self.env_factory
+                train = self.data.stream.chunk(first.rng_seed, first.tick, factory.samples_per_epoch)
+                check_split(train, self.data, f"task {type(self.task).__name__}: its training data", self.task.score)
+                train = train.copy_to(factory.devices)
         trained, validated = self.executor.train_and_validate(
             [self.envs[i] for i in active], train, self.data.validation, clock=self.clock
         )
@@ -368,23 +387,6 @@ class HostPool:
             for i, result in zip(active, unpack_epochs(packed, len(self.space.slot)), strict=True):
                 results[i] = result
         return results
-
-    def _next_chunk(self, stream: Stream) -> Split:
-        """Return the training data of the coming epoch on the hosts' devices. The first host says what is read."""
-        first, factory = self.envs[0], self.env_factory
-        chunk = stream.chunk(first.rng_seed, first.tick, factory.samples_per_epoch)
-        check_split(chunk, self.data, f"task {type(self.task).__name__}: its training data", self.task.score)
-        return chunk.copy_to(factory.devices)
-
-    def _reward_terms(self, rolled_back: Sequence[bool]) -> dict[str, Tensor]:  # [N] each, float64 on the CPU
-        """Return the terms of every host's reward by name, with the Governor's penalty where hosts are watched."""
-        rewards = []
-        for env, diverged in zip(self.envs, rolled_back, strict=True):
-            terms = compute_terms(env.reward_step(diverged), self.config.reward)
-            rewards.append(
-                terms if self.governor is None else terms | {ROLLBACK_TERM: -self.governor.penalty * diverged}
-            )
-        return {name: torch.tensor([row[name] for row in rewards], dtype=torch.float64) for name in rewards[0]}
 
     def train_without_actions(self, ticks: int) -> None:
         """Train all hosts for `ticks` epochs without actions and without the Governor, beyond the horizon too."""
@@ -399,7 +401,7 @@ class HostPool:
         """Return test loss and score [N] of each host with its fossilized seeds only; it may raise MemoryError."""
         validated = self.executor.validate(self.envs, self.data.test)
         self._raise_failures()
-        scores = [one.fossilized for one in unpack_validations(download(validated), len(self.space.slot))]
+        scores = [validation.fossilized for validation in unpack_validations(download(validated))]
         loss, score = torch.tensor(scores, dtype=validated.dtype).unbind(1)
         return loss, score
 
@@ -433,3 +435,69 @@ class HostPool:
         """Restore the host of this index from a state of `HostEnv.state_dict`."""
         self.envs[index] = self.env_factory.make(index, state["rng_seed"])
         self.envs[index].load_state_dict(state)
+
+
+class SinglePool:
+    """A network in a training of its own as a pool of one; what trains it calls `record` after every epoch.
+
+    Args:
+        env: The network with its record.
+        growable: True where a blueprint can grow in a slot, [K, blueprints] bool.
+        config: Horizon, lifecycle, actions, objective and observation; the rest is not used.
+    """
+
+    n_envs = 1
+
+    def __init__(self, env: GrowthRecord, growable: Tensor, config: EnvConfig) -> None:
+        self.env, self.envs, self.space = env, [env], env.space
+        self.growable, self.config, self.device = growable, config, torch.device("cpu")
+        self._builder = ObservationBuilder(self.envs, self.space, growable, config=config.sight, device=self.device)
+        self.masks, self.masks_on_cpu = self._builder.masks, self._builder.masks_on_cpu
+        self.feature_names = self._builder.names
+        self._is_observed = False
+        self.episode_starts = torch.zeros(1, dtype=torch.bool)
+
+    @property
+    def observation(self) -> Observation:
+        """Observation of the network. It is computed when it is asked for, because rules do not read it."""
+        if not self._is_observed:
+            self._builder.update_observation()
+            self._is_observed = True
+        return self._builder.observation
+
+    def begin(self, validation: Validation) -> None:
+        """Record the validation before the first epoch."""
+        self.env.record_validation(validation)
+        self.update()
+
+    def record(
+        self, result: EpochResult, contributions: Mapping[str, float], hold_stages: bool = False
+    ) -> list[SeedEvent]:
+        """Record the result of an epoch; see `GrowthRecord.record_epoch`."""
+        events = self.env.record_epoch(result, contributions, hold_stages)
+        self.update()
+        return events
+
+    def update(self) -> None:
+        """Update observation and masks from the network."""
+        self._builder.update_masks()
+        self._is_observed = False
+
+    def choose(self, controller: Any) -> list[int]:
+        """Return the action that a controller chooses, an index per head. Raises ValueError if it is not allowed."""
+        try:
+            chosen = controller.act(self)
+            check_is_action(chosen, self.n_envs)
+            action = [int(index) for index in torch.stack(chosen).flatten().tolist()]
+            check_possible(self.space, self.masks_on_cpu, 0, action)
+        except ActionError as error:
+            raise ValueError(f"{type(controller).__name__}: {error}") from error
+        return action
+
+    def apply(self, action: list[int]) -> list[SeedEvent]:
+        """Execute an action, and return the changes of seeds."""
+        last_op = self.env.last_op
+        events = self.env.apply(action)
+        if not (last_op is self.env.last_op is Op.WAIT):  # to wait again changes nothing
+            self.update()
+        return events

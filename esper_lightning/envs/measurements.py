@@ -1,13 +1,22 @@
-"""Measurements of a host in one training epoch and one validation pass, as Python numbers. K slots."""
+"""Measurements of hosts as Python numbers, their layout in packed tensors, and transfers between CPU and device.
 
-from collections.abc import Mapping
+N environments, K slots, V = K + 2 validated combinations of seeds.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from esper_lightning.growth.gradient_stats import GradientStats
 
 POINTS_PER_UNIT = 100.0
 """Points in a score of 1: contributions and gains of scores are in points."""
+
+NUM_GRADIENT_STATS = len(GradientStats._fields)
 
 
 class LossAndScore(NamedTuple):
@@ -23,7 +32,6 @@ class Validation(NamedTuple):
     all_seeds: LossAndScore  # all blended ones
     without: list[LossAndScore]  # leave-one-out, [K]: all seeds except the one in this slot
     fossilized: LossAndScore  # fossilized seeds only, which are the ones that remain at the horizon
-    host_only: LossAndScore | None = None  # every seed switched off. None: not measured
 
     @property
     def contributions(self) -> list[float]:
@@ -32,22 +40,14 @@ class Validation(NamedTuple):
 
     def state(self) -> dict[str, Any]:
         """Return the scores in types that `torch.load(weights_only=True)` accepts."""
-        return {
-            "all_seeds": list(self.all_seeds),
-            "without": [list(score) for score in self.without],
-            "fossilized": list(self.fossilized),
-            "host_only": self.host_only and list(self.host_only),
-        }
+        without = [list(score) for score in self.without]
+        return {"all_seeds": list(self.all_seeds), "without": without, "fossilized": list(self.fossilized)}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Validation":
         """Return the validation of which `state` made plain data."""
-        return cls(
-            all_seeds=LossAndScore(*state["all_seeds"]),
-            without=[LossAndScore(*score) for score in state["without"]],
-            fossilized=LossAndScore(*state["fossilized"]),
-            host_only=state["host_only"] and LossAndScore(*state["host_only"]),
-        )
+        without = [LossAndScore(*score) for score in state["without"]]
+        return cls(LossAndScore(*state["all_seeds"]), without, LossAndScore(*state["fossilized"]))
 
 
 class TrainingStats(NamedTuple):
@@ -75,3 +75,65 @@ class History:
     train_score: list[float] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
     score: list[float] = field(default_factory=list)
+
+
+def upload(
+    numbers: Sequence[float] | Sequence[Sequence[float]] | np.ndarray,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return a tensor of `numbers` on `device`."""
+    return copy_to_device(torch.tensor(numbers, dtype=dtype), device)
+
+
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a CPU tensor to `device`; on CUDA without synchronization, since later work queues behind the copy."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    # torch does not reuse this pinned memory before the copy has finished.
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def download(tensor: Tensor) -> Tensor:
+    """Copy a tensor to the CPU. Only here does an environment step wait for the current stream of its device."""
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    numbers = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    numbers.copy_(tensor, non_blocking=True)
+    # The copy is asynchronous; this event marks its end.
+    torch.cuda.current_stream(tensor.device).record_event().synchronize()
+    return numbers
+
+
+def pack_training(
+    means: Tensor,  # [..., 2] mean loss and score
+    skipped_steps: Tensor,  # [...]
+    gradients: Tensor,  # [..., 1 + K, 4] GradientStats of the host, then of the seed in each slot
+) -> Tensor:  # [..., 3 + 4·(1 + K)]
+    """Pack the statistics of a training epoch into rows on their device; `unpack_epochs` unpacks them."""
+    return torch.cat([means, skipped_steps.unsqueeze(-1), gradients.flatten(-2)], -1)
+
+
+def pack_epochs(trained: Tensor, validated: Tensor) -> Tensor:  # [N, 3 + 4·(1 + K)], [N, 2, V] -> [N, …]
+    """Join the results of training and validation in one tensor, for a single transfer to the CPU."""
+    return torch.cat([trained, validated.flatten(1)], 1)
+
+
+def unpack_epochs(packed: Tensor, slots: int) -> list[EpochResult]:  # [N, …], on the CPU
+    """Unpack the tensor of `pack_epochs` for hosts with K = `slots` slots."""
+    size = 3 + NUM_GRADIENT_STATS * (1 + slots)
+    results, validations = [], unpack_validations(packed[:, size:].unflatten(1, (2, -1)))
+    for row, validated in zip(packed[:, :size].tolist(), validations, strict=True):
+        loss, score, skipped_steps = row[:3]
+        host, *seeds = (GradientStats(*row[i : i + NUM_GRADIENT_STATS]) for i in range(3, size, NUM_GRADIENT_STATS))
+        results.append(EpochResult(TrainingStats(loss, score, int(skipped_steps), host, seeds), validated))
+    return results
+
+
+def unpack_validations(validated: Tensor) -> list[Validation]:  # [N, 2, V], on the CPU
+    """Unpack losses and scores of all variants, in the order of `HostEnv.variants`."""
+    validations = []
+    for losses, scores in validated.tolist():
+        all_seeds, *without, fossilized = (LossAndScore(*pair) for pair in zip(losses, scores, strict=True))
+        validations.append(Validation(all_seeds, without, fossilized))
+    return validations

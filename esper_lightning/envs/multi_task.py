@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper_lightning.envs.governor.judge import GovernorConfig
+from esper_lightning.envs.actions import Action, Masks
+from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_pool import HostPool, PoolMetrics, StepResult
-from esper_lightning.envs.spaces.actions import Action, Masks
 from esper_lightning.envs.vector_env import Observation
 from esper_lightning.runtime.profiling import PhaseClock
 

@@ -14,7 +14,7 @@ from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.controllers.schedules import FixedSchedule, read_schedule
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import ActionConfig, ActionSpace
-from esper_lightning.envs.spaces.observation import ObservationConfig
+from esper_lightning.envs.observation import ObservationConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.ppo.policy import Policy, PolicyConfig, PolicyShape, use_ieee_float32
 from esper_lightning.ppo.running_norm import make_norm

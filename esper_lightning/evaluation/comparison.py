@@ -30,7 +30,7 @@ from esper_lightning.controllers.schedules import (
 )
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import HostPool, Op, check_host_count
-from esper_lightning.envs.seeding import EVALUATION, check_rng_seed, episode_rng_seeds
+from esper_lightning.envs.vector_env import EVALUATION, check_rng_seed, episode_rng_seeds
 from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.play import Outcome, named_controller, play_episode, play_static
 from esper_lightning.evaluation.search import SearchConfig, check_budget, search

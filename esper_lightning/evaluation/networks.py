@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from esper_lightning.controllers.learned import Controller
 from esper_lightning.envs import HostPool, StepResult
+from esper_lightning.envs.env_factory import pad_slots
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.spaces.action_discovery import pad_slots
 from esper_lightning.evaluation.play import Outcome, play_episode
 from esper_lightning.growth.export import SUFFIXES, TOLERANCE, Format, export, load, save
 from esper_lightning.growth.fold import fold

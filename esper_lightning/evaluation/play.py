@@ -22,8 +22,8 @@ import numpy as np
 from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.static import FossilizedSeed, StaticController, Topology
 from esper_lightning.envs import HostPool, StepResult
-from esper_lightning.envs.device_transfer import download
-from esper_lightning.envs.spaces.actions import ActionError
+from esper_lightning.envs.actions import ActionError
+from esper_lightning.envs.measurements import download
 from esper_lightning.growth.stages import Stage
 from esper_lightning.runtime.registry import is_of_this_package
 from esper_lightning.tasks import Batches

@@ -17,7 +17,7 @@ from esper_lightning.controllers.rules import min_ticks_to_judge
 from esper_lightning.controllers.schedules import FixedSchedule, Schedule, ScheduledAction
 from esper_lightning.envs import EnvConfig, HostPool
 from esper_lightning.envs.family import Context
-from esper_lightning.envs.seeding import check_rng_seed
+from esper_lightning.envs.vector_env import check_rng_seed
 
 CULL_PROBABILITY = 1 / 3
 """Probability that a sampled seed is culled."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from esper_lightning.envs import HEADS, Action, Masks
-from esper_lightning.envs.spaces.actions import RELEVANT_OPS, relevance_table, zero_irrelevant_heads
+from esper_lightning.envs.actions import RELEVANT_OPS, relevance_table, zero_irrelevant_heads
 from esper_lightning.envs.vector_env import ChoiceAction, ChoiceMasks, ChoiceSpace
 from esper_lightning.runtime.ranks import ALONE, Ranks
 

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from esper_lightning.envs import Action, HostPool, Masks, MixedPool
-from esper_lightning.envs.spaces.actions import ActionSpace
-from esper_lightning.envs.spaces.observation_builder import RowSizes
+from esper_lightning.envs.actions import ActionSpace
+from esper_lightning.envs.observation import RowSizes
 from esper_lightning.envs.vector_env import ChoiceAction, ChoiceMasks, ChoiceSpace, Observation, VectorEnv
 from esper_lightning.ppo.distribution import (
     HOST_PARENTS,

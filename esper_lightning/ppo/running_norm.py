@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.envs.spaces.observation_builder import RowSizes
+from esper_lightning.envs.observation import RowSizes
 from esper_lightning.runtime.ranks import ALONE, Ranks
 
 

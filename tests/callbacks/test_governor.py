@@ -12,7 +12,7 @@ from esper_lightning.callbacks import Governor
 from esper_lightning.datamodules.gymnasium import VectorData
 from esper_lightning.datamodules.hosts import HostPoolData, TaskConfig
 from esper_lightning.envs import HostPool, MixedPool, StepResult
-from esper_lightning.envs.governor.judge import Verdict
+from esper_lightning.envs.governor import Verdict
 from esper_lightning.hosts import MLP
 from esper_lightning.module import TamiyoModule
 from esper_lightning.tasks import Digits, Synthetic

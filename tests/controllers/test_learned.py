@@ -11,7 +11,7 @@ from torch import nn
 
 from esper_lightning.controllers.learned import LearnedController, TrainingHosts, TrainingRules
 from esper_lightning.envs import ActionConfig, HostPool, Observation, Op
-from esper_lightning.envs.spaces.observation import ObservationConfig
+from esper_lightning.envs.observation import ObservationConfig
 from esper_lightning.hosts import CNN
 from esper_lightning.ppo.policy import Policy
 from esper_lightning.ppo.running_norm import make_norm

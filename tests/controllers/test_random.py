@@ -6,7 +6,7 @@ import torch
 
 from esper_lightning.controllers.rules import RandomValid, WaitOnly
 from esper_lightning.envs import HEADS, HostPool, Op
-from esper_lightning.envs.spaces.actions import RELEVANT_OPS
+from esper_lightning.envs.actions import RELEVANT_OPS
 from tests.controllers.playing import episode
 
 

@@ -23,7 +23,7 @@ from esper_lightning.controllers.schedules import (
 )
 from esper_lightning.envs import Action, HostPool
 from esper_lightning.envs.family import FamilyConfig
-from esper_lightning.envs.governor.judge import GovernorConfig
+from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.growth.stages import Stage
 from tests.conftest import FREE
 from tests.decisions import WAIT, Row, act, cull, fossilize, germinate

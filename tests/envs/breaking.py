@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.governor.judge import GovernorConfig
+from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.envs.host_env import HostEnv
 
 UNREACHABLE = 1e9

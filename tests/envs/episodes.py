@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.envs import Action, HostPool, Op, StepResult
-from esper_lightning.envs.device_transfer import unpack_validations
-from esper_lightning.envs.governor.judge import Verdict
+from esper_lightning.envs.governor import Verdict
+from esper_lightning.envs.measurements import unpack_validations
 from esper_lightning.envs.rewards import objective
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.tasks import Split
@@ -89,7 +89,7 @@ def restored_by_hand(pool: HostPool, state: dict[str, Any], host: int, good: dic
     env.growing.cull_live_seeds("by hand")
     env.tick = tick
     validated = pool.executor.validate([env], pool.data.validation)
-    (validation,) = unpack_validations(validated, len(env.slots))
+    (validation,) = unpack_validations(validated)
     env.record_validation(validation)
     score = validation.all_seeds.score
     parameters = 390 + sum(p.numel() for slot in env.slots for p in slot.seed.parameters())

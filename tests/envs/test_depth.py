@@ -17,9 +17,9 @@ from esper_lightning.controllers.rules import RandomValid, Scaling
 from esper_lightning.controllers.static import FossilizedSeed, StaticController
 from esper_lightning.envs import HostPool, Op
 from esper_lightning.envs.flops import FlopCounter, plain_operators
-from esper_lightning.envs.governor.snapshot import unpack
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.snapshot import unpack
 from esper_lightning.evaluation.checkpoints import load_controller
 from esper_lightning.evaluation.play import play_episode, play_static
 from esper_lightning.growth.attach import attach_at

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from esper_lightning.envs import HostPool, Masks
-from esper_lightning.envs.device_transfer import download
-from esper_lightning.envs.governor.judge import GovernorConfig
+from esper_lightning.envs.governor import GovernorConfig
+from esper_lightning.envs.measurements import download
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.policy import Policy
@@ -39,7 +39,7 @@ class Reads(TorchFunctionMode):
         pool.masks = pool.observation_builder.masks = Masks(*(mask.clone() for mask in pool.masks_on_cpu))
         self.know(list(pool.masks_on_cpu))
         patch.setattr("esper_lightning.envs.host_pool.download", self.download)
-        for module in ("host_pool", "spaces.observation_builder"):
+        for module in ("host_pool", "observation"):
             patch.setattr(f"esper_lightning.envs.{module}.copy_to_device", self.send)
 
     def know(self, value: Any) -> None:

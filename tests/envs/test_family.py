@@ -15,7 +15,7 @@ from esper_lightning.envs import HostPool
 from esper_lightning.envs.family import Context, ContextDistribution, FamilyConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.rewards import ObjectiveConfig
-from esper_lightning.envs.seeding import TRAINING, episode_rng_seeds
+from esper_lightning.envs.vector_env import TRAINING, episode_rng_seeds
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from esper_lightning.ppo.collector import RolloutCollector

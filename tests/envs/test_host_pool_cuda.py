@@ -12,8 +12,8 @@ import torch
 
 from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import HostPool, Op
-from esper_lightning.envs.governor.judge import GovernorConfig
-from esper_lightning.envs.spaces.actions import to_action
+from esper_lightning.envs.actions import to_action
+from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.tasks import Digits
 from tests.conftest import SMALL, small_host
 from tests.envs.executors.fused import hosts

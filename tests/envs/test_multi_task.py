@@ -10,7 +10,7 @@ from torch import nn
 
 from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.envs import ActionConfig, HostPool, MixedPool, Op
-from esper_lightning.envs.spaces.action_discovery import SharedSpace, pad_slots, union_of_slots
+from esper_lightning.envs.env_factory import SharedSpace, pad_slots, union_of_slots
 from esper_lightning.growth.attach import attach_slots
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.hosts import MLP

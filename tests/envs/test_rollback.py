@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.envs import HostPool, Op
-from esper_lightning.envs.governor.judge import Verdict
+from esper_lightning.envs.governor import Verdict
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.rewards import objective

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from esper_lightning.envs import HostPool, Op
-from esper_lightning.envs.governor.judge import GovernorConfig
+from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
 from esper_lightning.ppo.policy import Policy

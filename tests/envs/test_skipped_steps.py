@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.executors import StreamsExecutor
-from esper_lightning.envs.governor.judge import Verdict
+from esper_lightning.envs.governor import Verdict
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.runtime.ranks import ALONE
 from esper_lightning.telemetry.metrics import tick_metrics

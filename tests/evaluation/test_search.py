@@ -14,7 +14,7 @@ from esper_lightning.envs import HostPool
 from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.rewards import ObjectiveConfig
-from esper_lightning.envs.seeding import episode_rng_seeds
+from esper_lightning.envs.vector_env import episode_rng_seeds
 from esper_lightning.evaluation import search as search_module
 from esper_lightning.evaluation.play import play_episode
 from esper_lightning.evaluation.search import Racing, ScheduleSampler, SearchConfig, check_budget, search

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from esper_lightning.envs import HostPool, StepResult
 from esper_lightning.envs.executors import StreamsExecutor
 from esper_lightning.envs.executors.fused.epoch import FusedEpoch
-from esper_lightning.envs.governor.judge import Verdict
+from esper_lightning.envs.governor import Verdict
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.stages import Stage

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
-from esper_lightning.envs.governor.snapshot import unpack
+from esper_lightning.envs.snapshot import unpack
 from tests.faults.runs import Callbacks, RunResult, SpoilTwoHosts, check_that_it_grows, grow, result_of, with_callbacks
 from tests.runs import (
     HORIZON,

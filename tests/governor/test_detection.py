@@ -17,7 +17,7 @@ from benchmarks.governor.live import break_live
 from benchmarks.governor.recorded import FAULTS, Fault, count_detections, first_rollback
 from benchmarks.governor.report import DETECTION_TICKS, DetectionCount
 from benchmarks.governor.traces import Trace, load, record, save
-from esper_lightning.envs.governor.judge import EpochStats, GovernorConfig, GovernorState, Verdict, judge
+from esper_lightning.envs.governor import EpochStats, GovernorConfig, GovernorState, Verdict, judge
 
 CONFIG = GovernorConfig()
 CHANCE = math.log(10.0)

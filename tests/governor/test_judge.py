@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esper_lightning.envs.governor.judge import (
+from esper_lightning.envs.governor import (
     EpochStats,
     GovernorConfig,
     GovernorState,

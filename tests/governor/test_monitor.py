@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from esper_lightning.envs.governor.judge import (
+from esper_lightning.envs.governor import (
     EpochStats,
     GovernorConfig,
     GovernorState,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from esper_lightning.envs.governor.snapshot import Snapshot, pack, unpack
+from esper_lightning.envs.snapshot import Snapshot, pack, unpack
 from esper_lightning.runtime.nested import iter_tensors
 from tests.governor.states import STATES, memory, same
 from tests.imitated_gpu import GPU, ImitatedGpu

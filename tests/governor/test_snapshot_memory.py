@@ -10,7 +10,7 @@ from torch import nn
 
 from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.governor.judge import GovernorConfig, Verdict
+from esper_lightning.envs.governor import GovernorConfig, Verdict
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.hosts import CNN
 from esper_lightning.runtime.machine import resident_memory

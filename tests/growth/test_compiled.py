@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from esper_lightning.envs.governor.snapshot import Snapshot
+from esper_lightning.envs.snapshot import Snapshot
 from esper_lightning.growth import GrowingNetwork, attach_slots, fold
 from esper_lightning.growth.blend import Isolation
 from esper_lightning.growth.counterfactual import forward_variants

@@ -18,10 +18,10 @@ from gymnasium.vector import AutoresetMode
 import esper_lightning.gym
 from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import HEADS, HostPool, Op
-from esper_lightning.envs.governor.judge import GovernorConfig
+from esper_lightning.envs.actions import RELEVANT_OPS
+from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.envs.gymnasium import GymVector
 from esper_lightning.envs.rewards import RewardConfig
-from esper_lightning.envs.spaces.actions import RELEVANT_OPS
 from esper_lightning.envs.vector_env import ChoiceAction
 from esper_lightning.gym import GrowthVectorEnv, make_vector_env
 from esper_lightning.runtime.registry import config_paths

@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 
 from esper_lightning.envs.rewards import REWARDS
-from tests.rewards.ticks import ALL
 from tests.runs import EPOCHS, HORIZON, fit, only_run
 from tests.tiers import rest_is_slow
 
 
-@pytest.mark.parametrize("mode", rest_is_slow(ALL, {"shaped"}))
+@pytest.mark.parametrize("mode", rest_is_slow(["objective", "kept", "sparse"], {"kept"}))
 def test_a_run_in_every_mode_is_plotted_term_by_term(mode: str, tmp_path: Path) -> None:
     fit(tmp_path, "--data.env.reward.mode", mode)
     points = only_run(tmp_path).scalars()

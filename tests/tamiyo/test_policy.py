@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from esper_lightning.envs import ActionSpace, Masks, Op
-from esper_lightning.envs.spaces.observation_builder import RowSizes
+from esper_lightning.envs.observation import RowSizes
 from esper_lightning.envs.vector_env import ChoiceSpace, Observation
 from esper_lightning.ppo.distribution import HostDistribution, host_table_shapes
 from esper_lightning.ppo.policy import Policy, PolicyConfig, PolicyShape, RecurrentState, use_ieee_float32

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from esper_lightning.envs import EnvConfig, HostPool
+from esper_lightning.envs.actions import ActionConfig, to_action
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.envs.spaces.actions import ActionConfig, to_action
 from esper_lightning.hosts import CNN
 from esper_lightning.tasks import FromDataModule, Task
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from esper_lightning.envs.device_transfer import pack_training
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.measurements import pack_training
 from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.blueprints import blueprint_names, default_blueprints
 from esper_lightning.growth.counterfactual import (
@@ -196,7 +196,7 @@ class HostEpoch:
     def __init__(self, env: HostEnv, task: Task, data: Split) -> None:
         self.env, self.task, self.data = env, task, data
         self.micro_batches = env.training.micro_batches
-        # Seeds that fail in this episode on purpose get zero gradients: see `HostContext.failing_slots`.
+        # Seeds that fail in this episode on purpose get zero gradients: see `HostEnv.failing_slots`.
         self.failing_parameters = [parameter for slot in env.failing_slots for parameter in slot.grown_parameters()]
         self.batches = env.draw_batches(data.samples).split(self.micro_batches)  # [batches · parts, B / parts]
         self.totals = torch.zeros(2, device=env.device, dtype=env.score_dtype)  # loss, score

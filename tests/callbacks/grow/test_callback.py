@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from esper_lightning.callbacks import Grow
 from esper_lightning.controllers.schedules import Schedule, ScheduledAction, write_schedule
 from esper_lightning.envs import Op
-from esper_lightning.envs.single_pool import SinglePool
+from esper_lightning.envs.host_pool import SinglePool
 from esper_lightning.growth import LifecycleConfig, detach_slots, slots_of
 from esper_lightning.growth.lifecycle import SeedEvent
 from esper_lightning.growth.stages import Stage

@@ -8,8 +8,8 @@ from lightning import Callback, LightningDataModule, LightningModule, Trainer
 
 from esper_lightning.callbacks import Grow
 from esper_lightning.envs import Action, Op
-from esper_lightning.envs.single_pool import SinglePool
-from esper_lightning.envs.spaces.actions import to_action
+from esper_lightning.envs.actions import to_action
+from esper_lightning.envs.host_pool import SinglePool
 from esper_lightning.growth.gates import LifecycleConfig
 from tests.callbacks import gpt
 from tests.callbacks.grow.modules import Classifier, DigitsData

@@ -15,8 +15,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from esper_lightning.callbacks import Governor, RolloutState
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.governor.judge import GovernorConfig
-from esper_lightning.envs.spaces.actions import to_action
+from esper_lightning.envs.actions import to_action
+from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.evaluation.comparison import EvaluationConfig
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.collector import RolloutCollector

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper_lightning.envs.device_transfer import pack_training, upload
 from esper_lightning.envs.executors.fused.flat import STEP, Arena
 from esper_lightning.envs.executors.fused.host import BatchedHosts
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining, next_scale
+from esper_lightning.envs.measurements import pack_training, upload
 from esper_lightning.growth.gradient_stats import NO_GRADIENT, stats_of_norms
 from esper_lightning.growth.param_groups import HOST_GROUP, find_group, seed_group_name
 from esper_lightning.tasks import Batches, Split, Task, fetch
@@ -48,7 +48,7 @@ class FusedEpoch:
         # Hosts whose gradients are finite in this step, [N] bool; None without fp16: all.
         self.healthy: Tensor | None = None
         failing = {(i, seed_group_name(slot.name)) for i, env in enumerate(envs) for slot in env.failing_slots}
-        # Mask of the weights of seeds that fail on purpose and get zero gradients, see `HostContext.failing_slots`.
+        # Mask of the weights of seeds that fail on purpose and get zero gradients, see `HostEnv.failing_slots`.
         # None, the usual case: no seed fails.
         is_failing = upload([group in failing for group in groups], self.weights.values.device) if failing else None
         self.failing_mask = None if is_failing is None else self.optimizer.per_weight(is_failing)

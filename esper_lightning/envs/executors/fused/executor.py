@@ -7,13 +7,13 @@ from operator import methodcaller
 import torch
 from torch import Tensor
 
-from esper_lightning.envs.device_transfer import upload
 from esper_lightning.envs.executors.fused.epoch import FusedEpoch
 from esper_lightning.envs.executors.fused.host import BatchedHosts
 from esper_lightning.envs.executors.fused.proof import N_HOSTS, N_SAMPLES, check_batched
 from esper_lightning.envs.executors.loop import LoopExecutor
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.measurements import upload
 from esper_lightning.runtime.machine import first_line, is_out_of_memory
 from esper_lightning.tasks import Split, Task
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from esper_lightning.envs.device_transfer import upload
 from esper_lightning.envs.executors.fused.layers import BatchedLayer
+from esper_lightning.envs.measurements import upload
 
 ALIGNMENT = 32
 """Bytes to which batched tensors are aligned: as many as cuDNN looks at; with others it makes a plan for each."""

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from esper_lightning.envs.device_transfer import upload
 from esper_lightning.envs.executors.fused.flat import Arena, Assignment, BatchedModule, FlatWeights
 from esper_lightning.envs.executors.fused.layers import RowIndex, batch_inputs, batch_layers, unbatch_outputs
 from esper_lightning.envs.executors.fused.slot import BatchedSlot, Entries
+from esper_lightning.envs.measurements import upload
 from esper_lightning.growth.attach import attach_at, attached_places, detach_slots
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.depth import DepthSlot, depths

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.envs.device_transfer import upload
 from esper_lightning.envs.executors.fused.flat import BatchedModule
 from esper_lightning.envs.executors.fused.layers import (
     RowIndex,
@@ -22,6 +21,7 @@ from esper_lightning.envs.executors.fused.layers import (
     split,
     unflatten_entries,
 )
+from esper_lightning.envs.measurements import upload
 from esper_lightning.growth.blend import blend, proximal_gradient
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.slot import SeedSlot

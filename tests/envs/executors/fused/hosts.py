@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
-from esper_lightning.envs.governor.judge import GovernorConfig
+from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.slot import SeedSlot

@@ -1,9 +1,15 @@
 """Transfers keep values unchanged; test_device_reads.py counts transfers and GPU synchronisations."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from esper_lightning.envs.device_transfer import (
+from esper_lightning.envs import HostPool
+from esper_lightning.envs.actions import relevance_table
+from esper_lightning.envs.measurements import (
+    LossAndScore,
+    Validation,
     copy_to_device,
     download,
     pack_epochs,
@@ -11,12 +17,8 @@ from esper_lightning.envs.device_transfer import (
     unpack_epochs,
     unpack_validations,
     upload,
-    variants_to_validate,
 )
-from esper_lightning.envs.measurements import LossAndScore, Validation
-from esper_lightning.envs.spaces.actions import relevance_table
 from esper_lightning.growth.gradient_stats import GradientStats
-from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from tests.decisions import CPU
 from tests.growth.grown import grow
@@ -63,15 +65,14 @@ def test_the_table_of_relevance_is_cached_for_training_too() -> None:
     assert relevance_table(CPU) is table and not table.is_inference()
 
 
-@pytest.mark.parametrize("host_only", [False, True])
-def test_measurements_are_read_by_name_as_they_were_packed(host_only: bool) -> None:
-    slots = [SeedSlot(name, "vector", 4) for name in "abc"]
-    for slot, stage in zip(slots, (Stage.FOSSILIZED, Stage.BLENDING, Stage.TRAINING), strict=True):
-        grow(slot, stage, "mlp_small")
-    variants = variants_to_validate(slots, host_only=host_only)
-    names = {frozenset("ab"): 0, frozenset("b"): 1, frozenset("a"): 2, frozenset(): 3}
+def test_measurements_are_read_by_name_as_they_were_packed(make_pool: Callable[..., HostPool]) -> None:
+    (env,) = make_pool(1).envs
+    for slot, stage in zip(env.slots, (Stage.FOSSILIZED, Stage.BLENDING, Stage.TRAINING), strict=True):
+        grow(slot, stage, "norm")
+    one, two, _ = (slot.name for slot in env.slots)
+    names = {frozenset((one, two)): 0, frozenset((two,)): 1, frozenset((one,)): 2}
     # Loss and score of two hosts, with a different value for each combination of seeds.
-    validated = torch.tensor([[[10.0 * row + names[v] for v in variants] for row in range(2)]] * 2)
+    validated = torch.tensor([[[10.0 * row + names[v] for v in env.variants()] for row in range(2)]] * 2)
     gradients = torch.arange(2 * 4 * 4.0).view(2, 4, 4)
     trained = pack_training(torch.tensor([[0.5, 0.25], [1.5, 0.75]]), torch.tensor([0.0, 3.0]), gradients)
 
@@ -80,7 +81,8 @@ def test_measurements_are_read_by_name_as_they_were_packed(host_only: bool) -> N
     assert (second.training.loss, second.training.score, second.training.skipped_steps) == (1.5, 0.75, 3)
     assert first.training.host_gradient == GradientStats(0.0, 1.0, 2.0, 3.0)
     assert second.training.seed_gradients == [GradientStats(*range(first, first + 4)) for first in (20, 24, 28)]
-    whole, without_a, without_b, none = (LossAndScore(float(i), 10.0 + i) for i in range(4))
-    expected = Validation(whole, [without_a, without_b, whole], without_b, none if host_only else None)
+    whole, without_one, without_two = (LossAndScore(float(i), 10.0 + i) for i in range(3))
+    expected = Validation(whole, [without_one, without_two, whole], without_two)
     assert first.validation == second.validation == expected
-    assert unpack_validations(validated, slots=3) == [expected] * 2
+    assert unpack_validations(validated) == [expected] * 2
+    assert Validation.from_state(expected.state()) == expected

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from esper_lightning.envs.device_transfer import copy_to_device
+from esper_lightning.envs.measurements import copy_to_device
 from esper_lightning.growth.blueprints import find_blueprint
-from esper_lightning.growth.growing_network import GrowingNetwork, RefusalReasons
 
 
 class Op(IntEnum):
@@ -132,7 +131,7 @@ class ActionSpace(NamedTuple):
 
 
 def pad_action(row: Sequence[int]) -> Sequence[int]:
-    """Return an index for each head; those missing at the end of `row` are 0."""
+    """Return an index for each head; those missing at the end of `row` are 0. Raises ActionError if there are more."""
     if not hasattr(row, "__len__"):
         raise ActionError(f"the action of one host is a list, as [op, slot, blueprint, …]; got {row!r:.50}")
     if len(row) > len(HEADS):
@@ -141,10 +140,7 @@ def pad_action(row: Sequence[int]) -> Sequence[int]:
 
 
 def to_action(rows: Sequence[Sequence[int]], device: torch.device) -> Action:
-    """Build an action from one row of indices per environment; heads missing at the end of a row become 0.
-
-    Raises ActionError if a row is no list, or has more indices than there are heads.
-    """
+    """Build an action from one row of indices per environment; heads missing at the end of a row become 0."""
     return Action(*copy_to_device(torch.tensor([[*pad_action(row)] for row in rows]), device).unbind(1))
 
 
@@ -169,10 +165,7 @@ class Masks(NamedTuple):
     ended: Tensor  # [..., N] bool: the episode ended before the horizon, so actions have no effect
 
     def allows(self, env: int, action: Sequence[int]) -> bool:
-        """Return True if environment `env` may take an action, an index per head; irrelevant heads are not checked.
-
-        Heads missing at the end of the action are 0.
-        """
+        """Return True if environment `env` may take an action, an index per head; irrelevant heads are not checked."""
         op, slot, blueprint, *_ = pad_action(action)
         may_grow = op != Op.GERMINATE or bool(self.blueprint[env, slot, blueprint])
         return may_grow and bool(self.slot[env, op, slot])
@@ -197,19 +190,3 @@ def check_possible(space: ActionSpace, masks: Masks, host: int, action: Sequence
             f"host {host}: {space.describe(action)} is masked; choose within the masks, as "
             f"pool.masks_on_cpu.allows(host, action) tells"
         )
-
-
-def possible_ops(growing: GrowingNetwork, refusals: Sequence[RefusalReasons], ended: bool) -> list[list[bool]]:
-    """Return which op is possible on which slot of one environment, [ops][K], whatever can grow there.
-
-    `refusals` are the reasons of the lifecycle gates against stage changes of the seed in each slot, [K]. `ended`: the
-    episode ended before the horizon, so that only WAIT is possible.
-    """
-    slots = list(growing.slots.values())
-    possible = {
-        Op.WAIT: [True for _ in slots],
-        Op.GERMINATE: [slot.is_open for slot in slots],
-        Op.CULL: [not reasons.culling for reasons in refusals],
-        Op.FOSSILIZE: [not reasons.fossilizing for reasons in refusals],
-    }
-    return [[may and not (ended and op is not Op.WAIT) for may in possible[op]] for op in Op]

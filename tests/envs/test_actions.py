@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from esper_lightning.envs import HEADS, Action, ActionConfig, ActionSpace, Op
-from esper_lightning.envs.spaces.action_discovery import probe_action_space
-from esper_lightning.envs.spaces.actions import relevance_table, to_action, zero_irrelevant_heads
+from esper_lightning.envs.actions import relevance_table, to_action, zero_irrelevant_heads
+from esper_lightning.envs.env_factory import probe_action_space
 from esper_lightning.growth.blueprints import build_on
 from esper_lightning.hosts import GPT
 from tests.decisions import WAIT, Row, cull, fossilize, germinate

@@ -15,14 +15,14 @@ from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.measurements import EpochResult, LossAndScore, TrainingStats, Validation
-from esper_lightning.envs.rewards import ObjectiveConfig, rent
-from esper_lightning.envs.spaces.descriptions import layers_of_blueprint
-from esper_lightning.envs.spaces.observation import (
+from esper_lightning.envs.observation import (
     MISSING,
     ObservationConfig,
     host_features,
+    layers_of_blueprint,
     slot_features,
 )
+from esper_lightning.envs.rewards import ObjectiveConfig, rent
 from esper_lightning.growth.blueprints import get_blueprint
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.hosts import CNN

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from esper_lightning.envs.governor.snapshot import CPU, Snapshot
+from esper_lightning.envs.snapshot import CPU, Snapshot
 
 
 @dataclass(frozen=True, kw_only=True)

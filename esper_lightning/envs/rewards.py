@@ -1,4 +1,11 @@
-"""The objective J, and what a reward is: a function of one environment step of one host that returns named terms."""
+"""The objective J, and rewards of the policy: pure functions of one environment step of one host.
+
+A reward of your own is a function with a name and the names of its terms:
+
+    @register("thrifty", ["gain", "size"])
+    def thrifty(step: HostStep, config: RewardConfig) -> dict[str, float]:
+        return {"gain": step.objective - step.objective_before, "size": -0.01 * sum(s.growth for s in step.slots)}
+"""
 
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -8,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from esper_lightning.growth.stages import LIVE, OCCUPIED, Stage
+from esper_lightning.growth.stages import Stage
 from esper_lightning.runtime.registry import Registry, check_part_name
 
 SMALLEST_HOST = 200
@@ -40,10 +47,7 @@ def rent(parameters: Tensor, host_parameters: Tensor | int, price: Tensor | floa
 
 
 def objective(score: Tensor, parameters: Tensor, host_parameters: Tensor | int, price: Tensor | float) -> Tensor:  # [N]
-    """Return J [N] of networks with `score` [N] and `parameters` [N]; see `rent` for the other arguments.
-
-    The reward of a step is the change of J, so the rewards of an episode sum to J at its end minus J at its start.
-    """
+    """Return J [N] of networks with `score` [N] and `parameters` [N]; see `rent` for the other arguments."""
     return score - rent(parameters, host_parameters, price)
 
 
@@ -53,7 +57,7 @@ class SlotStatus(NamedTuple):
     stage: Stage  # DORMANT for an empty slot
     ticks_in_stage: int
     age: int  # ticks since the seed was germinated
-    parameters: int = 0  # of the seed; 0 for an empty slot
+    parameters: int = 0  # of the seed, fossilized or not; 0 for an empty slot
 
 
 class SlotStep(NamedTuple):
@@ -68,43 +72,18 @@ class SlotStep(NamedTuple):
     score_at_germination: float  # of the host; 0: the slot has had no seed
     contribution_before: float  # as last measured before the action
     contribution: float
-    growth: float
-    """`parameters` divided by those of the host, or by 200 if that is more."""
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters of the seed that trained in this step, fossilized or not; 0 if there was none."""
-        return self.after_action.parameters
-
-    @property
-    def removed_after_training(self) -> bool:
-        """True if the seed was removed automatically, after it trained in this step."""
-        return self.after_action.stage in LIVE and self.after.stage not in OCCUPIED
-
-    @property
-    def culled_by_action(self) -> bool:
-        """True if the action of this step removed the seed."""
-        return self.before.stage in LIVE and self.after_action.stage is Stage.CULLED
-
-    @property
-    def newly_fossilized(self) -> bool:
-        """True if the seed was fossilized in this step."""
-        return self.after_action.stage is Stage.FOSSILIZED and self.before.stage is not Stage.FOSSILIZED
+    growth: float  # parameters of the seed that trained in this step, divided by those of the host, or by 200 if more
 
 
 class HostStep(NamedTuple):
     """One environment step of one host: the action, and the measurements `…_before` and after it.
 
-    Accuracies (0 … 1) and losses are validated with all live seeds; `fossilized_…` with the fossilized seeds alone,
-    `host_only_…` with every seed but copies of blocks off where the reward `needs_host_only`, else with all live seeds.
+    Scores and losses are validated with all live seeds; `fossilized_…` with the fossilized seeds alone.
     """
 
-    op: str
-    """Name of the op that was carried out, after vetoes."""
-    already_ended: bool
-    """The host's episode had ended before this step; nothing happens any more."""
-    at_horizon: bool
-    """The step reaches the horizon; seeds that are not fossilized are dropped."""
+    op: str  # name of the op that was carried out, after vetoes
+    already_ended: bool  # before this step; nothing happens any more
+    at_horizon: bool  # the step reaches the horizon; seeds that are not fossilized are dropped
     diverged: bool
     """The host was rolled back: the trajectory ends, and the measurements do not result from the action."""
     objective_before: float
@@ -116,11 +95,9 @@ class HostStep(NamedTuple):
     score_before: float
     score: float
     fossilized_score: float
-    host_only_score_before: float
-    host_only_score: float
     loss: float
     slots: tuple[SlotStep, ...]
-    """One record per slot, [K]; empty in modes that do not depend on seeds."""
+    """One record per slot, [K]; empty for a reward that does not depend on seeds."""
 
 
 class Reward(NamedTuple):
@@ -129,8 +106,6 @@ class Reward(NamedTuple):
     terms: tuple[str, ...]
     compute: "Callable[[HostStep, RewardConfig], Mapping[str, float]]"
     depends_on_seeds: bool
-    needs_host_only: bool
-    taken_back: tuple[str, ...]
 
 
 REWARDS: Registry[Reward] = Registry("reward")
@@ -139,12 +114,7 @@ RewardFunction = TypeVar("RewardFunction", bound="Callable[[HostStep, RewardConf
 
 
 def register(
-    name: str,
-    terms: Collection[str],
-    *,
-    needs_host_only: bool = False,
-    depends_on_seeds: bool = True,
-    taken_back: Collection[str] = (),
+    name: str, terms: Collection[str], *, depends_on_seeds: bool = True
 ) -> Callable[[RewardFunction], RewardFunction]:
     """Return a decorator that registers a reward as `name`, the value of `data.env.reward.mode`.
 
@@ -154,10 +124,7 @@ def register(
     Args:
         name: Name of the reward.
         terms: Names of the terms, which appear in plots as `reward/<name>`.
-        needs_host_only: Validate every host with all seeds switched off, too: `HostStep.host_only_score`.
         depends_on_seeds: False for a reward that does not read `HostStep.slots`, which is then left empty.
-        taken_back: Terms that count in a step in which the host is rolled back, as they take back what was lent. All
-            others are then 0, and without any the function is not called.
 
     Raises ValueError if the name is taken, or if the terms are no list of different names.
     """
@@ -169,7 +136,7 @@ def register(
                 f"reward {name!r}: terms must be a list of different names, and none may be {ROLLBACK_TERM!r}, the "
                 f"Governor's penalty, got {terms!r}"
             )
-        REWARDS.add(name, Reward(tuple(terms), compute, depends_on_seeds, needs_host_only, tuple(taken_back)), compute)
+        REWARDS.add(name, Reward(tuple(terms), compute, depends_on_seeds), compute)
         return compute
 
     return add
@@ -180,25 +147,43 @@ class RewardConfig:
     """Settings of a controller's reward. Evaluation always uses the objective, whatever the reward."""
 
     mode: str = "objective"
-    """Name or import path of the reward: objective, kept, sparse, shaped. See docs/concepts/environment.md."""
+    """Name or import path of the reward: objective, kept, sparse. See docs/concepts/environment.md."""
 
     gamma: float = 1.0
-    """Discount factor of the shaping; copied from model.ppo.gamma, so set that instead."""
+    """Discount factor; copied from model.ppo.gamma, so set that instead."""
 
     horizon_is_end: bool = True
-    """Treat the horizon as the end of shaping; copied from model.ppo.horizon_is_end, so set that instead."""
+    """Treat the horizon as the end; copied from model.ppo.horizon_is_end, so set that instead."""
 
     def __post_init__(self) -> None:
         REWARDS.find(self.mode)  # raises ValueError if there is none
 
 
+@register("objective", ["objective"], depends_on_seeds=False)
+def objective_change(step: HostStep, config: RewardConfig) -> dict[str, float]:
+    """Change of J, so that an episode's rewards sum to J at its end minus J at its start."""
+    return {"objective": step.objective - step.objective_before}
+
+
+@register("kept", ["kept"], depends_on_seeds=False)
+def fossilized_objective_change(step: HostStep, config: RewardConfig) -> dict[str, float]:
+    """Change of J with fossilized seeds only: the same sum over an episode, paid when a seed is fossilized."""
+    return {"kept": step.fossilized_objective - step.fossilized_objective_before}
+
+
+@register("sparse", ["end"], depends_on_seeds=False)
+def objective_at_end(step: HostStep, config: RewardConfig) -> dict[str, float]:
+    return {"end": max(-1.0, min(1.0, step.objective)) if step.at_horizon else 0.0}
+
+
 def compute_terms(step: HostStep, config: RewardConfig) -> dict[str, float]:
     """Return every term of the config's reward for one step by name; their sum is the reward.
 
-    Raises ValueError unless each declared term is a finite number, or the host's own measurements are not finite.
+    All are 0 where the host is rolled back or had ended. Raises ValueError unless each declared term is a finite
+    number, or the host's own measurements are not finite.
     """
     reward = REWARDS.find(config.mode)
-    if step.already_ended or (step.diverged and not reward.taken_back):
+    if step.already_ended or step.diverged:
         return dict.fromkeys(reward.terms, 0.0)
     returned = reward.compute(step, config)
     if not isinstance(returned, Mapping) or set(returned) != set(reward.terms):
@@ -218,6 +203,4 @@ def compute_terms(step: HostStep, config: RewardConfig) -> dict[str, float]:
             raise ValueError(
                 f"reward {config.mode!r} returned {returned[name]!r:.80} as its term {name!r}; return a finite number"
             )
-    if step.diverged:
-        return {name: term if name in reward.taken_back else 0.0 for name, term in terms.items()}
     return terms

@@ -1,1 +1,0 @@
-"""Detection of diverged hosts, and the snapshots that restore them."""

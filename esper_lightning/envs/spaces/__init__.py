@@ -1,1 +1,0 @@
-"""Action spaces, action masks and observations of hosts."""
