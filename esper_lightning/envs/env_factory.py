@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from esper_lightning.envs.actions import ActionConfig, ActionSpace
 from esper_lightning.envs.config import EnvConfig, HostFactory
-from esper_lightning.envs.family import TRAINING, Context, ContextDistribution, HostContext, select_offer
+from esper_lightning.envs.family import (
+    OFFERED_BLUEPRINTS,
+    OFFERED_SLOTS,
+    TRAINING,
+    Context,
+    ContextDistribution,
+    HostContext,
+    select_offer,
+)
 from esper_lightning.envs.flops import measure_flops
 from esper_lightning.envs.governor import GovernorConfig, HostMonitor
 from esper_lightning.envs.host_env import HostEnv
@@ -72,12 +80,13 @@ def build_host(
     host: HostFactory, data: TaskData, context: Context, device: torch.device, shared_space: SharedSpace | None
 ) -> nn.Module:
     """Return a host with empty slots. Raises ValueError if it cannot be made with the arguments of the context."""
+    arguments = context.architecture
     try:
         generator = torch.Generator(device).manual_seed(0)
-        built = build_on(device, lambda: host(data.input_shape, data.outputs, **context.architecture), generator)
+        built = build_on(device, lambda: host(data.input_shape, data.outputs, **arguments), generator)
     except TypeError as error:
-        if context.architecture:
-            raise ValueError(f"family: the host cannot be made with {context.architecture}: {error}") from error
+        if arguments:
+            raise ValueError(f"family: the host cannot be made with {arguments}: {error}") from error
         raise ValueError(
             f"data.host cannot be made with its arguments behind the shape of an input, {list(data.input_shape)}, "
             f"and the number of outputs, {data.outputs}: {error}; for a network with other arguments use "
@@ -177,16 +186,7 @@ def discover_spaces(
 class EnvFactory:
     """Creates and keeps environments; `make` returns the one for a host index and the RNG seed of an episode.
 
-    Arguments are those of `HostPool`.
-
-    Attributes:
-        data: The data in all transforms that the contexts need, on the devices.
-        space: Action space, the same for hosts of every architecture.
-        samples_per_epoch: Most training samples of a host epoch, those of a host without seeds.
-        growable: True where a blueprint can grow in a slot, by architecture, [K, blueprints] bool each.
-        host_kind: Description of the hosts of training, for which policies are built.
-
-    Raises ValueError if contexts do not fit the task, the host, or each other.
+    Arguments are those of `HostPool`. Raises ValueError if contexts do not fit the task, the host, or each other.
     """
 
     def __init__(
@@ -209,13 +209,18 @@ class EnvFactory:
         for context in all_contexts:
             check_transform(context.transform, data)
         transforms = list(dict.fromkeys(context.transform for context in contexts))
+        # In all transforms that the contexts need.
         self.data = data if transforms == ["none"] else make_variants(data, transforms).copy_to(devices)
         self.steps_per_epoch = config.training.steps_per_epoch(data.train.samples)
+        # `growable`: where a blueprint can grow in a slot, by architecture, [K, blueprints] bool each.
         self.shared_space, self.space, self.growable = discover_spaces(
             task, data, host, config, devices[0], shared_space
         )
         architectures = {context.architecture_name: context for context in all_contexts}
-        built = {name: self._build_host(context, devices[0]) for name, context in architectures.items()}
+        built = {
+            name: build_host(host, self.data, context, devices[0], self.shared_space)
+            for name, context in architectures.items()
+        }
         kinds = {name: describe_host(network) for name, network in built.items()}
         sample = self.data.train.batch(slice(1)).inputs
         self.host_flops = {name: measure_flops(network, sample) for name, network in built.items()}
@@ -231,7 +236,7 @@ class EnvFactory:
             )
             for context in contexts
         }
-        self.samples_per_epoch = 0
+        self.samples_per_epoch = 0  # at most, of training, by a host without seeds
         for one in self.host_contexts.values():
             budget, architecture = one.training.flops, self.host_flops[one.context.architecture_name]
             batch = architecture.of_step([]) * one.training.batch_size
@@ -245,24 +250,17 @@ class EnvFactory:
         self.governor: GovernorConfig | None = None
         self.envs: dict[tuple[int, str], HostEnv] = {}  # by host index and architecture
 
-    def _build_host(self, context: Context, device: torch.device) -> nn.Module:
-        return build_host(self.host, self.data, context, device, self.shared_space)
-
     def set_governor(self, governor: GovernorConfig | None) -> None:
         """Let the Governor watch every environment, those created later too. None: stop watching."""
         self.governor = governor
         for env in self.envs.values():
-            self._attach_monitor(env)
+            env.monitor = self._make_monitor(env.device)
 
-    def _attach_monitor(self, env: HostEnv) -> None:
-        env.monitor = None
-        if self.governor is not None:
-            env.monitor = HostMonitor(
-                self.governor,
-                chance_loss=self.data.chance_loss,
-                steps_per_epoch=self.steps_per_epoch,
-                device=env.device,
-            )
+    def _make_monitor(self, device: torch.device) -> HostMonitor | None:
+        if self.governor is None:
+            return None
+        chance_loss, steps = self.data.chance_loss, self.steps_per_epoch
+        return HostMonitor(self.governor, chance_loss=chance_loss, steps_per_epoch=steps, device=device)
 
     def make(self, index: int, rng_seed: int) -> HostEnv:
         """Return the environment of a host index for the episode with this RNG seed; the caller must reset it."""
@@ -278,7 +276,7 @@ class EnvFactory:
         if (env := self.envs.get((index, architecture))) is None:
             device = self.devices[index % len(self.devices)]
             env = self.envs[index, architecture] = HostEnv(
-                self._build_host(host_context.context, device),
+                build_host(self.host, self.data, host_context.context, device, self.shared_space),
                 self.space,
                 host_context,
                 config=self.config,
@@ -286,14 +284,14 @@ class EnvFactory:
                 flops=self.host_flops[architecture],
                 architecture=architecture,
             )
-            self._attach_monitor(env)
-        env.set_context(host_context)
+            env.monitor = self._make_monitor(device)
+        env.context, env.training = host_context, host_context.training  # from the next reset on
         return env
 
     def growable_in(self, env: HostEnv) -> Tensor:
         """Return which blueprint may grow in which slot in the episode of an environment, [K, blueprints] bool."""
         growable, context = self.growable[env.architecture], env.context.context
-        if not context.limits_offer:
+        if context.value(OFFERED_SLOTS) is None and context.value(OFFERED_BLUEPRINTS) is None:
             return growable
         return torch.tensor(select_offer(growable.tolist(), context, env.rng_seed))
 

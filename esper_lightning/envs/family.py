@@ -1,7 +1,6 @@
 """Distribution over contexts: episodes differ in hidden settings, as in a contextual Markov decision process.
 
-A *variable* is a setting that is drawn for every episode from its RNG seed alone. A *context* has one value for each
-variable. Policies do not observe it.
+A *variable* is a setting that is drawn for every episode from its RNG seed alone. A *context* has one value for each.
 """
 
 import math
@@ -26,6 +25,8 @@ TRANSFORM, PRICE, HORIZON = "data.transform", "objective.price", "horizon"
 
 OFFERED_SLOTS, OFFERED_BLUEPRINTS = "offer.slots", "offer.blueprints"
 """Variables that limit what an episode offers."""
+
+COUNTS = (HORIZON, OFFERED_SLOTS, OFFERED_BLUEPRINTS)
 
 TRAINING_VARIABLES = ("lr", "lr_schedule", "weight_decay", "flops")
 """Settings of host training that may be variables: those that may differ between hosts trained together."""
@@ -65,11 +66,6 @@ class Context(NamedTuple):
     @property
     def horizon(self) -> int | None:  # in environment steps
         return self.value(HORIZON)
-
-    @property
-    def limits_offer(self) -> bool:
-        """True if not all slots or not all blueprints may be on offer."""
-        return (self.value(OFFERED_SLOTS) or self.value(OFFERED_BLUEPRINTS)) is not None
 
     @property
     def seeds_may_fail(self) -> bool:
@@ -131,7 +127,7 @@ class FamilyConfig:
                 raise ValueError(f"family.held_out: {context} is a context of family.train; it would not be held out")
 
     def contexts(self, held_out: bool = False) -> list[Context]:
-        """Return the distinct contexts of training, an empty one if there are none, or the held-out ones."""
+        """Return the distinct contexts of training, at least an empty one, or the held-out ones."""
         groups = self.held_out if held_out else self.train
         contexts = [
             Context(tuple(sorted(zip(values_by_name, values, strict=True))))
@@ -163,19 +159,16 @@ def _check_variable(name: str, value: Any) -> None:
             check_blueprint_name(rest)
         if not is_number or not 0.0 <= value <= 1.0:
             raise ValueError(f"it is a chance, from 0 to 1, got {value!r}")
-    elif name == TRANSFORM:
-        if value not in TRANSFORMS:
-            raise ValueError(f"unknown transform {value!r}; there are: {', '.join(TRANSFORMS)}")
-    elif name == PRICE:
-        if not is_number or value < 0.0:
-            raise ValueError(f"it must be a number and not negative, got {value!r}")
-    elif name in (HORIZON, OFFERED_SLOTS, OFFERED_BLUEPRINTS):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"it must be a whole number from 1 on, got {value!r}")
-    elif group != HOST or not rest:
+    elif name == TRANSFORM and value not in TRANSFORMS:
+        raise ValueError(f"unknown transform {value!r}; there are: {', '.join(TRANSFORMS)}")
+    elif name == PRICE and not (is_number and value >= 0.0):
+        raise ValueError(f"it must be a number and not negative, got {value!r}")
+    elif name in COUNTS and (type(value) is not int or value < 1):
+        raise ValueError(f"it must be a whole number from 1 on, got {value!r}")
+    elif name not in (TRANSFORM, PRICE, *COUNTS) and (group != HOST or not rest):
         raise ValueError(
-            f"unknown variable; there are host.<argument>, {TRANSFORM}, training.lr, {PRICE}, {HORIZON}, "
-            f"{OFFERED_SLOTS}, {OFFERED_BLUEPRINTS}, fail and fail.<blueprint>"
+            f"unknown variable; there are host.<argument>, {TRANSFORM}, training.lr, {PRICE}, {', '.join(COUNTS)}, "
+            f"fail and fail.<blueprint>"
         )
 
 
@@ -185,9 +178,8 @@ class ContextDistribution:
     def __init__(self, config: FamilyConfig, held_out: bool = False) -> None:
         if held_out and not config.held_out:
             raise ValueError("there are no held-out contexts; name some in data.env.family.held_out")
-        self.contexts = config.contexts(held_out)
+        self.contexts, of_training = config.contexts(held_out), config.contexts()
         # The encoding depends on training contexts even if held-out ones are drawn: the critic was built for it.
-        of_training = config.contexts()
         # Values of each variable that differs between contexts; None where a context leaves it as configured.
         self.encoded_variables: dict[str, list[Any]] = {}
         for name in sorted({name for context in of_training for name, _ in context.variables}):
@@ -201,10 +193,7 @@ class ContextDistribution:
         return self.contexts[random.Random(f"member {rng_seed}").randrange(len(self.contexts))]
 
     def encode(self, context: Context) -> list[float]:
-        """Encode a context as concatenated one-hot vectors, one per variable that differs between training contexts.
-
-        A vector is all zeros if the context leaves the variable as configured.
-        """
+        """Encode a context as one-hot vectors of the variables that differ in training; zeros: it is as configured."""
         return [
             float(context.value(name) == value)
             for name, values in self.encoded_variables.items()
@@ -216,7 +205,7 @@ class ContextDistribution:
 def select_offer(growable: Sequence[Sequence[bool]], context: Context, rng_seed: int) -> list[list[bool]]:
     """Return which blueprint may grow in which slot [K][B] in the episode with this RNG seed, which selects them.
 
-    `growable` [K][B] is where a blueprint can grow at all. Where there are fewer than on offer, all are.
+    `growable` [K][B] is where a blueprint can grow at all. All are selected where the context has no number, or more.
     """
     rng = random.Random(f"offer {rng_seed}")
 

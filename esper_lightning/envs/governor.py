@@ -1,7 +1,4 @@
-"""The Governor's rules: pure functions that judge one host epoch from its statistics, and veto actions.
-
-`HostMonitor` applies them to one host, and holds the snapshot that a rollback restores.
-"""
+"""The Governor's rules: pure functions that judge one host epoch from its statistics and veto actions; its memory."""
 
 import math
 from dataclasses import dataclass
@@ -102,13 +99,9 @@ class Judgement(NamedTuple):
 def judge(
     state: GovernorState, stats: EpochStats, chance_loss: float, *, config: GovernorConfig
 ) -> tuple[Judgement, GovernorState]:
-    """Judge one host epoch. Returns the judgement, and the Governor's state of this host after the epoch.
-
-    Only healthy losses contribute to the normal loss. `chance_loss` is that of guessing, ln(classes).
-    """
-    numbers = [("loss", stats.loss), ("training loss", stats.train_loss)]
-    numbers += [("a gradient's norm", norm) for norm in stats.gradient_norms]
-    for name, number in numbers:
+    """Return the judgement on one host epoch, and the Governor's state after it. `chance_loss`: of guessing."""
+    gradients = (("a gradient's norm", norm) for norm in stats.gradient_norms)
+    for name, number in (("loss", stats.loss), ("training loss", stats.train_loss), *gradients):
         if not math.isfinite(number):
             return _roll_back_or_end(state, f"{name} is {number}", config)
 
@@ -129,29 +122,24 @@ def judge(
     anomalies = state.consecutive_anomalies + 1 if suspicion else 0
     if anomalies >= config.patience and state.cooldown == 0:
         return _roll_back_or_end(state, f"{suspicion}, {anomalies} host epochs running", config)
-    healthy_losses = losses if suspicion else (*losses, loss)[-config.window :]
+    healthy_losses = losses if suspicion else (*losses, loss)[-config.window :]  # they alone are normal
     after = GovernorState(healthy_losses, anomalies, max(0, state.cooldown - 1), state.rollbacks, trained_epochs)
     return Judgement(Verdict.SUSPICIOUS if suspicion else Verdict.HEALTHY, suspicion), after
 
 
 def _roll_back_or_end(state: GovernorState, cause: str, config: GovernorConfig) -> tuple[Judgement, GovernorState]:
     """Return the judgement for a diverged host, and the state after it; the episode ends after `max_rollbacks`."""
+    is_last, rollbacks = state.rollbacks >= config.max_rollbacks, state.rollbacks
+    judgement = Judgement(Verdict.ROLL_BACK, cause)
+    if is_last:
+        judgement = Judgement(Verdict.END, f"{cause}, after {rollbacks} rollbacks")
     # It forgets the healthy losses, because the restored host is a different network: it lacks the live seeds.
-    if state.rollbacks < config.max_rollbacks:
-        return Judgement(Verdict.ROLL_BACK, cause), GovernorState(
-            cooldown=config.cooldown, rollbacks=state.rollbacks + 1
-        )
-    ended = Judgement(Verdict.END, f"{cause}, after {state.rollbacks} rollbacks")
-    return ended, GovernorState(cooldown=config.cooldown, rollbacks=state.rollbacks)
-
-
-OPS_VETOED_DURING_ANOMALY = frozenset({"GERMINATE", "FOSSILIZE"})
-"""Ops that build on the host's present state."""
+    return judgement, GovernorState(cooldown=config.cooldown, rollbacks=rollbacks + (not is_last))
 
 
 def veto_reasons(op: str, state: GovernorState) -> list[str]:
-    """Return the reasons to veto an op on a host; empty if it is allowed."""
-    if op not in OPS_VETOED_DURING_ANOMALY or not state.consecutive_anomalies:
+    """Return the reasons to veto an op that builds on the host's present state; empty if it is allowed."""
+    if op not in ("GERMINATE", "FOSSILIZE") or not state.consecutive_anomalies:
         return []
     return [f"the loss has been out of range or near guessing for {state.consecutive_anomalies} host epochs"]
 
@@ -175,7 +163,7 @@ class HostMonitor:
     def judge(self, stats: EpochStats, skipped_steps: int, alphas: list[float]) -> Judgement:
         """Judge a host epoch and update the statistics; the last two flags of `stats` are filled in here.
 
-        `skipped_steps` are those that fp16 skipped, `alphas` [K] those of the slots, 0 for a seed that is not blended.
+        `skipped_steps`: by fp16. `alphas` [K]: of the slots, 0 for a seed that is not blended.
         """
         # In the first tick there is no alpha before.
         lost_weight = any(now < before for now, before in zip(alphas, self.alphas, strict=False))

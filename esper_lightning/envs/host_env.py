@@ -179,7 +179,7 @@ class GrowthRecord:
         return self.host_parameters + self.seed_parameters(frozenset({Stage.FOSSILIZED}))
 
     def record_state(self) -> dict[str, Any]:
-        """Return the record of the training, in types that `torch.load(weights_only=True)` accepts."""
+        """Return the record, in types that `torch.load(weights_only=True)` accepts."""
         return {
             "tick": self.tick,
             "last_op": int(self.last_op),
@@ -235,7 +235,7 @@ class HostEnv(GrowthRecord):
         self.reward = REWARDS.find(config.reward.mode)
         self.architecture = architecture
         self.longest = config.horizon
-        self.set_context(context)
+        self.context, self.training = context, context.training
         self.optimizer = self.training.make_optimizer(network)
         self.generator = torch.Generator(self.device)
         self.loss_scale = self.training.make_loss_scale(self.device)
@@ -253,18 +253,13 @@ class HostEnv(GrowthRecord):
         self.on_batches: Callable[[Batches], None] | None = None  # called with the minibatches of each host epoch
         self.rng_seed = 0
 
-    def set_context(self, context: HostContext) -> None:
-        """Set the context that holds from the next reset on."""
-        self.context = context
-        self.training = context.training
-
     @property
     def horizon(self) -> int:
         return self.context.horizon
 
     @property
     def ended(self) -> bool:
-        """True if nothing can grow any more, because the episode was stopped or is shorter than the longest ones."""
+        """True if the episode was stopped, or is over and shorter than the longest ones; nothing can grow any more."""
         return self.stopped or (self.horizon < self.longest and self.tick >= self.horizon)
 
     def _clear(self) -> None:
@@ -320,13 +315,6 @@ class HostEnv(GrowthRecord):
             return []
         return [SlotStatus(slot.stage, slot.ticks_in_stage, slot.age, slot.size) for slot in self.slots]
 
-    def num_batches(self, samples: int) -> int:
-        """Return the number of minibatches in the coming epoch; `samples` is the size of each data variant."""
-        if self.training.flops is None:
-            return self.training.steps_per_epoch(samples)
-        # What earlier epochs left is added, and epochs that were rolled back have cost theirs.
-        return max(1, int(((self.tick + 1) * self.training.flops - self.flops_spent) // self._batch_flops))
-
     @property
     def flops_left(self) -> float | None:
         return None if self.training.flops is None else self.horizon * self.training.flops - self.flops_spent
@@ -335,19 +323,26 @@ class HostEnv(GrowthRecord):
     def _batch_flops(self) -> int:
         return self.flops.of_step(self.slots) * self.training.batch_size
 
+    def num_batches(self, samples: int) -> int:
+        """Return the number of minibatches in the coming epoch; `samples` is the size of each data variant."""
+        if self.training.flops is None:
+            return self.training.steps_per_epoch(samples)
+        # What earlier epochs left is added, and epochs that were rolled back have cost theirs.
+        return max(1, int(((self.tick + 1) * self.training.flops - self.flops_spent) // self._batch_flops))
+
     def draw_batches(self, samples: int) -> Batches:  # [batches, B], on the generator's device
         """Draw the sample indices of the coming epoch; `samples` is the size of each data variant."""
         if self.data_order is not None:
             self.generator.manual_seed(self.data_order(self.rng_seed, self.tick))
         count, size, generator = self.num_batches(samples), self.training.batch_size, self.generator
-        passes = -(-size * count // samples)  # shuffled ones over the data
-        orders = [torch.randperm(samples, generator=generator, device=generator.device) for _ in range(passes)]
-        indices = torch.cat(orders)[: size * count].view(-1, size) + self.context.variant_index * samples
-        batches = Batches(indices, draw_augment_params(self.training.augment, indices.shape, generator))
         if self.training.flops is not None:
             self.flops_spent += count * self._batch_flops
             if self.monitor is not None:
                 self.monitor.steps_per_epoch = count
+        passes = -(-size * count // samples)  # shuffled ones over the data
+        orders = [torch.randperm(samples, generator=generator, device=generator.device) for _ in range(passes)]
+        indices = torch.cat(orders)[: size * count].view(-1, size) + self.context.variant_index * samples
+        batches = Batches(indices, draw_augment_params(self.training.augment, indices.shape, generator))
         if self.on_batches is not None:
             self.on_batches(batches)
         return batches

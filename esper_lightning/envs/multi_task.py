@@ -9,9 +9,21 @@ from torch import Tensor
 from esper_lightning.envs.actions import Action, Masks
 from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.host_pool import HostPool, PoolMetrics, StepResult
+from esper_lightning.envs.host_pool import HostPool, StepResult
 from esper_lightning.envs.vector_env import Observation
 from esper_lightning.runtime.profiling import PhaseClock
+
+
+def join(parts: Sequence[Any]) -> Any:
+    """Join records of several pools: tensors and lists by concatenation, other records part by part."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts))
+    if isinstance(first, list):
+        return [element for part in parts for element in part]
+    if isinstance(first, dict):
+        return {name: join([part[name] for part in parts]) for name in first}
+    return type(first)(*map(join, zip(*parts, strict=True)))
 
 
 class MixedPool:
@@ -40,14 +52,11 @@ class MixedPool:
         task_one_hot = torch.eye(len(sizes)).repeat_interleave(sizes, 0)
         self.privileged = task_one_hot.to(self.device)
         self.rows = first.rows
-        self.observation = Observation(*self._concatenate(lambda pool: pool.observation))
-        self.masks = Masks(*self._concatenate(lambda pool: pool.masks))
-        self.masks_on_cpu = Masks(*self._concatenate(lambda pool: pool.masks_on_cpu))
-        self.episode_starts = torch.cat([pool.episode_starts for pool in self.pools.values()])
-
-    def _concatenate(self, get_record: Any) -> Iterator[Tensor]:
-        """Concatenate each field of a record over all pools, into new storage."""
-        return (torch.cat(fields) for fields in zip(*map(get_record, self.pools.values()), strict=True))
+        pools_in_order = list(self.pools.values())
+        self.observation: Observation = join([pool.observation for pool in pools_in_order])
+        self.masks: Masks = join([pool.masks for pool in pools_in_order])
+        self.masks_on_cpu: Masks = join([pool.masks_on_cpu for pool in pools_in_order])
+        self.episode_starts: Tensor = join([pool.episode_starts for pool in pools_in_order])
 
     def _pool_slices(self) -> Iterator[tuple[HostPool, slice]]:
         """Iterate over the pools with the slice of their host indices."""
@@ -96,35 +105,16 @@ class MixedPool:
 
     def step(self, action: Action) -> StepResult:
         """Step all pools and join the results; see `HostPool.step`."""
-        steps = [
-            (pool.step(Action(*(part[span] for part in action))), span.start) for pool, span in self._pool_slices()
-        ]
+        results = []
+        for pool, span in self._pool_slices():
+            result = pool.step(Action(*(part[span] for part in action)))
+            for records in (result.events, result.verdicts, result.vetoes):
+                records[:] = [record._replace(host=record.host + span.start) for record in records]
+            results.append(result)
         self._copy_from_pools()
-        results = [result for result, _ in steps]
-
-        def joined(name: str) -> Tensor:
-            return torch.cat([getattr(result, name) for result in results])
-
-        def renumbered(name: str) -> list[Any]:
-            return [one._replace(host=one.host + start) for result, start in steps for one in getattr(result, name)]
-
-        return StepResult(
-            action=Action(*(torch.cat(parts) for parts in zip(*(result.action for result in results), strict=True))),
-            ops=joined("ops"),
-            observation=self.observation,
-            reward=joined("reward"),
-            terminated=joined("terminated"),
-            truncated=joined("truncated"),
-            masks=self.masks,
-            events=renumbered("events"),
-            verdicts=renumbered("verdicts"),
-            vetoes=renumbered("vetoes"),
-            metrics=PoolMetrics(
-                *(torch.cat(parts) for parts in zip(*(result.metrics for result in results), strict=True))
-            ),
-            terms={name: torch.cat([result.terms[name] for result in results]) for name in results[0].terms},
-            refusals=[host for result in results for host in result.refusals],
-        )
+        stored = {"observation": self.observation, "masks": self.masks}
+        names = [name for name in StepResult._fields if name not in stored]
+        return StepResult(**stored, **{name: join([getattr(result, name) for result in results]) for name in names})
 
     def state_dict(self) -> dict[str, Any]:
         return {"envs": [env for pool in self.pools.values() for env in pool.state_dict()["envs"]]}

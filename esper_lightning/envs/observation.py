@@ -40,29 +40,21 @@ PLATEAU_MIN_RISE = 0.005
 CONTRIBUTION_SCALE = 10.0
 """Contribution in points that maps to 1; larger ones are clipped."""
 
-LOG_LOSS_SCALE = 7.0
-"""Divisor of a loss after symlog; a loss of 1,096 maps to 1 and larger ones are clipped."""
-
-LOG_SIZE_SCALE = 5.0
-"""Divisor of log growth; growth to 148 times the host maps to 1 and more is clipped."""
-
-LOG_NORM_SCALE = 5.0
-"""Divisor of log(1 + gradient norm); a norm of 147 maps to 1 and larger ones are clipped."""
+LOG_LOSS_SCALE, LOG_SIZE_SCALE, LOG_NORM_SCALE = 7.0, 5.0, 5.0
+"""Divisors of the logarithms of a loss, of growth and of a gradient norm: a loss of 1,096, growth to 148 times the host
+and a norm of 147 map to 1, and larger ones are clipped."""
 
 PARTS = ("", "slot.", "blueprint.")
 """Prefixes of the names of features: of the host, of a slot, of a blueprint in a slot."""
 
-RENT_SCALE = 0.2
-"""Rent in units of the score that maps to 1."""
+RENT_SCALE, LARGEST_RENT = 0.2, 3.0
+"""Rent in units of the score that maps to 1, and the largest feature of a rent."""
 
 GAIN_SCALE = 0.1
 """Contribution minus rent in units of the score that maps to 1; larger ones are clipped."""
 
 LOG_COUNT_SCALE = 3.0
 """Divisor of the logarithm of a number of slots or blueprints; 20 map to 1."""
-
-LARGEST_RENT = 3.0
-"""Largest feature of a rent."""
 
 LAYOUTS = get_args(Layout)
 
