@@ -34,13 +34,6 @@ def random_actions(pool: HostPool, choices: list[random.Random]) -> Action:
     return act(*rows)
 
 
-class FirstOption(random.Random):
-    """Random generator that always takes the first option."""
-
-    def choice(self, seq: Sequence[Any]) -> Any:
-        return seq[0]
-
-
 class Episode:
     """An episode under random actions, with everything observable in `rows[tick][host]`.
 
@@ -115,8 +108,3 @@ def score_by_forward_pass(network: nn.Module, data: Split, without: Sequence[str
     for name in without:
         slots_of(network)[name].empty()
     return (network(data.inputs).argmax(-1) == data.targets).float().mean().item()
-
-
-def play_until_ended(pool: HostPool, seed: int = 5) -> Episode:
-    """Play an episode in which host 1 is rolled back in the third tick and ended in the fifth."""
-    return Episode(pool, seed).play(2).play_broken(1).play(1).play_broken(1)
