@@ -1,5 +1,3 @@
-from typing import Any
-
 import pytest
 import torch
 
@@ -17,21 +15,6 @@ SPACE = ActionSpace(
     blueprint=["norm", "conv_light"],
     tempo=["FAST", "SLOW"],
 )
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"blueprints": []}, "empty"),
-        ({"blueprints": ["conv_ligth"]}, "did you mean 'conv_light'"),
-        ({"blueprints": ["norm", "conv_light", "norm"]}, "'norm' is named twice"),
-        ({"tempos": {}}, "at least one tempo"),
-        ({"tempos": {"FAST": 3, "NOW": 0}}, "at least 1 host epoch"),
-    ],
-)
-def test_an_impossible_action_config_is_refused_with_its_reason(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ActionConfig(**settings)
 
 
 @pytest.mark.parametrize(

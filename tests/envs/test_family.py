@@ -1,6 +1,5 @@
 """Distribution over contexts: what differs between episodes, and that nothing else does."""
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -262,51 +261,3 @@ def test_nothing_is_learned_from_the_ticks_behind_a_shorter_episode(
     assert norm.count == steps * len(uneven.space.slot) and values.count == steps
     short = next(i for i, env in enumerate(uneven.envs) if env.horizon == SHORT)
     assert rollout.steps.masks.forced[SHORT:, short].all() and not rollout.steps.masks.forced[:SHORT, short].all()
-
-
-def test_a_horizon_beyond_that_of_the_pool_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"family: horizon 13 is longer than env\.horizon, 12; raise env\.horizon"):
-        replace(SMALL, horizon=12, family=family(horizon=[8, 13]))
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "said"),
-    [
-        ("host.kernel", [], "needs a list of values, got []"),
-        ("host.kernel", 3, "needs a list of values, got 3"),
-        ("host", [1], "unknown variable; there are host.<argument>"),
-        ("data.noise", [0.1], "unknown variable; there are host.<argument>, data.transform"),
-        ("data.transform", ["mirrored"], "unknown transform 'mirrored'; there are: none, inverted"),
-        ("training.momentum", [0.5], "unknown variable"),
-        ("training.lr", [0.0], "training.lr must be positive, got 0.0"),
-        ("training.lr", [0.1, True], "it must be a number, got True"),
-        ("fail", [1.5], "it is a chance, from 0 to 1, got 1.5"),
-        ("fail.conv_lihgt", [0.5], "unknown blueprint 'conv_lihgt'; did you mean 'conv_light'"),
-        ("objective.price", [-0.1], "it must be a number and not negative"),
-        ("objective.price", [float("inf")], "it must be a number and not negative"),
-        ("horizon", [0], "it must be a whole number from 1 on, got 0"),
-    ],
-)
-def test_a_variable_without_meaning_is_refused(name: str, values: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"family.train: {name}")) as error:
-        FamilyConfig(train=[{name: values}])
-    assert said in str(error.value)
-
-
-def test_contexts_must_fit_host_task_and_one_another(make_pool: MakePool) -> None:
-    for facts, said in (
-        ({"host.kernal": [3]}, "the host cannot be made with {'kernal': 3}"),
-        ({"host.kernel": [2]}, "an odd kernel"),
-    ):
-        with pytest.raises(ValueError, match=r".") as error:
-            make_pool(1, host=cnn, family=family(**facts))
-        assert said in str(error.value)
-
-
-def test_a_held_out_context_may_not_be_one_of_training() -> None:
-    with pytest.raises(ValueError, match=r"host\.kernel 3 is a context of family\.train"):
-        FamilyConfig(train=[{"host.kernel": [1, 3]}], held_out=[{"host.kernel": [3]}])
-    with pytest.raises(ValueError, match=r"family\.train has none"):
-        FamilyConfig(held_out=[{"host.kernel": [3]}])
-    with pytest.raises(ValueError, match="no held-out contexts"):
-        ContextDistribution(FamilyConfig(train=[{"host.kernel": [3]}]), held_out=True)

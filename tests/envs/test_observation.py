@@ -286,19 +286,6 @@ def test_hidden_features_are_not_there_and_the_others_are_the_same(make_pool: Ma
     assert norm(progress.observation.features).shape == progress.observation.features.shape
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"hidden": ["scroe.0"]}, "no feature is called 'scroe.0'; did you mean 'score.0'"),
-        ({"shown": ["nothing*"]}, "no feature is called 'nothing\\*'"),
-        ({"hidden": ["*"]}, "shows no feature"),
-    ],
-)
-def test_a_pattern_that_shows_nothing_is_refused(make_pool: MakePool, config: dict[str, list[str]], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        make_pool(1, sight=ObservationConfig(**config))
-
-
 def test_an_episode_offers_as_many_slots_and_blueprints_as_its_context_says(make_pool: MakePool) -> None:
     """The RNG seed of the episode selects them; what is not on offer is masked and absent."""
     pool = make_pool(12, family=FamilyConfig(train=[{"offer.slots": [2], "offer.blueprints": [1, 2]}]))
