@@ -350,20 +350,3 @@ def test_a_deeper_host_is_loaded_with_the_settings_of_its_blocks_and_shared_bloc
     assert torch.equal(ours.eval()(x), theirs.eval()(x))
     with pytest.raises(ValueError, match="the blocks of 'blocks' share parameters"):
         host([3, 8, 8], 4, settings={"shared": True})
-
-
-def test_a_network_of_others_becomes_deeper_in_a_pool() -> None:
-    task = Synthetic([3, 8, 8], 4, train=64, validation=16, test=16)
-    host = partial(
-        Attached,
-        network="torchvision.models.VisionTransformer",
-        settings={"image_size": 8, "patch_size": 4, "num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32},
-        depth={"encoder.layers": 6},
-    )
-    pool = HostPool(task, task.load(), host, config=FAST_CONFIG, n_envs=1, device=torch.device("cpu"))
-    pool.reset([1])
-    step = pool.step(act(germinate(0, 0)))
-
-    assert pool.space.slot == ["encoder.layers.stack1", "encoder.layers.stack2"]
-    assert pool.space.blueprint == ["stack"]
-    assert [slot.occupied for slot in pool.envs[0].slots] == [True, False] and step.metrics.loss.isfinite().all()

@@ -1,3 +1,4 @@
+import io
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,10 @@ from esper_lightning.envs.measurements import EpochResult, LossAndScore, Trainin
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.stages import Stage
-from tests.decisions import WAIT, act, cull, germinate
+from esper_lightning.runtime.nested import iter_tensors
+from tests.decisions import WAIT, act, cull, fossilize, germinate
+from tests.runs import differences
+from tests.tiers import rest_is_slow
 
 CALM = GradientStats(norm=1.0, rms=0.1, vanished=0.0, exploded=0.0)
 
@@ -42,6 +46,45 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+SCRIPT = [  # actions of two environments, tick by tick
+    [germinate(0, 2), WAIT],
+    [WAIT, germinate(1, tempo=1)],
+    [germinate(1, 1, tempo=1), germinate(0, 1, tempo=1)],
+    [fossilize(0), cull(1)],
+    [germinate(2), WAIT],
+    [WAIT, germinate(1, 2)],
+    [cull(2), fossilize(0)],
+]
+
+
+@pytest.mark.parametrize("optimizer", rest_is_slow(["adam", "sgd"], {"adam"}))
+def test_an_episode_that_is_saved_at_any_tick_continues_bit_for_bit(
+    make_pool: Callable[..., HostPool], optimizer: str
+) -> None:
+    training = HostTraining(optimizer=optimizer, batches=2)
+    pool, other = (make_pool(2, horizon=len(SCRIPT), training=training) for _ in range(2))
+    pool.reset([1, 2])
+    stages = set()
+    for rows in SCRIPT:
+        stages |= {slot.stage for env in pool.envs for slot in env.slots}
+        torch.save(pool.state_dict(), file := io.BytesIO())
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+        assert len({tensor.untyped_storage().data_ptr() for tensor in iter_tensors(state["envs"][0])}) < 6
+        other.load_state_dict(state)
+        other.step(act(WAIT, WAIT))  # training in between must not change the saved state
+        other.load_state_dict(state)
+        for ours, theirs in zip(pool.step(act(*rows)), other.step(act(*rows)), strict=True):
+            assert differences(ours, theirs) == []
+        assert differences(pool.state_dict(), other.state_dict()) == []
+    # The script passes through every state that a seed can have between two ticks.
+    assert stages == set(Stage) - {Stage.GERMINATED, Stage.CULLED}
+    for env in other.envs:  # a resumed host holds no memory besides its own
+        moments = [value for state in env.optimizer.state.values() for value in state.values()]
+        own = [*moments, *env.network.parameters(), *env.network.buffers()]
+        assert moments and all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in own)
+
+
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
 def test_an_episode_in_a_used_environment_is_that_of_a_new_one(
     make_pool: Callable[..., HostPool], optimizer: str
@@ -58,25 +101,18 @@ def test_an_episode_in_a_used_environment_is_that_of_a_new_one(
     assert not same(first[:1], other[:1]), "another seed is another host"
 
 
-def test_a_tick_goes_over_the_data_without_repetition(make_pool: Callable[..., HostPool]) -> None:
+def test_a_tick_goes_over_the_data_without_repetition_until_all_were_seen(make_pool: Callable[..., HostPool]) -> None:
     env = make_pool(1, training=HostTraining(batch_size=32, batches=None)).envs[0]
-
     batches = env.draw_batches(samples=100).indices
     assert batches.shape == (3, 32)  # the incomplete last batch is dropped
     assert len(set(batches.flatten().tolist())) == 96
     assert set(batches.flatten().tolist()) <= set(range(100))
     assert not torch.equal(batches, env.draw_batches(100).indices), "the next tick has another order"
 
-
-def test_more_batches_than_one_pass_go_over_the_data_again(make_pool: Callable[..., HostPool]) -> None:
-    env = make_pool(1, training=HostTraining(batch_size=8, batches=7)).envs[0]
-
-    order = env.draw_batches(samples=20).indices.flatten()
-    assert len(order) == 56
-    for begin in (0, 20):
-        assert sorted(order[begin : begin + 20].tolist()) == list(range(20))
-    assert len(set(order[40:].tolist())) == 16
-    assert not torch.equal(order[:20], order[20:40])
+    order = make_pool(1, training=HostTraining(batch_size=8, batches=7)).envs[0].draw_batches(samples=20).indices
+    first, second, rest = order.flatten().split(20)
+    assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(20)) and len(set(rest.tolist())) == 16
+    assert not torch.equal(first, second)
 
 
 def test_the_host_and_other_seeds_keep_their_momentum_through_germination_and_cull(

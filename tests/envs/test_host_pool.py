@@ -1,5 +1,6 @@
 import random
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from esper_lightning.envs import HostPool, Op
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.rewards import ObjectiveConfig
 from esper_lightning.growth.stages import Stage
+from esper_lightning.tasks import AugmentConfig
 from tests.decisions import WAIT, act, germinate
 from tests.envs.episodes import random_actions, score_by_forward_pass
 
@@ -38,8 +40,9 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 def test_an_environment_does_not_depend_on_its_neighbours_nor_on_their_number(
     make_pool: Callable[..., HostPool],
 ) -> None:
+    make_pool = partial(make_pool, training=HostTraining(batches=2, augment=AugmentConfig(pad=1, flip=True)))
     among_eight = play_episode(make_pool(8), list(range(8)))
-    elsewhere = play_episode(make_pool(3), [40, 5, 41])
+    elsewhere = play_episode(make_pool(3, executor="threads"), [40, 5, 41])
 
     for member in (0, 5, 7):
         (alone,) = play_episode(make_pool(1), [member])
@@ -115,3 +118,18 @@ def test_the_global_random_state_is_neither_read_nor_changed(make_pool: Callable
 
     torch.manual_seed(2)
     assert same(first, episode())
+
+
+def test_what_the_host_sees_is_what_was_drawn_for_it(make_pool: Callable[..., HostPool]) -> None:
+    pool = make_pool(1, training=HostTraining(batch_size=8, batches=4, augment=AugmentConfig(flip=True)))
+    (env,), data, seen = pool.envs, pool.data.train, list[Tensor]()
+    state = env.generator.get_state()
+    drawn = env.draw_batches(data.samples)
+    env.generator.set_state(state)
+    env.network.register_forward_pre_hook(lambda network, args: seen.append(args[0].clone()))
+    pool.executor.train_epoch(pool.envs, data)
+
+    for image, i, flip in zip(
+        torch.cat(seen), drawn.indices.flatten(), drawn.augment_params.flip.flatten(), strict=True
+    ):
+        assert torch.equal(image, data.inputs[i].flip(2) if flip else data.inputs[i])
