@@ -105,9 +105,8 @@ def probe_action_space(
 ) -> tuple[ActionSpace, Tensor]:
     """Find the action space of a network, and which of P blueprints can grow in which slot, [K, P] bool.
 
-    `loss_of` runs a network on a batch and returns its loss, with a graph. The host, whose slots are empty, cannot be
-    used afterwards; it has the slots of `shared_space`, whose blueprints other hosts share. Raises ValueError if it has
-    no slots, or if a slot or a blueprint cannot be used at all.
+    `loss_of` runs a network on a batch and returns its loss, with a graph. The host, whose slots are empty and those of
+    `shared_space`, cannot be used afterwards. Raises ValueError if a slot or a blueprint cannot be used at all.
     """
     slots = slots_of(host)
     if not slots:
@@ -153,11 +152,11 @@ def discover_spaces(
     device: torch.device,
     shared_space: SharedSpace | None = None,
 ) -> tuple[SharedSpace | None, ActionSpace, dict[str, Tensor]]:
-    """Return the action space that hosts of every architecture of a family have in common.
+    """Find the action space that hosts of every architecture of a family have in common.
 
     Returns the slots and blueprints that are shared with other hosts (None: the architectures are alike), the action
-    space, and where a blueprint can grow in a slot of each architecture, [K, blueprints] bool. Raises ValueError as
-    `probe_action_space` does, or if a host has too few outputs, or if the task does not measure each sample.
+    space, and where a blueprint can grow in a slot of each architecture, [K, blueprints] bool. Raises ValueError if
+    hosts do not fit the task.
     """
     batch = data.train.to(device).batch(slice(config.training.batch_size))
 
@@ -294,12 +293,6 @@ class EnvFactory:
         if context.value(OFFERED_SLOTS) is None and context.value(OFFERED_BLUEPRINTS) is None:
             return growable
         return torch.tensor(select_offer(growable.tolist(), context, env.rng_seed))
-
-    @property
-    def num_privileged(self) -> int:
-        """Number of privileged features P; 0: nothing is hidden."""
-        encoded = len(self.context_distribution.encode(Context()))
-        return encoded + self.context_distribution.seeds_may_fail * len(self.space.slot) * len(self.space.blueprint)
 
     def privileged_features(self, env: HostEnv) -> list[float]:
         """Return the P privileged features of an episode: encoded context, then failing pairs of slot and blueprint."""

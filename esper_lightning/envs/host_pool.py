@@ -131,13 +131,6 @@ class HostPool:
         shared_space: Slots and blueprints shared with the hosts of other tasks, for one policy that grows all of them.
         governor: Rules by which the hosts are watched. None: no host is rolled back, and a host that runs out of memory
             is an error.
-
-    Attributes:
-        host_kind: Description of the hosts that differs between pools of different hosts.
-        executor_choice: Name or import path of the executor; the one that was chosen, where the setting is `auto`.
-        growable: True where a blueprint can grow in a slot of some host, whatever its episode offers, [K, blueprints].
-        privileged: Hidden context variables of each episode, [N, P] float, for the critic alone. None: nothing is
-            hidden.
     """
 
     autoreset = False  # a rollout is exactly one episode of every host
@@ -158,11 +151,9 @@ class HostPool:
         governor: GovernorConfig | None = None,
     ) -> None:
         check_compatible(config, data, n_envs, device=device)
-        self.config, self.device = config, device
+        self.task, self.config, self.device, self.clock = task, config, device, PhaseClock(device)
         self.n_envs, self.horizon = n_envs, config.horizon
         devices = [device] if host_devices is None else host_devices
-        self.task = task
-        self.clock = PhaseClock(device)
         factory = self.env_factory = EnvFactory(
             task,
             data.copy_to(devices),
@@ -174,9 +165,10 @@ class HostPool:
         )
         self.data, self.space, self.host_kind = factory.data, factory.space, factory.host_kind
         self.envs = [factory.make(index, index) for index in range(n_envs)]
+        # Where a blueprint can grow in a slot of some host, whatever its episode offers, [K, blueprints] bool.
         self.growable = torch.stack(list(factory.growable.values())).any(0)
-        kinds = factory.one_per_architecture()
-        self.executor_choice, self.executor = self._prepare_executor(config.executor, kinds)
+        # `executor_choice`: the setting, or what `auto` stands for.
+        self.executor_choice, self.executor = self._prepare_executor(config.executor, factory.one_per_architecture())
         self._score_dtype = self.envs[0].score_dtype
         builder = self.observation_builder = ObservationBuilder(
             self.envs,
@@ -184,11 +176,11 @@ class HostPool:
             self.growable,
             config=config.sight,
             device=device,
-            num_privileged=factory.num_privileged,
+            num_privileged=len(factory.privileged_features(self.envs[0])),
         )
         self.masks, self.masks_on_cpu = builder.masks, builder.masks_on_cpu
         self.observation, self.feature_names, self.rows = builder.observation, builder.names, builder.rows
-        self.privileged = builder.privileged
+        self.privileged = builder.privileged  # [N, P], hidden from all but the critic. None: nothing is hidden
         self.episode_starts = torch.zeros(n_envs, dtype=torch.bool, device=device)  # True after a rollback
         self.governor: GovernorConfig | None = None
         self.reset(range(n_envs))
@@ -242,7 +234,6 @@ class HostPool:
         return self.observation
 
     def _update_constants(self) -> None:
-        """Update what stays the same in an episode: privileged features, and what can grow in which host."""
         factory = self.env_factory
         growable = torch.stack([factory.growable_in(env) for env in self.envs])
         self.observation_builder.update_constants(growable, [factory.privileged_features(env) for env in self.envs])
@@ -257,7 +248,7 @@ class HostPool:
                 env.failure = None
 
     def _raise_failures(self) -> None:
-        """Raise MemoryError if a host ran out of memory in the measurement just made."""
+        """Raise MemoryError if a host has run out of memory."""
         for i, env in enumerate(self.envs):
             if env.failure is not None:
                 raise MemoryError(
@@ -274,9 +265,8 @@ class HostPool:
     def step(self, action: Action) -> StepResult:
         """Apply the actions, train every host for one epoch, validate it, and return the result.
 
-        One step makes two device-to-host transfers, the actions and all measurements together; a rollback adds one.
-
-        Raises ActionError, a ValueError, if the masks forbid an action; then no host has changed.
+        Two transfers come from the device: the actions, and all measurements together; a rollback adds one. Raises
+        ActionError, a ValueError, if the masks forbid an action; then no host has changed.
         """
         with self.clock.measure("bookkeeping"):
             executed = self.read_action(action)
@@ -308,8 +298,8 @@ class HostPool:
                     assert env.monitor is not None, "it gave the verdict"
                     restored = env.monitor.snapshot.view()["tick"] if judgement.outcome.diverged else None
                     verdicts.append(HostVerdict(env.tick, i, env.rng_seed, *judgement, restored))
-        rolled_back = {verdict.host for verdict in verdicts if verdict.decision.diverged}
-        if restored := [self.envs[i] for i in sorted(rolled_back)]:
+        rolled_back = [verdict.host for verdict in verdicts if verdict.decision.diverged]
+        if restored := [self.envs[i] for i in rolled_back]:
             with self.clock.measure("validate"):
                 validated = self.executor.validate(restored, self.data.validation)
             self._record_validations(restored, validated)
@@ -440,10 +430,7 @@ class HostPool:
 class SinglePool:
     """A network in a training of its own as a pool of one; what trains it calls `record` after every epoch.
 
-    Args:
-        env: The network with its record.
-        growable: True where a blueprint can grow in a slot, [K, blueprints] bool.
-        config: Horizon, lifecycle, actions, objective and observation; the rest is not used.
+    `growable`: where a blueprint can grow in a slot, [K, blueprints] bool. Of `config` the training is not used.
     """
 
     n_envs = 1

@@ -27,13 +27,9 @@ def join(parts: Sequence[Any]) -> Any:
 
 
 class MixedPool:
-    """Pools of different tasks, one task per pool, joined into one vector environment.
+    """Pools of different tasks, one per task by name, joined into one vector environment.
 
-    Args:
-        pools: Pool of each task by name. All have the same `SharedSpace`, horizon, reward and action choices.
-
-    Attributes:
-        privileged: One-hot encoding of each host's task, [N, tasks], for the critic alone.
+    All have the same `SharedSpace`, horizon, reward and action choices.
     """
 
     autoreset = False
@@ -49,8 +45,8 @@ class MixedPool:
             pool.clock = self.clock
         sizes = torch.tensor([pool.n_envs for pool in self.pools.values()])
         self.n_envs = int(sizes.sum())
-        task_one_hot = torch.eye(len(sizes)).repeat_interleave(sizes, 0)
-        self.privileged = task_one_hot.to(self.device)
+        # One-hot encoding of each host's task, [N, tasks], for the critic alone.
+        self.privileged = torch.eye(len(sizes)).repeat_interleave(sizes, 0).to(self.device)
         self.rows = first.rows
         pools_in_order = list(self.pools.values())
         self.observation: Observation = join([pool.observation for pool in pools_in_order])
