@@ -30,7 +30,7 @@ from esper_lightning.growth import Stage, stack
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stack import listed_order, sources_of
 from esper_lightning.runtime.registry import find_config
-from tests.rewards.ticks import EMPTY, host_step, slot_step
+from tests.rewards.ticks import host_step
 from tests.runs import CONFIGS, ROOT, Run, cli, forgotten_parts, only_run
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -355,8 +355,9 @@ def test_the_controller_is_compared_with_waiting(open_guide: OpenGuide, capsys: 
 def test_the_second_reward_charges_for_seeds_that_wait(open_guide: OpenGuide) -> None:
     open_guide("extending")
     importlib.import_module("parts")
-    long, short = (SlotStatus(Stage.PROBATIONARY, ticks, 9) for ticks in (3, 2))
-    step = host_step(slot_step(long), slot_step(short), slot_step(EMPTY), objective=0.75)
+    cases = ((Stage.PROBATIONARY, 3), (Stage.PROBATIONARY, 2), (Stage.DORMANT, 3))
+    slots = (SlotStatus(stage, ticks, 9, contribution=0.0, parameters=8, growth=0.1) for stage, ticks in cases)
+    step = host_step(*slots, objective=0.75)
 
     assert compute_terms(step, RewardConfig(mode="decisive")) == {"gain": 0.25, "waiting": -0.02}
 

@@ -11,15 +11,7 @@ from esper_lightning.envs.family import HostContext
 from esper_lightning.envs.flops import HostFlops, positions_per_parameter
 from esper_lightning.envs.governor import EpochStats, HostMonitor, Judgement, Verdict, veto_reasons
 from esper_lightning.envs.measurements import EpochResult, History, LossAndScore, Validation
-from esper_lightning.envs.rewards import (
-    REWARDS,
-    SMALLEST_HOST,
-    HostStep,
-    ObjectiveConfig,
-    SlotStatus,
-    SlotStep,
-    objective,
-)
+from esper_lightning.envs.rewards import REWARDS, SMALLEST_HOST, HostStep, ObjectiveConfig, SlotStatus, objective
 from esper_lightning.envs.snapshot import clone_tensors, pack, unpack
 from esper_lightning.growth.blueprints import initialise
 from esper_lightning.growth.counterfactual import SeedVariant
@@ -209,7 +201,6 @@ class StepStart(NamedTuple):
     ended: bool
     validation: Validation
     objective: float
-    slots: list[SlotStatus]
 
 
 class HostEnv(GrowthRecord):
@@ -307,13 +298,7 @@ class HostEnv(GrowthRecord):
     def begin_step(self, op: Op) -> None:
         """Remember the state before the action of a step."""
         assert self.validated is not None, "an episode begins with a validation"
-        self._step_start = StepStart(op, self.ended, self.validated, self.objective, self._slot_statuses())
-
-    def _slot_statuses(self) -> list[SlotStatus]:
-        """Return what the reward has to know of each slot, [K]; nothing if it does not depend on seeds."""
-        if not self.reward.depends_on_seeds:
-            return []
-        return [SlotStatus(slot.stage, slot.ticks_in_stage, slot.age, slot.size) for slot in self.slots]
+        self._step_start = StepStart(op, self.ended, self.validated, self.objective)
 
     @property
     def flops_left(self) -> float | None:
@@ -373,7 +358,6 @@ class HostEnv(GrowthRecord):
         The tick count moves on in every case. `result` is None if the host's episode has ended, or if it ran out of
         memory. Returns the stage changes of seeds, and the Governor's judgement if the host is `judged`.
         """
-        self._slots_after_action = self._slot_statuses()  # training does not change them
         if self.ended:
             self.tick += 1
             return [], None
@@ -419,19 +403,13 @@ class HostEnv(GrowthRecord):
         # J with fossilized seeds only: the charge is the same, so J differs by the score.
         kept_before = start.objective - first.all_seeds.score + first.fossilized.score
         kept = self.objective - last.all_seeds.score + last.fossilized.score
-        host = max(self.host_parameters, SMALLEST_HOST)
-        slots = tuple(
-            SlotStep(
-                before=before,
-                after_action=self._slots_after_action[k],
-                after=after,
-                score_at_germination=self.score_at_germination[k],
-                contribution_before=first.contributions[k],
-                contribution=last.contributions[k],
-                growth=self._slots_after_action[k].parameters / host,
+        slots: tuple[SlotStatus, ...] = ()
+        if self.reward.depends_on_seeds:
+            host, points = max(self.host_parameters, SMALLEST_HOST), last.contributions
+            slots = tuple(
+                SlotStatus(slot.stage, slot.ticks_in_stage, slot.age, points[k], slot.size, slot.size / host)
+                for k, slot in enumerate(self.slots)
             )
-            for k, (before, after) in enumerate(zip(start.slots, self._slot_statuses(), strict=True))
-        )
         return HostStep(
             op=start.op.name,
             already_ended=start.ended,

@@ -52,27 +52,14 @@ def objective(score: Tensor, parameters: Tensor, host_parameters: Tensor | int, 
 
 
 class SlotStatus(NamedTuple):
-    """State of a slot at one moment."""
+    """State of a slot after an environment step."""
 
     stage: Stage  # DORMANT for an empty slot
     ticks_in_stage: int
     age: int  # ticks since the seed was germinated
-    parameters: int = 0  # of the seed, fossilized or not; 0 for an empty slot
-
-
-class SlotStep(NamedTuple):
-    """One slot in one environment step. Contributions are in points of 100, 0 for a seed that is not blended.
-
-    The state `before` the action, right `after_action`, before the host trains, and `after` the step.
-    """
-
-    before: SlotStatus
-    after_action: SlotStatus
-    after: SlotStatus
-    score_at_germination: float  # of the host; 0: the slot has had no seed
-    contribution_before: float  # as last measured before the action
-    contribution: float
-    growth: float  # parameters of the seed that trained in this step, divided by those of the host, or by 200 if more
+    contribution: float  # in points of 100; 0 for a seed that is not blended
+    parameters: int  # of the seed, fossilized or not; 0 for an empty slot
+    growth: float  # `parameters` divided by those of the host, or by 200 if that is more
 
 
 class HostStep(NamedTuple):
@@ -96,7 +83,7 @@ class HostStep(NamedTuple):
     score: float
     fossilized_score: float
     loss: float
-    slots: tuple[SlotStep, ...]
+    slots: tuple[SlotStatus, ...]
     """One record per slot, [K]; empty for a reward that does not depend on seeds."""
 
 

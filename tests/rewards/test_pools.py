@@ -106,16 +106,12 @@ def test_a_reward_reads_the_contributions_and_sizes_of_seeds(pool_of: Callable[.
     pool.step(act(WAIT))
     now = [points() - points(without=slot.name) for slot in env.slots]
     ticks = env.reward_step(diverged=False).slots
-    assert [tick.contribution_before for tick in ticks] == pytest.approx(then, abs=1e-3)
     assert [tick.contribution for tick in ticks] == pytest.approx(now, abs=1e-3)
     assert then != now and all(now[:2]) and now[2] == 0.0
     seeds = [sum(part.numel() for part in slot.seed.parameters()) for slot in env.slots]
-    assert [tick.after_action.parameters for tick in ticks] == seeds and all(seeds[:2]) and seeds[2] == 0
+    assert [tick.parameters for tick in ticks] == seeds and all(seeds[:2]) and seeds[2] == 0
     assert [tick.growth * env.host_parameters for tick in ticks] == pytest.approx(seeds)
-    pool.step(act(cull(0)))
-    gone = env.reward_step(diverged=False).slots[0]
-    stages = [status.stage for status in (gone.before, gone.after_action, gone.after)]
-    assert stages == [Stage.PROBATIONARY, Stage.CULLED, Stage.EMBARGOED]
+    assert [tick.stage for tick in ticks] == [Stage.PROBATIONARY, Stage.PROBATIONARY, Stage.DORMANT]
 
 
 @pytest.mark.parametrize("mode", [*ALL, "sizes"])
