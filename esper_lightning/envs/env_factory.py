@@ -70,12 +70,6 @@ class PaddedSlots(nn.ModuleList):
         return x
 
 
-def describe_host(network: nn.Module) -> str:
-    """Return a short description that differs between host architectures."""
-    shapes = repr([(name, tuple(p.shape)) for name, p in network.named_parameters()])
-    return f"{count_parameters(network)} parameters, layout {zlib.crc32(shapes.encode()):08x}"
-
-
 def build_host(
     host: HostFactory, data: TaskData, context: Context, device: torch.device, shared_space: SharedSpace | None
 ) -> nn.Module:
@@ -220,7 +214,10 @@ class EnvFactory:
             name: build_host(host, self.data, context, devices[0], self.shared_space)
             for name, context in architectures.items()
         }
-        kinds = {name: describe_host(network) for name, network in built.items()}
+        kinds = {}  # descriptions, which differ between architectures
+        for name, network in built.items():
+            shapes = repr([(parameter, tuple(p.shape)) for parameter, p in network.named_parameters()])
+            kinds[name] = f"{count_parameters(network)} parameters, layout {zlib.crc32(shapes.encode()):08x}"
         sample = self.data.train.batch(slice(1)).inputs
         self.host_flops = {name: measure_flops(network, sample) for name, network in built.items()}
         of_training = [kinds[name] for name in dict.fromkeys(one.architecture_name for one in family.contexts())]

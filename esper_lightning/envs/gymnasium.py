@@ -26,8 +26,7 @@ class GymVector:
         envs: Environments with `AutoresetMode.SAME_STEP`, in which every step belongs to an episode.
         horizon: Steps of a rollout.
         device: Device of observations, rewards and masks. None: torch's default.
-        mask: Key of the action mask in the environments' info: a row of flags per environment, one for each choice of
-            each head.
+        mask: Key of the action mask in the environments' info: a flag for each choice of each head.
     """
 
     autoreset = True

@@ -355,13 +355,13 @@ class HostEnv(GrowthRecord):
     def finish_step(self, result: EpochResult | None, judged: bool = True) -> tuple[list[SeedEvent], Judgement | None]:
         """Record the result of a host epoch and advance the seeds, or roll the host back, which must then be validated.
 
-        The tick count moves on in every case. `result` is None if the host's episode has ended, or if it ran out of
+        The tick count moves on in any case. `result` is None if the episode has ended, or if the host ran out of
         memory. Returns the stage changes of seeds, and the Governor's judgement if the host is `judged`.
         """
         if self.ended:
             self.tick += 1
             return [], None
-        judgement = self._judge(result) if judged and self.monitor is not None else None
+        judgement = self._judge(result) if judged else None
         if judgement is not None and judgement.outcome.diverged:
             return self.roll_back(judgement.outcome is Verdict.END, judgement.outcome.value), judgement
         assert result is not None, "only a failure leaves no result"
@@ -432,18 +432,18 @@ class HostEnv(GrowthRecord):
         """Return the Governor's reasons to veto an action; an empty list allows it."""
         return [] if self.monitor is None else veto_reasons(Op(action[0]).name, self.monitor.governor_state)
 
-    def _judge(self, result: EpochResult | None) -> Judgement:
-        """Return the monitor's judgement on a host epoch. `result` is None if the host ran out of memory."""
-        assert self.monitor is not None, "the host is watched"
+    def _judge(self, result: EpochResult | None) -> Judgement | None:
+        """Return the monitor's judgement on a host epoch; `result` is None if the host ran out of memory."""
+        if self.monitor is None:
+            return None
         if self.failure is not None:
             return self.monitor.judge_failure(self.failure)
         assert result is not None, "only a failure leaves no result"
         training, validation = result
-        stats = (training.host_gradient, *training.seed_gradients)
         # With loss scaling, gradients overflow fp16 occasionally, and the optimizer skips those steps.
-        gradients = () if self.loss_scale is not None else tuple(stat.norm for stat in stats)
+        stats = (training.host_gradient, *training.seed_gradients) if self.loss_scale is None else ()
+        epoch_stats = EpochStats(validation.all_seeds.loss, training.loss, tuple(stat.norm for stat in stats))
         alphas = [slot.alpha_now if slot.blended else 0.0 for slot in self.slots]
-        epoch_stats = EpochStats(validation.all_seeds.loss, training.loss, gradients)
         return self.monitor.judge(epoch_stats, training.skipped_steps, alphas)
 
     def take_snapshot(self) -> None:

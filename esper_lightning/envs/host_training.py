@@ -38,7 +38,6 @@ LR_SCHEDULES: dict[str, Callable[[float], float]] = {
 MAX_BATCHES = 100_000
 """Largest number of minibatches in a host epoch; their indices are drawn before the epoch and kept in memory."""
 
-
 INITIAL_LOSS_SCALE = 2.0**12
 """Loss scale in fp16. Eight digits hosts skipped 3 of their first 64 steps; with torch's 2^16, 26."""
 
@@ -88,7 +87,6 @@ class LossScale:
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a state of `state_dict`."""
         self.set(**state)
 
 

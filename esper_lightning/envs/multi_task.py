@@ -104,9 +104,11 @@ class MixedPool:
         results = []
         for pool, span in self._pool_slices():
             result = pool.step(Action(*(part[span] for part in action)))
-            for records in (result.events, result.verdicts, result.vetoes):
-                records[:] = [record._replace(host=record.host + span.start) for record in records]
-            results.append(result)
+            renumbered = {
+                name: [record._replace(host=record.host + span.start) for record in getattr(result, name)]
+                for name in ("events", "verdicts", "vetoes")
+            }
+            results.append(result._replace(**renumbered))
         self._copy_from_pools()
         stored = {"observation": self.observation, "masks": self.masks}
         names = [name for name in StepResult._fields if name not in stored]

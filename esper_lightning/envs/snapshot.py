@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, chain
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,13 +22,11 @@ Kind = tuple[torch.device, torch.dtype]  # tensors of a kind share a memory
 
 PLACEHOLDER = torch.empty(0)  # in a state that has been taken apart, in place of each of its tensors
 
-KindT = TypeVar("KindT")
 
-
-class TensorSpec(NamedTuple, Generic[KindT]):
+class TensorSpec(NamedTuple):
     """Description of a tensor in a memory that it shares with others of its kind."""
 
-    kind: KindT
+    kind: Any  # a `Kind`, or its index
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
@@ -43,7 +41,7 @@ class Snapshot:
         self._stream = partial(torch.cuda.current_stream, device) if device.type == "cuda" else None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._template: Any = None
-        self._specs: Sequence[TensorSpec[Kind]] = ()
+        self._specs: Sequence[TensorSpec] = ()
         self._numbers: dict[Kind, Tensor] = {}
         self._copied: torch.Event | None = None
 
@@ -85,9 +83,8 @@ class Snapshot:
 def pack(state: Any) -> dict[str, Any]:
     """Return a copy of a nested state of dicts, lists, numbers and tensors as plain data with few tensors.
 
-    The key `template` has the state with an empty tensor in place of each tensor, `numbers` the elements of all tensors
-    of a kind (a data type on a device), and `layout` for each tensor the index of its kind, its number of axes, its
-    shape and its strides.
+    `template` is the state with an empty tensor in place of each tensor, `numbers` has the elements of all tensors of a
+    kind, and `layout` for each tensor the index of its kind, its number of axes, its shape and its strides.
     """
     template, specs, rows = take_apart(state)
     kinds = list(rows)
@@ -113,13 +110,10 @@ def unpack(packed: Any) -> Any:
         raise ValueError(f"the state of a host is damaged: {error!r}") from error
 
 
-def take_apart(state: Any) -> tuple[Any, list[TensorSpec[Kind]], dict[Kind, list[Tensor]]]:
-    """Separate a nested state of dicts, lists, numbers and tensors from its tensors.
-
-    Returns the state with a placeholder for every tensor, descriptions of the tensors in the order of the state, and
-    the numbers of each tensor in one row, by kind; rows are views where they can be.
-    """
-    specs: list[TensorSpec[Kind]] = []
+def take_apart(state: Any) -> tuple[Any, list[TensorSpec], dict[Kind, list[Tensor]]]:
+    """Return a nested state with a placeholder for every tensor, their descriptions in the order of the state, and the
+    numbers of each tensor in one row, by kind; rows are views where they can be."""
+    specs: list[TensorSpec] = []
     rows: dict[Kind, list[Tensor]] = {}
 
     def take_out(tensor: Tensor) -> Tensor:
@@ -134,7 +128,7 @@ def take_apart(state: Any) -> tuple[Any, list[TensorSpec[Kind]], dict[Kind, list
     return _convert(state, take_out), specs, rows
 
 
-def put_together(template: Any, specs: Sequence[TensorSpec[KindT]], numbers: Mapping[KindT, Tensor]) -> Any:
+def put_together(template: Any, specs: Sequence[TensorSpec], numbers: Mapping[Any, Tensor]) -> Any:
     """Return the state of `take_apart` with its tensors as views of `numbers`, the joined rows of each kind."""
     ends = {kind: memory.storage_offset() for kind, memory in numbers.items()}
     tensors: list[Tensor] = []
