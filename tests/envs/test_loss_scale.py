@@ -48,17 +48,6 @@ def test_whatever_overflows_scales_and_steps_are_those_of_torch(pattern: list[tu
             assert (own.scale.item(), own.good_steps.item()) == (scales[i], good_steps[i]) == expected
 
 
-def test_a_state_goes_on_in_another_scale() -> None:
-    (weight, optimizer), ours, other = weight_and_optimizer(), LossScale(CPU), LossScale(CPU)
-    ours.set(torch.tensor(8.0), torch.tensor(5))
-    other.load_state_dict(ours.state_dict())
-    weight.grad = torch.tensor(16.0)
-    other.unscale(optimizer)
-
-    assert weight.grad == 2.0
-    assert other.good_steps == 5
-
-
 def half_pool(executor: str, optimizer: str = "adam") -> HostPool:
     """Return a pool of 3 hosts in fp16 with training and blended seeds; the second host overflows."""
     training = HostTraining(lr=0.02, batches=4, batch_size=16, precision="fp16", optimizer=optimizer)

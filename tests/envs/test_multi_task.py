@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.envs import ActionConfig, HostPool, MixedPool, Op
 from esper_lightning.envs.env_factory import SharedSpace, pad_slots, union_of_slots
 from esper_lightning.growth.attach import attach_slots
@@ -158,21 +157,3 @@ def test_a_host_that_is_a_sequence_of_layers_can_lack_a_place(common: SharedSpac
 
     assert torch.equal(host(x), before)
     assert list(slots_of(host)) == ["place1", "place2", "place3"]
-
-
-def test_a_policy_grows_them_all(common: SharedSpace, make_policy: Any) -> None:
-    mixed = mixed_pool(common)
-    policy = make_policy(mixed)
-    with torch.no_grad():
-        policy.heads.tables["op"].layers[2].bias[Op.GERMINATE] = 9.0
-    controller = LearnedController(policy, nn.Identity())
-    mixed.reset(SEEDS)
-    controller.reset(mixed)
-    grown = set()
-
-    for _ in range(mixed.horizon):
-        step = mixed.step(controller.act(mixed))
-        grown |= {(event.host, event.slot) for event in step.events}
-
-    assert {host for host, _ in grown} == {0, 1, 2}
-    assert (2, "place3") not in grown

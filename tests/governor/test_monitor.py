@@ -8,7 +8,6 @@ import torch
 from esper_lightning.envs.governor import (
     EpochStats,
     GovernorConfig,
-    GovernorState,
     HostMonitor,
     Judgement,
     Verdict,
@@ -61,27 +60,6 @@ def test_a_snapshot_is_due_after_enough_healthy_epochs_and_never_after_another_o
             watched.take_snapshot(state(loss))
     # Two healthy epochs, a spike, a third one: due. One more, then a rollback, which restarts the count.
     assert due == [False] * 3 + [True] + [False] * 5 + [True, False]
-
-
-def test_a_new_episode_knows_nothing_of_the_last_one() -> None:
-    watched = guard()
-    tick(watched, math.nan, alphas=(1.0, 1.0))
-    for _ in range(2):
-        tick(watched, alphas=(1.0, 1.0))
-    watched.reset()
-
-    assert watched.governor_state == GovernorState()
-    assert [tick(watched, loss).outcome for loss in (1.0, 1.0, 9.0)] == [HEALTHY, HEALTHY, SUSPICIOUS]
-    verdict = tick(watched, math.nan)
-    assert verdict.outcome is ROLL_BACK, "as many are allowed as ever"
-
-
-def test_a_host_that_cannot_go_on_is_given_up_at_once() -> None:
-    watched = guard()
-    tick(watched)
-    verdict = watched.judge_failure("out of memory: no more")
-
-    assert verdict == (END, "out of memory: no more") and verdict.outcome.diverged
 
 
 @pytest.mark.parametrize("losses", [(), (1.0, 1.0, 1.0, 9.0), (1.0, math.nan, 1.0), (math.nan, math.nan)])
