@@ -17,7 +17,7 @@ from torchmetrics import ExplainedVariance, MeanSquaredError, MetricCollection
 
 from esper_lightning.callbacks import RolloutState
 from esper_lightning.controllers.learned import LearnedController
-from esper_lightning.datamodules.hosts import HostPoolData, PolicyData, attached_data
+from esper_lightning.datamodules import HostPoolData, PolicyData, attached_data
 from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.comparison import ComparisonResult, EvaluationConfig
 from esper_lightning.evaluation.report import EVALUATION_FOLDER, compare

@@ -12,7 +12,7 @@ from torch.optim import Adam
 
 from esper_lightning.callbacks import RolloutState
 from esper_lightning.cli.commands import EsperCLI
-from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.datamodules import HostPoolData
 from esper_lightning.envs import ActionConfig, EnvConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.module import ADAM_EPS, TamiyoModule

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from lightning import Trainer
 
-from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.datamodules import HostPoolData
 from esper_lightning.envs import EnvConfig
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.losses import PPOConfig

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
-from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.datamodules import HostPoolData
 from esper_lightning.ppo.collector import RolloutSummary
 from esper_lightning.ppo.distribution import draw_rows
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms

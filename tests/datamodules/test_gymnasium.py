@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from esper_lightning.callbacks import RolloutState
 from esper_lightning.controllers.learned import LearnedController
-from esper_lightning.datamodules.gymnasium import VectorData
+from esper_lightning.datamodules import VectorData
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.losses import Anneal, PPOConfig
 from esper_lightning.ppo.policy import PolicyConfig

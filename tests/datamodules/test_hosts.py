@@ -12,7 +12,7 @@ from lightning import Trainer
 from torch import Tensor
 
 from esper_lightning.controllers.rules import WaitOnly
-from esper_lightning.datamodules.hosts import HostPoolData, TickLoader, find_host_devices
+from esper_lightning.datamodules import HostPoolData, TickLoader, find_host_devices
 from esper_lightning.envs import EnvConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.runtime.ranks import local_world
