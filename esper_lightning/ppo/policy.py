@@ -34,6 +34,7 @@ from esper_lightning.ppo.distribution import (
     masked_log_softmax,
     select_row,
 )
+from esper_lightning.runtime.nested import map_tensors
 
 SMALL_GAIN = 0.01
 """Gain of the layers that end in logits: at first all choices are about equally likely."""
@@ -110,8 +111,7 @@ class Hidden(NamedTuple):
 
     def first(self) -> "Hidden":
         """Return the features of the first step."""
-        slots, blueprints = (None if part is None else part[0] for part in self[1:])
-        return Hidden(self.core[0], slots, blueprints)
+        return map_tensors(self, lambda part: part[0])
 
 
 def linear(inputs: int, outputs: int, gain: float = math.sqrt(2)) -> nn.Linear:
@@ -216,9 +216,9 @@ class HostHeads(nn.Module):
         chosen: dict[str, Tensor] = {}
         for head in self.sizes:
             if HOST_PARENTS.get(head) == "slot":
-                of_chosen = torch.arange(len(core), device=core.device), chosen["slot"]
-                logits = self.table(head, core, blueprints[of_chosen].unsqueeze(1), slots[of_chosen].unsqueeze(1))
-                mask = masks.blueprint[of_chosen] if head == "blueprint" else torch.ones_like(logits[:, 0]).bool()
+                place = torch.arange(len(core), device=core.device), chosen["slot"]
+                logits = self.table(head, core, blueprints[place].unsqueeze(1), slots[place].unsqueeze(1))
+                mask = masks.blueprint[place] if head == "blueprint" else torch.ones_like(logits[:, 0]).bool()
                 logits = logits.squeeze(-2)
             else:
                 table, row = self.table(head, core, blueprints, slots), chosen.get(HOST_PARENTS.get(head, ""))
@@ -326,24 +326,13 @@ class Policy(nn.Module):
 
     def forward(
         self,
-        observation: Observation,
-        state: RecurrentState,
-        masks: Any,
-        starts: Tensor,
-        privileged: Tensor | None = None,
+        observation: Observation,  # [T, N, …] with normalised features
+        state: RecurrentState,  # before the first step
+        masks: Any,  # [T, N, …]
+        starts: Tensor,  # [T, N] bool: the state is reset before this step
+        privileged: Tensor | None = None,  # [T, N, P] normalised; required if the critic is asymmetric
     ) -> tuple[Any, Tensor, RecurrentState]:
-        """Process T steps of N environments.
-
-        Args:
-            observation: [T, N, …], features normalised.
-            state: Recurrent state before the first step.
-            masks: [T, N, …].
-            starts: [T, N] bool: the state is reset before this step.
-            privileged: [T, N, P], normalised; required if the critic is asymmetric.
-
-        Returns:
-            The distribution over actions [T, N], normalised values [T, N], and the state after the last step.
-        """
+        """Return the distribution over actions and the normalised values, [T, N], and the state after the last step."""
         hidden, state = self._encode(observation, state, starts)
         return self.heads.distribution(hidden, masks), self.estimate_value(hidden, privileged), state
 

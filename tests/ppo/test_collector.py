@@ -15,8 +15,9 @@ from esper_lightning.envs.seeding import EVALUATION, TRAINING, episode_rng_seeds
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms
 from esper_lightning.ppo.policy import Policy, RecurrentState
-from esper_lightning.ppo.rollout_buffer import Rollout, tensors_of
+from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.ppo.running_norm import RunningMeanStd, make_norm
+from esper_lightning.runtime.nested import iter_tensors
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
 from tests.ppo.loops import total
 from tests.runs import differences
@@ -276,7 +277,7 @@ def test_what_is_filled_every_tick_is_allocated_once(
     def tensors() -> Iterator[Tensor]:
         yield from (*loop.pool.observation, *loop.pool.masks, loop.raw_features, loop.starts)
         buffer = loop.buffer
-        yield from (*tensors_of(buffer.steps), *buffer.state)
+        yield from (*iter_tensors(buffer.steps), *buffer.state)
 
     before = list(tensors())
     pointers = [tensor.data_ptr() for tensor in before]

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from esper_lightning.ppo.collector import RolloutCollector
-from esper_lightning.ppo.rollout_buffer import Rollout, tensors_of
+from esper_lightning.ppo.rollout_buffer import Rollout
+from esper_lightning.runtime.nested import iter_tensors
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def test_the_sequences_of_some_environments_are_those_columns_of_everything(roll
         state=type(rollout.state)(torch.arange(5.0)[:, None], 10 + torch.arange(5.0)[:, None])
     ).select_envs(torch.tensor([3, 0]))
 
-    for ours, theirs in zip(tensors_of(some[:3]), tensors_of(rollout[:3]), strict=True):
+    for ours, theirs in zip(iter_tensors(some[:3]), iter_tensors(rollout[:3]), strict=True):
         assert torch.equal(ours, theirs[:, [3, 0]])
     # The recurrent state has no time axis.
     assert (some.state.hidden.flatten().tolist(), some.state.cell.flatten().tolist()) == ([3.0, 0.0], [13.0, 10.0])

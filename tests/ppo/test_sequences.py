@@ -5,7 +5,7 @@ import torch
 
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
-from esper_lightning.ppo.rollout_buffer import tensors_of
+from esper_lightning.runtime.nested import iter_tensors
 from tests.cue import CueMemory
 from tests.ppo.loops import cue_loop, play
 from tests.runs import differences
@@ -24,7 +24,7 @@ def test_shorter_sequences_hold_the_same_steps() -> None:
     (a, _), (b, _) = whole.finish(), cut.finish()
 
     assert b.targets.shape == (4, 3 * ENVS) and b.state.hidden.shape == (3 * ENVS, 8)
-    for ours, theirs in zip(tensors_of(b[:3]), tensors_of(a[:3]), strict=True):
+    for ours, theirs in zip(iter_tensors(b[:3]), iter_tensors(a[:3]), strict=True):
         assert torch.equal(torch.cat([ours[:, i * ENVS : (i + 1) * ENVS] for i in range(3)]), theirs)
     assert torch.equal(b.state.hidden[:ENVS], a.state.hidden)
     assert b.state.hidden[ENVS:].any(), "the later ones begin with what was remembered"
