@@ -21,7 +21,7 @@ from esper_lightning.tasks import Digits
 from tests.cue import CueMemory
 from tests.ppo.loops import cue_loop, play, total
 from tests.ranks import StopAt, fit_in_ranks
-from tests.runs import differences, load, only_run, tiny_host, with_callback
+from tests.runs import HORIZON, differences, load, only_run, tick_of, tiny_host, with_callback
 from tests.threads import Meeting, ThreadRanks, run_in_threads
 
 GAMES, TICKS = 64, 6
@@ -169,7 +169,7 @@ def test_several_processes_train_the_policy_and_the_hosts_of_one(
     assert {path.name for path in only_run(tmp_path).folder.iterdir()} >= {"config.yaml", "events.jsonl", "run.json"}
 
 
-def told(root: Path) -> tuple[list[str], list[dict[str, str]]]:
+def records_of(root: Path) -> tuple[list[str], list[dict[str, str]]]:
     """Return what a run has told but for times: its events, sorted, and the rows of its closing comparison."""
     folder = only_run(root).folder
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
@@ -192,7 +192,7 @@ def test_several_processes_tell_once_what_one_tells_of_all_hosts(tmp_path: Path)
     fit_in_ranks(1, tmp_path / "alone", *flags)
     fit_in_ranks(2, tmp_path / "together", *flags)
 
-    assert told(tmp_path / "together") == told(tmp_path / "alone")
+    assert records_of(tmp_path / "together") == records_of(tmp_path / "alone")
 
 
 @pytest.mark.slow
@@ -208,3 +208,20 @@ def test_a_run_goes_on_with_any_number_of_processes(alone: dict, tmp_path: Path)
     resumed = load(last)
     assert differences(resumed["HostPoolData"]["pool"]["envs"], alone["HostPoolData"]["pool"]["envs"]) == []
     assert distance(resumed, alone) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("tick", "rank"), [(1, 0), (HORIZON + 3, 1)])
+def test_sigterm_to_either_process_saves_the_tick_and_the_run_goes_on_bit_for_bit(
+    tick: int, rank: int, tmp_path: Path
+) -> None:
+    fit_in_ranks(2, tmp_path / "whole", *HOSTS)
+    fit_in_ranks(2, tmp_path / "stopped", *HOSTS, *with_callback(StopAt, tick=tick, rank=rank), code=143)
+
+    last = only_run(tmp_path / "stopped").last
+    assert tick_of(last) == tick
+    fit_in_ranks(2, tmp_path / "stopped", *HOSTS, "--ckpt_path", str(last))
+    ended, whole = load(last), checkpoint(tmp_path / "whole")
+    for part in ("state_dict", "optimizer_states", "HostPoolData"):
+        assert differences(ended[part], whole[part]) == []
