@@ -11,17 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
-from esper_lightning.datamodules import HostPoolData
 from esper_lightning.ppo.collector import RolloutSummary
 from esper_lightning.ppo.distribution import draw_rows
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
 from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.runtime.ranks import Ranks
-from esper_lightning.tasks import Digits
 from tests.cue import CueMemory
 from tests.ppo.loops import cue_loop, play, total
 from tests.ranks import StopAt, fit_in_ranks
-from tests.runs import HORIZON, differences, load, only_run, tick_of, tiny_host, with_callback
+from tests.runs import HORIZON, differences, load, only_run, tick_of, with_callback
 from tests.threads import Meeting, ThreadRanks, run_in_threads
 
 GAMES, TICKS = 64, 6
@@ -107,14 +105,8 @@ def test_the_environments_of_every_task_are_shared_evenly_and_joined_in_their_or
     assert [one.rows(numbers).tolist() for one in ranks] == [one.own for one in ranks]
     assert ranks[0].join([one.rows(numbers.expand(3, 6), 1) for one in ranks], 1).tolist() == [list(range(6))] * 3
     assert ranks[0].join([one.own for one in ranks]) == list(range(6))
-
-
-@pytest.mark.parametrize(("hosts", "way_out"), [(1, "set their number to 2"), (5, "set their number to 4 or 6")])
-def test_hosts_that_cannot_be_shared_evenly_are_refused(hosts: int, way_out: str) -> None:
-    data = HostPoolData(Digits(), tiny_host, n_envs=hosts)
-
-    with pytest.raises(ValueError, match=f"cannot be shared evenly by 2 processes; {way_out}"):
-        data.build(torch.device("cpu"), rank=0, world=2)
+    with pytest.raises(ValueError, match="cannot be shared evenly by 2 processes; set their number to 4 or 6"):
+        Ranks([2, 5], 0, 2)
 
 
 def test_ranks_draw_what_one_process_draws() -> None:

@@ -285,28 +285,17 @@ def test_choices_of_any_space_agree_with_enumeration(space: ChoiceSpace) -> None
             assert drawn.choice_probability()[n, i].item() == float(count > 1)
 
 
-@pytest.mark.parametrize("kind", ["host", *SPACES])
-def test_actions_are_drawn_as_often_as_they_are_likely(kind: str) -> None:
-    times = 20_000
-    if kind == "host":
-        masks, logits = random_masks(1, seed=2), random_logits(1, seed=2, spread=0.7)
-        many = HostDistribution(
-            {head: table.expand(times, -1, -1) for head, table in logits.items()},
-            Masks(*(mask.expand(times, *mask.shape[1:]) for mask in masks)),
-        )
-        expected = probabilities(logits, masks, 0, possible_actions(masks, 0))
-        drawn = torch.stack(many.sample(torch.Generator().manual_seed(0)), -1).tolist()
-    else:
-        space = SPACES[kind]
-        one = choice_distribution(space, n=1)
-        masks = ChoiceMasks(*(part.expand(times, *part.shape[1:]) for part in space.full_masks(1, CPU)))
-        if space.masked:
-            flags = torch.cat([mask.flatten(1) for mask in one.masks.values()], 1)
-            masks = masks._replace(possible=flags.expand(times, -1))
-        tables = {head: table.expand(times, -1, -1) for head, table in one.log_probs.items()}
-        every = product(*map(range, space.sizes.values()))
-        expected = {row: one.log_prob(ChoiceAction(torch.tensor([row]))).exp().item() for row in every}
-        drawn = ChoiceDistribution(tables, masks, space).sample(torch.Generator().manual_seed(0)).indices.tolist()
+@each_space
+def test_choices_are_drawn_as_often_as_they_are_likely(space: ChoiceSpace) -> None:
+    times, few = 20_000, choice_distribution(space, n=1)
+    masks = ChoiceMasks(*(part.expand(times, *part.shape[1:]) for part in space.full_masks(1, CPU)))
+    if space.masked:
+        flags = torch.cat([mask.flatten(1) for mask in few.masks.values()], 1)
+        masks = masks._replace(possible=flags.expand(times, -1))
+    tables = {head: table.expand(times, -1, -1) for head, table in few.log_probs.items()}
+    every = product(*map(range, space.sizes.values()))
+    expected = {row: few.log_prob(ChoiceAction(torch.tensor([row]))).exp().item() for row in every}
+    drawn = ChoiceDistribution(tables, masks, space).sample(torch.Generator().manual_seed(0)).indices.tolist()
 
     counts = dict.fromkeys(expected, 0)
     for action in drawn:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from esper_lightning.envs import Op
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import (
     Anneal,
@@ -28,6 +27,8 @@ from esper_lightning.ppo.losses import (
 )
 from esper_lightning.ppo.policy import Policy
 from esper_lightning.ppo.rollout_buffer import Rollout
+from tests.ppo import reference
+from tests.ppo.loops import play
 
 
 @pytest.mark.parametrize(
@@ -81,27 +82,18 @@ def samples(draw: st.DrawFn) -> Sample:
     return Sample(numbers(), numbers(), numbers(), flags(), flags())
 
 
-def by_definition(s: Sample, gamma: float, lam: float) -> Tensor:
-    """Return A_t = sum over l of (gamma·lam)^l · delta_{t+l}, up to the end of the episode."""
-    steps, envs = s.rewards.shape
-    advantages = torch.zeros(steps, envs, dtype=torch.float64)
-    for n in range(envs):
-        for t in range(steps):
-            for k in range(t, steps):
-                bootstrap = 0.0 if s.terminated[k, n] else gamma * s.next_values[k, n]
-                advantages[t, n] += (gamma * lam) ** (k - t) * (s.rewards[k, n] + bootstrap - s.values[k, n])
-                if s.terminated[k, n] or s.truncated[k, n]:
-                    break
-    return advantages
-
-
 @given(sample=samples(), gamma=st.floats(0.0, 1.0), lam=st.floats(0.0, 1.0))
 def test_gae_matches_its_definition(sample: Sample, gamma: float, lam: float) -> None:
     advantages, returns = gae(**sample._asdict(), gamma=gamma, lam=lam)
 
-    expected = by_definition(sample, gamma, lam)
-    torch.testing.assert_close(advantages, expected, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(returns, expected + sample.values, rtol=1e-9, atol=1e-9)
+    beyond = torch.where(sample.terminated, 0.0, sample.next_values)
+    for n in range(sample.rewards.shape[1]):
+        rewards, values, after, *ends = (part[:, n].numpy() for part in (*sample[:2], beyond, *sample[3:]))
+        expected = torch.from_numpy(
+            reference.advantages(rewards, values, after, ends[0] | ends[1], gamma=gamma, lam=lam)
+        )
+        torch.testing.assert_close(advantages[:, n], expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(returns, advantages + sample.values)
 
 
 def column(*numbers: float) -> Tensor:
@@ -239,11 +231,9 @@ def test_the_kl_estimate_is_right_on_average() -> None:
 
 
 @pytest.fixture(scope="module")
-def loop(
-    make_loop: Callable[..., RolloutCollector], play_rollout: Callable[[RolloutCollector], None]
-) -> RolloutCollector:
+def loop(make_loop: Callable[..., RolloutCollector]) -> RolloutCollector:
     made = make_loop(n_envs=3)
-    play_rollout(made)
+    play(made)
     return made
 
 
@@ -289,37 +279,6 @@ def test_forced_steps_carry_no_policy_gradient_and_no_entropy(loop: RolloutColle
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
         assert any(g.any() for g in a)
     torch.testing.assert_close(ours.head_entropy, theirs.head_entropy)
-
-
-@pytest.mark.parametrize(
-    ("op", "reached"),
-    [
-        (Op.WAIT, {"op"}),
-        (Op.CULL, {"op", "slot"}),
-        (Op.FOSSILIZE, {"op", "slot"}),
-        (Op.GERMINATE, {"op", "slot", "blueprint", "tempo"}),
-    ],
-)
-def test_a_decision_teaches_only_the_heads_that_mattered_for_it(
-    loop: RolloutCollector, rollout: Rollout, op: Op, reached: set[str]
-) -> None:
-    everything = rollout.steps.masks._replace(slot=torch.ones_like(rollout.steps.masks.slot))
-    action = rollout.steps.action._replace(op=torch.full_like(rollout.steps.action.op, op))
-    with torch.no_grad():
-        steps = rollout.steps
-        distribution, *_ = loop.policy(steps.observation, rollout.state, everything, steps.starts)
-        log_prob = distribution.log_prob(action)
-    taken = with_steps(rollout, masks=everything, action=action, log_prob=log_prob)
-
-    loop.policy.zero_grad()
-    ppo_terms(loop.policy, taken, PPOConfig()).policy.backward()
-
-    taught = {
-        head
-        for head in loop.policy.heads.tables
-        if any(p.grad is not None and p.grad.any() for p in loop.policy.heads.tables[head].parameters())
-    }
-    assert taught == reached
 
 
 def test_ppo_terms_measure_how_far_the_policy_has_moved(loop: RolloutCollector, rollout: Rollout) -> None:

@@ -115,13 +115,14 @@ def test_log_probabilities_values_and_gae_are_those_of_the_reference(
     close(buffer.steps.values, columns([one.values for one in judgements]))
     raw = [
         reference.advantages(
-            one,
+            game.rewards,
             mean + deviation * its.values,
-            np.where(one.terminated, 0.0, mean + deviation * its.final_values),
-            0.9,
-            0.8,
+            np.where(game.terminated, 0.0, mean + deviation * its.final_values),
+            game.terminated | game.truncated,
+            gamma=0.9,
+            lam=0.8,
         )
-        for one, its in zip(played[0], judgements, strict=True)
+        for game, its in zip(played[0], judgements, strict=True)
     ]
     table, free = columns(raw), ~buffer.steps.masks.forced.numpy()
     expected = (table - table[free].mean()) / table[free].std()
