@@ -16,13 +16,7 @@ from esper_lightning.envs.seeding import EVALUATION, check_rng_seed, episode_rng
 from esper_lightning.envs.spaces.action_discovery import SharedSpace, union_of_slots
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.envs.vector_env import VectorEnv
-from esper_lightning.runtime.checkpoint import (
-    FEATURES_KEY,
-    HORIZON_KEY,
-    check_identity,
-    move_to_device,
-    saved_on_another_device,
-)
+from esper_lightning.runtime.checkpoint import FEATURES_KEY, HORIZON_KEY, check_identity, move_to_device
 from esper_lightning.runtime.console import print_status
 from esper_lightning.runtime.ranks import Ranks, share_machine
 from esper_lightning.runtime.registry import describe_factory, plain_factory
@@ -327,8 +321,7 @@ class HostPoolData(LightningDataModule):
             raise ValueError(f"the checkpoint lacks {name}, the state of its hosts; give another one")
         pool = checkpoint[name]["pool"]
         check_identity({"data.n_envs": len(pool["envs"])}, {"data.n_envs": self.n_envs})
-        if saved_on_another_device(checkpoint, device):
-            move_to_device(checkpoint, pool, device=device, rng_seed=self.seed)
+        if move_to_device(checkpoint, pool, device=device, rng_seed=self.seed):
             print_status(
                 f"this run is on {device.type}, the run so far was on another type of device: it resumes at the next "
                 f"rollout; results differ from those of an uninterrupted run"

@@ -37,7 +37,6 @@ from esper_lightning.runtime.checkpoint import (
     check_finite,
     check_identity,
     check_policy,
-    check_resumable,
     differences,
 )
 from esper_lightning.runtime.console import print_status
@@ -53,9 +52,6 @@ KL_SLACK = 1.5
 
 MAX_SKIPS = 3
 """Consecutive skipped minibatches that end the run."""
-
-POLICY_IDENTITY = ("width", "memory", "asymmetric")
-"""Names of the settings that determine the weights of a checkpoint and their meaning: a resumed run must share them."""
 
 
 class UpdateReport(NamedTuple):
@@ -378,7 +374,11 @@ class TamiyoModule(LightningModule):
         check_identity(checkpoint[IDENTITY_KEY], self._identity(data))
         if self.trainer.state.fn != TrainerFn.FITTING:
             return
-        check_resumable(checkpoint)
+        if "RolloutState" not in checkpoint.get("callbacks", {}) or not checkpoint.get("optimizer_states"):
+            raise ValueError(
+                "the checkpoint lacks optimizer_states or the state of esper_lightning.callbacks.RolloutState, so it "
+                "was not saved by a full run; give another one"
+            )
         check_identity({"data.seed": checkpoint[MODULE_KEY].get("seed")}, {"data.seed": data.seed})
         data.adapt_checkpoint(checkpoint)
         # Lightning would restore the optimizer's old settings with its state.
@@ -389,8 +389,8 @@ class TamiyoModule(LightningModule):
 
     def _identity(self, data: PolicyData) -> dict[str, Any]:
         """Return the properties that a resumed run must share with the saved one, by setting name."""
-        own = {f"model.policy.{name}": getattr(self.policy_config, name) for name in POLICY_IDENTITY}
-        return data.resume_identity() | own | {"model.ppo.normalize_rewards": self.ppo.normalize_rewards}
+        policy = {f"model.policy.{name}": value for name, value in asdict(self.policy_config).items()}
+        return data.resume_identity() | policy | {"model.ppo.normalize_rewards": self.ppo.normalize_rewards}
 
 
 def skip_unless(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:
