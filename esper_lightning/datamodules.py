@@ -75,8 +75,6 @@ class PolicyData(Protocol):
 
     def resume_identity(self) -> dict[str, Any]: ...  # what a resumed run must share with the saved one, by name
 
-    def growth_rules(self) -> dict[str, Any] | None: ...  # by which the policy grows other networks later
-
     def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...  # ValueError: it cannot be resumed
 
 
@@ -113,16 +111,6 @@ class TaskConfig:
 
     family: FamilyConfig | None = None
     """Contexts of these hosts. None: all are alike."""
-
-    def env_config(self, env: EnvConfig) -> EnvConfig:
-        """Return the environment settings of these hosts: `env` with the changes of this task."""
-        return replace(
-            env,
-            executor=self.executor or env.executor,
-            training=self.training or env.training,
-            actions=replace(env.actions, blueprints=self.blueprints),
-            family=self.family or FamilyConfig(),
-        )
 
 
 class LoadedTask(NamedTuple):
@@ -242,10 +230,17 @@ class HostPoolData(LightningDataModule):
 
     def _load(self, config: TaskConfig, *, alone: bool) -> LoadedTask:
         """Load the data of a task onto its devices. Raises ValueError if hosts cannot learn from them."""
-        env, data, name = config.env_config(self.env), config.task.load(), type(config.task).__name__
+        data, name = config.task.load(), type(config.task).__name__
         if not isinstance(data, TaskData):
             raise ValueError(f"task {name}: load returned a {type(data).__name__}; return a TaskData")
         check_data(data, name, config.task.score)
+        env = replace(
+            self.env,
+            executor=config.executor or self.env.executor,
+            training=config.training or self.env.training,
+            actions=replace(self.env.actions, blueprints=config.blueprints),
+            family=config.family or FamilyConfig(),
+        )
         host_devices = find_host_devices(env.devices, env.executor, self.device, alone=alone)
         return LoadedTask(env, data.copy_to(host_devices), host_devices, fingerprint(data))
 
@@ -399,9 +394,6 @@ class VectorData(LightningDataModule):
             "steps of a rollout": pool.horizon,
             "environments": pool.n_envs,
         }
-
-    def growth_rules(self) -> None:
-        """Return None: nothing grows."""
 
     def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Do nothing: checkpoints contain no state of the environments."""

@@ -58,11 +58,8 @@ class UpdateReport(NamedTuple):
     """Report of one PPO update, for callbacks."""
 
     summary: RolloutSummary
-    metrics: dict[str, float]
-    """Metrics of the update, by name."""
-    ratios: list[Tensor]
-    """Probability ratios of the last epoch over the rollout, one tensor per minibatch that was used; NaN at steps with
-    a forced action."""
+    metrics: dict[str, float]  # of the update, by name
+    ratios: list[Tensor]  # of the last epoch, for each minibatch that was used; NaN where the action was forced
 
 
 class TamiyoModule(LightningModule):
@@ -108,7 +105,7 @@ class TamiyoModule(LightningModule):
     def configure_callbacks(self) -> list[Callback]:
         """Return RolloutState unless the Trainer has it: without it a run cannot be resumed."""
         trainer: Any = self.trainer
-        return [] if any(isinstance(one, RolloutState) for one in trainer.callbacks) else [RolloutState()]
+        return [] if any(isinstance(known, RolloutState) for known in trainer.callbacks) else [RolloutState()]
 
     def check(self, data: PolicyData) -> None:
         """Raise ValueError if there are too few environments for the minibatches, or reward and PPO do not agree."""
@@ -344,9 +341,9 @@ class TamiyoModule(LightningModule):
         if not self.trainer.is_global_zero:
             return  # one process compares; the others wait for it
         with self._hosts(batch) as data:
-            own = TrainedPolicy(data.seed, "the policy of this run", self.policy, self.observation_norm)
+            trained = TrainedPolicy(data.seed, "the policy of this run", self.policy, self.observation_norm)
             settings = {**self.hparams, **data.hparams}
-            self.results = compare(self.evaluation, data, own, folder=folder, settings=settings)
+            self.results = compare(self.evaluation, data, trained, folder=folder, settings=settings)
         for task, result in self.results.items():
             prefix = f"test/{task}/" if len(self.results) > 1 else "test/"
             means = result.reference.mean_metrics() | {
@@ -360,8 +357,8 @@ class TamiyoModule(LightningModule):
         assert self.policy_shape is not None, "it was built"
         checkpoint[SCHEMA_KEY], checkpoint[IDENTITY_KEY] = SCHEMA, self._identity(data)
         checkpoint[MODULE_KEY] = {"shape": self.policy_shape.state_dict(), "seed": data.seed}
-        if (rules := data.growth_rules()) is not None:
-            checkpoint[RULES_KEY] = rules
+        if isinstance(data, HostPoolData):
+            checkpoint[RULES_KEY] = data.growth_rules()
         check_finite(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -383,8 +380,8 @@ class TamiyoModule(LightningModule):
         data.adapt_checkpoint(checkpoint)
         # Lightning would restore the optimizer's old settings with its state.
         fresh = self.configure_optimizers().state_dict()["param_groups"]
-        for group, own in zip(checkpoint["optimizer_states"][0]["param_groups"], fresh, strict=True):
-            group.update(own)
+        for group, settings in zip(checkpoint["optimizer_states"][0]["param_groups"], fresh, strict=True):
+            group.update(settings)
         print_status(*differences(checkpoint[HYPER_PARAMETERS_KEY], self.hparams))
 
     def _identity(self, data: PolicyData) -> dict[str, Any]:

@@ -51,23 +51,14 @@ class RolloutSummary(NamedTuple):
     advantages: Tensor  # [T, N] normalised; NaN where the action was forced
     usable: Tensor  # [N] bool: environments of all ranks that are learned from
     defect: str | None  # first number that is not finite or too large, of the first environment that is left out
-    metrics: dict[str, float]
-    """Numbers to log: environments that are left out, the standard deviation of advantages before normalisation, and
-    the number by which rewards were divided, if they are normalised."""
+    metrics: dict[str, float]  # environments left out, deviation of advantages, number by which rewards were divided
 
 
 class RolloutCollector:
     """Collects rollouts for PPO. A rollout is one episode of every host; with autoreset, T steps of each environment.
 
-    Args:
-        pool: The environments of this process.
-        policy: Policy that acts. Its recurrent state is stored here between steps.
-        observation_norm, value_norm, privileged_norm: Normalisers, frozen within a rollout and updated at its end.
-        config: Settings of PPO.
-        run_rng_seed: RNG seed of the run: determines the episodes and the exploration.
-        reward_norm: Statistics of the discounted sum of rewards, by whose deviation rewards are divided. None: they
-            are not.
-        ranks: Processes that collect the rollout together. None: one process.
+    Normalisers are frozen within a rollout and updated at its end. `reward_norm` holds the statistics of the discounted
+    sum of rewards, by whose deviation rewards are divided. `run_rng_seed` determines episodes and exploration.
     """
 
     def __init__(

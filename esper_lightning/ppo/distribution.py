@@ -1,8 +1,6 @@
 """Factored, masked action distributions: each head is drawn given the choices of earlier heads.
 
-All conditional tables are computed at once, so sampling, log-probability and the exact entropy use the same numbers.
-`HostDistribution` is for hosts: the op first, then a slot given the op, then the remaining heads given the slot.
-`ChoiceDistribution` is for any `ChoiceSpace`.
+For hosts it is the op first, then a slot given the op, then the remaining heads given the slot.
 """
 
 from abc import ABC, abstractmethod
@@ -35,10 +33,7 @@ HOST_PARENTS = {"slot": "op", "blueprint": "slot", "tempo": "slot"}
 
 
 def host_table_shapes(sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Return (rows, choices) of the table of each head.
-
-    `sizes`: choices by head. Rows: one per choice of the parent, else one.
-    """
+    """Return (rows, choices) of the table of each head, given its choices; there is a row per choice of its parent."""
     return {
         head: (sizes[HOST_PARENTS[head]] if head in HOST_PARENTS else 1, choices) for head, choices in sizes.items()
     }

@@ -85,14 +85,9 @@ class Rollout(NamedTuple):
 
 
 class RolloutBuffer:
-    """Storage for one rollout, filled step by step.
+    """Storage for one rollout of these environments and this policy, filled step by step.
 
-    Args:
-        env: Environments that determine the number and shapes of what is stored.
-        policy: Policy that determines the recurrent state, and whether privileged features are stored.
-        sequence_length: Environment steps of one training sequence. None: the whole rollout.
-
-    Raises ValueError if a rollout cannot be split into whole sequences.
+    Raises ValueError if a rollout cannot be split into whole sequences of `sequence_length`; None: there is one.
     """
 
     def __init__(self, env: VectorEnv, policy: Policy, sequence_length: int | None = None) -> None:
