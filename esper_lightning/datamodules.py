@@ -112,6 +112,16 @@ class TaskConfig:
     family: FamilyConfig | None = None
     """Contexts of these hosts. None: all are alike."""
 
+    def env_config(self, env: EnvConfig) -> EnvConfig:
+        """Return the environment settings of these hosts: `env` with the changes of this task."""
+        return replace(
+            env,
+            executor=self.executor or env.executor,
+            training=self.training or env.training,
+            actions=replace(env.actions, blueprints=self.blueprints),
+            family=self.family or FamilyConfig(),
+        )
+
 
 class LoadedTask(NamedTuple):
     """A task with its data loaded."""
@@ -230,17 +240,10 @@ class HostPoolData(LightningDataModule):
 
     def _load(self, config: TaskConfig, *, alone: bool) -> LoadedTask:
         """Load the data of a task onto its devices. Raises ValueError if hosts cannot learn from them."""
-        data, name = config.task.load(), type(config.task).__name__
+        env, data, name = config.env_config(self.env), config.task.load(), type(config.task).__name__
         if not isinstance(data, TaskData):
             raise ValueError(f"task {name}: load returned a {type(data).__name__}; return a TaskData")
         check_data(data, name, config.task.score)
-        env = replace(
-            self.env,
-            executor=config.executor or self.env.executor,
-            training=config.training or self.env.training,
-            actions=replace(self.env.actions, blueprints=config.blueprints),
-            family=config.family or FamilyConfig(),
-        )
         host_devices = find_host_devices(env.devices, env.executor, self.device, alone=alone)
         return LoadedTask(env, data.copy_to(host_devices), host_devices, fingerprint(data))
 
