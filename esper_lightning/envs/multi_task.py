@@ -11,7 +11,7 @@ from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_pool import HostPool, PoolMetrics, StepResult
 from esper_lightning.envs.spaces.actions import Action, Masks
 from esper_lightning.envs.vector_env import Observation
-from esper_lightning.runtime.profiling import PhaseClock
+from esper_lightning.runtime.machine import PhaseClock
 
 
 class MixedPool:
