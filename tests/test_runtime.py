@@ -87,18 +87,10 @@ def test_settings_of_an_earlier_version_are_read_without_those_that_are_gone() -
         load_settings(PPOConfig, {"epochs": 0})
 
 
-def test_a_checkpoint_is_written_and_leaves_no_draft(tmp_path: Path) -> None:
-    target = tmp_path / "new" / "a.ckpt"
-
-    AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(3)}, target)
-
-    assert torch.equal(load(target)["weights"], torch.ones(3))
-    assert list(target.parent.iterdir()) == [target]
-
-
 def test_a_write_that_fails_half_way_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "a.ckpt"
+    target = tmp_path / "new" / "a.ckpt"
     AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(3)}, target)
+    assert torch.equal(load(target)["weights"], torch.ones(3))
     before = target.read_bytes()
 
     def full_disk(checkpoint: object, file: BinaryIO) -> None:
@@ -110,7 +102,7 @@ def test_a_write_that_fails_half_way_leaves_the_old_checkpoint(tmp_path: Path, m
         AtomicCheckpointIO().save_checkpoint({"weights": torch.zeros(3)}, target)
 
     assert target.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [target]
+    assert list(target.parent.iterdir()) == [target]
 
 
 # Processes
@@ -222,20 +214,6 @@ def test_a_run_leaves_how_it_was_made(tmp_path: Path, monkeypatch: pytest.Monkey
     assert torch.__version__.startswith(record["versions"]["torch"])
     assert set(record) >= {"command", "python", "platform", "processor", "git"}
     assert not any("s3cr3t" in path.read_bytes().decode(errors="ignore") for path in run.folder.rglob("*.*"))
-
-
-@pytest.mark.slow
-def test_what_an_earlier_start_left_is_kept(tmp_path: Path) -> None:
-    fit(tmp_path, "--trainer.max_epochs=1")
-    run = only_run(tmp_path)
-    first = (run.folder / "run.json").read_text()
-
-    for epochs in (2, 3):
-        fit(tmp_path, f"--trainer.max_epochs={epochs}", f"--ckpt_path={run.last}")
-
-    assert (run.folder / "run.1.json").read_text() == first
-    names = {path.name for path in run.folder.iterdir()}
-    assert names >= {"run.json", "run.1.json", "run.2.json", "config.yaml"}
 
 
 def git(folder: Path, *command: str) -> None:

@@ -86,21 +86,6 @@ def test_an_action_is_as_likely_as_its_choices_one_after_the_other(seed: int) ->
             assert p == pytest.approx(expected, rel=1e-4)
 
 
-def test_an_impossible_action_has_probability_0_exactly() -> None:
-    masks, logits = random_masks(3, seed=1), random_logits(3, seed=1, spread=50.0)
-
-    for row in range(3):
-        possible = set(possible_actions(masks, row))
-        every = product(*map(range, ALL.values()))
-        impossible = [
-            action
-            for action in every
-            if tuple(c if h in USED_BY[Op(action[0])] else 0 for h, c in zip(HEADS, action, strict=True))
-            not in possible
-        ]
-        assert impossible and not any(probabilities(logits, masks, row, impossible).values())
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30, -1e30, -1e4])
 def test_whatever_the_logits_are_only_possible_actions_are_drawn(bad: float) -> None:
     masks = random_masks(64, seed=3)

@@ -170,31 +170,6 @@ def test_a_whole_sequence_is_as_many_single_steps(given_of: Callable[[int], Give
     torch.testing.assert_close(tuple(last), tuple(state), rtol=0, atol=1e-5)
 
 
-def test_a_reset_forgets_the_past_of_its_environment_and_of_no_other() -> None:
-    policy, observation, masks, state = with_slots(1)
-    starts = torch.zeros(TICKS, ENVS) > 0
-    starts[3, 1] = True
-    another_past = Observation(observation.features.clone())
-    another_past.features[:3] += 1.0
-
-    with torch.no_grad():
-        values, other = (policy(seen, state, masks, starts)[1] for seen in (observation, another_past))
-        fresh = policy(*rows_of(observation, state, masks, 1, 3), starts[3:, 1:2] & False)[1]
-
-    assert torch.equal(values[3:, 1], other[3:, 1])
-    torch.testing.assert_close(values[3:, 1:2], fresh, rtol=0, atol=1e-5)
-    for env in (0, 2):
-        assert (values[3:, env] != other[3:, env]).all(), "without a reset the past is remembered"
-
-
-def rows_of(observation: Observation, state: RecurrentState, masks: Masks, env: int, tick: int) -> tuple[Any, Any, Any]:
-    """Return the inputs of one environment from a tick on, with an empty state."""
-    of_env = slice(env, env + 1)
-    empty = RecurrentState(*(torch.zeros_like(part[of_env]) for part in state))
-    later = Masks(*(part[tick:, of_env] for part in masks))
-    return Observation(observation.features[tick:, of_env]), empty, later
-
-
 @each_kind
 def test_a_new_policy_prefers_nothing_and_gives_every_weight_a_gradient(given_of: Callable[[int], Given]) -> None:
     trained, observation, masks, _ = given_of(6)
