@@ -171,6 +171,7 @@ FAST = [(LOOP, MID_ROLLOUT), (LOOP, 2 * HORIZON), SPOILED[-1]]
 def test_a_run_resumed_at_any_tick_equals_the_uninterrupted_one(
     kind: Kind, tick: int, whole: Whole, tmp_path: Path
 ) -> None:
+    """F6: hidden state, rollout in flight and random states are in the checkpoint."""
     reference = whole(kind)
     if tick % HORIZON > 2:
         assert saved_stages(at(reference, tick)) & {"TRAINING", "BLENDING", "PROBATIONARY"}, "nothing grows there"

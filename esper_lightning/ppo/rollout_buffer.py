@@ -138,13 +138,11 @@ class RolloutBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the steps stored so far and of the recurrent states."""
-        saved = {
+        return {
             "ticks": [part[: self.length].clone() for part in iter_tensors(self.steps)],
             "state": [part.clone() for part in self.state],
+            "sequence_states": [part.clone() for part in self.sequence_states],
         }
-        if self.sequence_length < self.ticks:
-            saved["sequence_states"] = [part.clone() for part in self.sequence_states]
-        return saved
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from `state_dict`. Raises ValueError if the sequences have another length."""

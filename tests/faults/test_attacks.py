@@ -108,17 +108,6 @@ def test_a_policy_file_that_does_not_describe_a_policy_is_refused(description: s
         read_policy(file)
 
 
-def test_a_half_written_draft_beside_a_checkpoint_is_ignored(tmp_path: Path) -> None:
-    fit(tmp_path, "--trainer.max_epochs=1")
-    run = only_run(tmp_path)
-    (run.checkpoints / ".last.ckpt.99999999.tmp").write_bytes(run.last.read_bytes()[:1000])
-
-    fit(tmp_path, "--trainer.max_epochs=2", "--ckpt_path=last")
-
-    assert tick_of(run.last) == 2 * HORIZON
-    assert {path.name for path in run.checkpoints.iterdir()} == {"best.ckpt", "last.ckpt"}
-
-
 # Settings that cannot be
 
 WRONG = {
@@ -233,8 +222,8 @@ def test_a_policy_that_is_not_finite_ends_the_run_and_never_replaces_a_checkpoin
         assert tick_of(only_run(tmp_path).last) == HORIZON
 
 
-def break_rewards(monkeypatch: pytest.MonkeyPatch, tick: int, hosts: tuple[int, ...], value: float) -> None:
-    """Replace the reward of some of the two hosts at one tick, counted from 1.
+def break_rewards(monkeypatch: pytest.MonkeyPatch, tick: int, value: float) -> None:
+    """Replace the reward of the second of two hosts at one tick, counted from 1.
 
     Behind every rollout as many rewards are those of its validation.
     """
@@ -245,7 +234,7 @@ def break_rewards(monkeypatch: pytest.MonkeyPatch, tick: int, hosts: tuple[int, 
         at, host = divmod(calls, 2)
         calls += 1
         terms = compute_terms(*args)
-        return terms | {"objective": value} if at + 1 == at_call and host in hosts else terms
+        return terms | {"objective": value} if at + 1 == at_call and host == 1 else terms
 
     monkeypatch.setattr("esper_lightning.envs.host_pool.compute_terms", broken)
 
@@ -256,7 +245,7 @@ def break_rewards(monkeypatch: pytest.MonkeyPatch, tick: int, hosts: tuple[int, 
 def test_a_host_whose_reward_is_none_is_left_out_of_one_update_and_the_run_goes_on(
     tick: int, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    break_rewards(monkeypatch, tick, (1,), value)
+    break_rewards(monkeypatch, tick, value)
 
     fit(tmp_path)
 
@@ -266,18 +255,6 @@ def test_a_host_whose_reward_is_none_is_left_out_of_one_update_and_the_run_goes_
     left_out = [count for _, count in run.scalars()["train/left_out"]]
     assert left_out == [float(number == update) for number in range(1, EPOCHS + 1)]
     assert tick_of(run.last) == EPOCHS * HORIZON
-
-
-@pytest.mark.parametrize("tick", rest_is_slow(TICKS, {HORIZON + 2}))
-def test_a_rollout_without_any_finite_reward_ends_in_one_line(
-    tick: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    break_rewards(monkeypatch, tick, (0, 1), math.nan)
-
-    line = answer(tmp_path, capsys, code=3)
-
-    assert f"at step {(tick - 1) % HORIZON + 1} the reward term objective is nan; for a reward lower" in line
-    assert only_run(tmp_path).last.exists() == (tick > HORIZON)
 
 
 @pytest.mark.slow

@@ -1,4 +1,3 @@
-import io
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -253,31 +252,6 @@ def test_what_is_filled_every_tick_is_allocated_once(make_loop: MakeLoop) -> Non
         assert all(ours is theirs for ours, theirs in zip(tensors(), before, strict=True))
         assert [tensor.data_ptr() for tensor in before] == pointers
     assert len(set(pointers)) == len(pointers)
-
-
-def test_a_rollout_resumes_at_every_tick(make_loop: MakeLoop) -> None:
-    """F6: a loop that was elsewhere goes on bit for bit from what another one saved, at every tick: recurrent state,
-    rollout in flight and random numbers are in it."""
-    loop, resumed = make_loop(2), make_loop(2)
-    resumed.run_rng_seed = 8  # other hosts than those of the saved rollout
-    loop.reset()
-    for tick in range(loop.pool.config.horizon):
-        resumed.reset()
-        resumed.step()
-        resumed.step()
-        torch.save([loop.state_dict(), loop.pool.state_dict()], file := io.BytesIO())
-        file.seek(0)
-        states = torch.load(file, map_location="cpu", weights_only=True)
-        assert all(part.any() for part in states[0]["state"]) is (tick > 0), "there is a recurrent state to lose"
-        for theirs, ours in zip(states[0]["state"], resumed.state, strict=True):
-            assert not torch.isclose(theirs, ours).all(), "it is not there already"
-        for part, state in zip((resumed, resumed.pool), states, strict=True):
-            part.load_state_dict(state)
-        loop.step()
-        resumed.step()
-
-        assert differences(loop.state_dict(), resumed.state_dict()) == []
-        assert differences(loop.pool.state_dict(), resumed.pool.state_dict()) == []
 
 
 def test_a_rollout_whose_random_numbers_are_a_gpus_is_refused_on_the_cpu(make_loop: MakeLoop) -> None:

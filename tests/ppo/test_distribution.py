@@ -16,7 +16,6 @@ from esper_lightning.ppo.distribution import (
     HeadTables,
     HostDistribution,
     host_table_shapes,
-    normalised_entropy,
     uniform_distribution,
 )
 from esper_lightning.ppo.policy import Policy
@@ -174,14 +173,6 @@ def test_entropy_is_that_of_each_head_averaged_over_what_may_come_before_it(seed
                 for p in choices.values()
             )
             assert not situations or entropy[row, h].item() == pytest.approx(mean / total, abs=1e-4), head
-
-
-def test_entropy_is_0_with_one_choice_and_1_where_all_are_alike() -> None:
-    assert normalised_entropy(torch.tensor([-1e4, 0.0]), torch.tensor([False, True])).item() == 0.0
-    for n in (2, 3, 7):
-        alike = torch.full((n,), 1 / n).log()
-        assert normalised_entropy(alike, torch.ones(n, dtype=torch.bool)).item() == pytest.approx(1.0)
-        assert normalised_entropy(alike, torch.zeros(n, dtype=torch.bool)).item() == 0.0
 
 
 def test_where_only_waiting_is_possible_there_is_nothing_to_decide_and_nothing_to_learn() -> None:
