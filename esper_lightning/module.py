@@ -91,10 +91,8 @@ class TamiyoModule(LightningModule):
         self.policy_shape: PolicyShape | None = None  # None until the policy is built
         self.ranks = ALONE
         self.report: UpdateReport | None = None  # report of the last update in this process
-        self.metrics: dict[str, float] = {}
-        """Metrics of the last rollout of this process and of its update, by tag: means over all environments."""
-        self.results: dict[str, ComparisonResult] = {}
-        """Results of the last `test` of this process, by task."""
+        self.metrics: dict[str, float] = {}  # of the last rollout and update, by tag: means over all environments
+        self.results: dict[str, ComparisonResult] = {}  # of the last `test` of this process, by task
         self.skips_in_a_row = 0  # minibatches skipped at the end of the last update
         self._share = 0.0  # of the training that was over when the present rollout began
         # Of one rollout: updated once, from the complete rollout, so that a resumed run has the same values.

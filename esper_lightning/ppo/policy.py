@@ -107,10 +107,6 @@ class Hidden(NamedTuple):
     slots: Tensor | None = None  # [..., K, W]
     blueprints: Tensor | None = None  # [..., K, B, H] of each blueprint in each slot
 
-    def first(self) -> "Hidden":
-        """Return the features of the first step."""
-        return map_tensors(self, lambda part: part[0])
-
 
 def linear(inputs: int, outputs: int, gain: float = math.sqrt(2)) -> nn.Linear:
     """Return a linear layer with orthogonal weights and without initial bias."""
@@ -331,7 +327,7 @@ class Policy(nn.Module):
     ) -> tuple[Hidden, RecurrentState]:
         """Return the hidden features of one step [N, …], for the heads and the critic, and the state after it."""
         hidden, state = self._encode(Observation(observation.features[None]), state, starts[None])
-        return hidden.first(), state
+        return map_tensors(hidden, lambda part: part[0]), state
 
     def estimate_value(self, hidden: Hidden, privileged: Tensor | None = None) -> Tensor:  # [...]
         """Return the normalised values of hidden features [..., width]."""

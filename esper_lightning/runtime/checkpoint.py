@@ -41,10 +41,8 @@ POLICY_SUFFIX, CHECKPOINT_SUFFIX = ".safetensors", ".ckpt"
 """Endings of the names of files that hold a policy."""
 
 POLICIES = Path(__file__).parents[1] / "policies"
-"""Folder of the policies that come with the package."""
-
 NAMED_POLICIES = {"tamiyo": "general.safetensors", "tamiyo_depth": "depth.safetensors"}
-"""Files in that folder, by the names that stand for them."""
+"""Policies that come with the package: their folder, and their files by the names that stand for them."""
 
 METADATA_KEY, VERSIONS_KEY = "policy", "versions"
 """Key of the JSON text in the metadata of a policy file; and in it, of the software that trained the policy."""
