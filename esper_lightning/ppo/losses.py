@@ -217,7 +217,7 @@ def ppo_terms(policy: Policy, minibatch: Rollout, config: PPOConfig, ranks: Rank
         scalars, *by_head = total.split([len(scalars), *[len(sums.head_entropy)] * 2])
         *terms, learned, active = scalars.unbind()
         low, high = ranks.maximum(torch.stack([-sums.ratio_low, sums.ratio_high]))
-        sums = PPOTerms(*terms, -low, high, *by_head, sums.ratio)
+        sums = PPOTerms._make([*terms, -low, high, *by_head, sums.ratio])
     learned, active = learned.detach().clamp(min=1), active.detach().clamp(min=1)
     free = sums.head_choice_share.detach()
     return sums._replace(

@@ -302,8 +302,8 @@ class Policy(nn.Module):
         if self.lstm is not None:
             for name, parameter in self.lstm.named_parameters():
                 nn.init.orthogonal_(parameter) if name.startswith("weight") else nn.init.zeros_(parameter)
-            with torch.no_grad():
-                self.lstm.bias_ih_l0[width : 2 * width] = 1.0  # forget gate: keep the state at first
+            with torch.no_grad():  # forget gate: keep the state at first
+                self.lstm.get_parameter("bias_ih_l0")[width : 2 * width] = 1.0
 
     def initial_state(self, n_envs: int) -> RecurrentState:
         """Return the recurrent state at the start of an episode."""
