@@ -79,11 +79,11 @@ def learn(ranks: Ranks) -> Learned:
     return Learned(gradients[0], parameters_to_vector(policy.parameters()).detach(), statistics, summary)
 
 
-@pytest.mark.slow
-def test_sixty_four_ranks_learn_what_one_process_learns_with_the_same_collectives_on_each() -> None:
-    alone, meeting = learn(Ranks([GAMES])), Meeting(GAMES)
+@pytest.mark.parametrize("world", [4, pytest.param(GAMES, marks=pytest.mark.slow)])
+def test_many_ranks_learn_what_one_process_learns_with_the_same_collectives_on_each(world: int) -> None:
+    alone, meeting = learn(Ranks([GAMES])), Meeting(world)
 
-    together = run_in_threads(GAMES, lambda rank: learn(ThreadRanks([GAMES], rank, GAMES, meeting)))
+    together = run_in_threads(world, lambda rank: learn(ThreadRanks([GAMES], rank, world, meeting)))
 
     assert all(noted == meeting.noted[0] for noted in meeting.noted)
     assert len(meeting.noted[0]) < 40
