@@ -18,7 +18,7 @@ matplotlib.use("Agg")  # no display is needed
 from matplotlib import pyplot as plt
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from esper_lightning.runtime.profiling import PHASES
+from esper_lightning.runtime.machine import PHASES
 
 OBJECTIVE_TAG = "rollout/objective"
 SPEED_TAG = "time/env_steps_per_second"

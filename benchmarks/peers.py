@@ -31,7 +31,7 @@ from torch import Tensor
 
 from esper_lightning.callbacks import RolloutState
 from esper_lightning.controllers.learned import LearnedController
-from esper_lightning.datamodules.gymnasium import VectorData
+from esper_lightning.datamodules import VectorData
 from esper_lightning.envs.vector_env import VectorEnv
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.losses import Anneal, PPOConfig

@@ -24,7 +24,7 @@ from esper_lightning.callbacks import Governor
 from esper_lightning.cli.commands import governor_of, load_config
 from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.rules import ClimbingConfig, HillClimbing, Periodic, PeriodicConfig
-from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.datamodules import HostPoolData
 from esper_lightning.envs import HostPool
 from esper_lightning.evaluation.search import final_objectives, sample_host_seeds
 

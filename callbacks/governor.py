@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightning import Callback, LightningModule, Trainer
 
-from esper_lightning.datamodules.hosts import HostPoolData, attached_data
+from esper_lightning.datamodules import HostPoolData, attached_data
 from esper_lightning.envs import HostVerdict
 from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.runtime.console import print_status

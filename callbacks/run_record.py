@@ -7,7 +7,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from lightning import Callback, LightningModule, Trainer
 
-from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.datamodules import HostPoolData
 from esper_lightning.runtime.machine import provenance
 from esper_lightning.runtime.serialization import replace_and_keep
 from esper_lightning.telemetry.events import EventLog

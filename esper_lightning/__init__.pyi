@@ -3,7 +3,7 @@ from esper_lightning.callbacks import Grow as Grow
 from esper_lightning.callbacks import default_callbacks as default_callbacks
 from esper_lightning.cli.commands import from_config as from_config
 from esper_lightning.cli.commands import report as report
-from esper_lightning.datamodules.hosts import HostPoolData as HostPoolData
+from esper_lightning.datamodules import HostPoolData as HostPoolData
 from esper_lightning.envs import ActionConfig as ActionConfig
 from esper_lightning.envs import EnvConfig as EnvConfig
 from esper_lightning.envs import HostPool as HostPool

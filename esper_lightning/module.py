@@ -17,7 +17,7 @@ from torchmetrics import ExplainedVariance, MeanSquaredError, MetricCollection
 
 from esper_lightning.callbacks import RolloutState
 from esper_lightning.controllers.learned import LearnedController
-from esper_lightning.datamodules.hosts import HostPoolData, PolicyData, attached_data
+from esper_lightning.datamodules import HostPoolData, PolicyData, attached_data
 from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.comparison import ComparisonResult, EvaluationConfig
 from esper_lightning.evaluation.report import EVALUATION_FOLDER, compare
@@ -37,7 +37,6 @@ from esper_lightning.runtime.checkpoint import (
     check_finite,
     check_identity,
     check_policy,
-    check_resumable,
     differences,
 )
 from esper_lightning.runtime.console import print_status
@@ -54,19 +53,13 @@ KL_SLACK = 1.5
 MAX_SKIPS = 3
 """Consecutive skipped minibatches that end the run."""
 
-POLICY_IDENTITY = ("width", "memory", "asymmetric")
-"""Names of the settings that determine the weights of a checkpoint and their meaning: a resumed run must share them."""
-
 
 class UpdateReport(NamedTuple):
     """Report of one PPO update, for callbacks."""
 
     summary: RolloutSummary
-    metrics: dict[str, float]
-    """Metrics of the update, by name."""
-    ratios: list[Tensor]
-    """Probability ratios of the last epoch over the rollout, one tensor per minibatch that was used; NaN at steps with
-    a forced action."""
+    metrics: dict[str, float]  # of the update, by name
+    ratios: list[Tensor]  # of the last epoch, for each minibatch that was used; NaN where the action was forced
 
 
 class TamiyoModule(LightningModule):
@@ -98,10 +91,8 @@ class TamiyoModule(LightningModule):
         self.policy_shape: PolicyShape | None = None  # None until the policy is built
         self.ranks = ALONE
         self.report: UpdateReport | None = None  # report of the last update in this process
-        self.metrics: dict[str, float] = {}
-        """Metrics of the last rollout of this process and of its update, by tag: means over all environments."""
-        self.results: dict[str, ComparisonResult] = {}
-        """Results of the last `test` of this process, by task."""
+        self.metrics: dict[str, float] = {}  # of the last rollout and update, by tag: means over all environments
+        self.results: dict[str, ComparisonResult] = {}  # of the last `test` of this process, by task
         self.skips_in_a_row = 0  # minibatches skipped at the end of the last update
         self._share = 0.0  # of the training that was over when the present rollout began
         # Of one rollout: updated once, from the complete rollout, so that a resumed run has the same values.
@@ -112,7 +103,7 @@ class TamiyoModule(LightningModule):
     def configure_callbacks(self) -> list[Callback]:
         """Return RolloutState unless the Trainer has it: without it a run cannot be resumed."""
         trainer: Any = self.trainer
-        return [] if any(isinstance(one, RolloutState) for one in trainer.callbacks) else [RolloutState()]
+        return [] if any(isinstance(known, RolloutState) for known in trainer.callbacks) else [RolloutState()]
 
     def check(self, data: PolicyData) -> None:
         """Raise ValueError if there are too few environments for the minibatches, or reward and PPO do not agree."""
@@ -348,9 +339,9 @@ class TamiyoModule(LightningModule):
         if not self.trainer.is_global_zero:
             return  # one process compares; the others wait for it
         with self._hosts(batch) as data:
-            own = TrainedPolicy(data.seed, "the policy of this run", self.policy, self.observation_norm)
+            trained = TrainedPolicy(data.seed, "the policy of this run", self.policy, self.observation_norm)
             settings = {**self.hparams, **data.hparams}
-            self.results = compare(self.evaluation, data, own, folder=folder, settings=settings)
+            self.results = compare(self.evaluation, data, trained, folder=folder, settings=settings)
         for task, result in self.results.items():
             prefix = f"test/{task}/" if len(self.results) > 1 else "test/"
             means = result.reference.mean_metrics() | {
@@ -364,8 +355,8 @@ class TamiyoModule(LightningModule):
         assert self.policy_shape is not None, "it was built"
         checkpoint[SCHEMA_KEY], checkpoint[IDENTITY_KEY] = SCHEMA, self._identity(data)
         checkpoint[MODULE_KEY] = {"shape": self.policy_shape.state_dict(), "seed": data.seed}
-        if (rules := data.growth_rules()) is not None:
-            checkpoint[RULES_KEY] = rules
+        if isinstance(data, HostPoolData):
+            checkpoint[RULES_KEY] = data.growth_rules()
         check_finite(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -378,19 +369,23 @@ class TamiyoModule(LightningModule):
         check_identity(checkpoint[IDENTITY_KEY], self._identity(data))
         if self.trainer.state.fn != TrainerFn.FITTING:
             return
-        check_resumable(checkpoint)
+        if "RolloutState" not in checkpoint.get("callbacks", {}) or not checkpoint.get("optimizer_states"):
+            raise ValueError(
+                "the checkpoint lacks optimizer_states or the state of esper_lightning.callbacks.RolloutState, so it "
+                "was not saved by a full run; give another one"
+            )
         check_identity({"data.seed": checkpoint[MODULE_KEY].get("seed")}, {"data.seed": data.seed})
         data.adapt_checkpoint(checkpoint)
         # Lightning would restore the optimizer's old settings with its state.
         fresh = self.configure_optimizers().state_dict()["param_groups"]
-        for group, own in zip(checkpoint["optimizer_states"][0]["param_groups"], fresh, strict=True):
-            group.update(own)
+        for group, settings in zip(checkpoint["optimizer_states"][0]["param_groups"], fresh, strict=True):
+            group.update(settings)
         print_status(*differences(checkpoint[HYPER_PARAMETERS_KEY], self.hparams))
 
     def _identity(self, data: PolicyData) -> dict[str, Any]:
         """Return the properties that a resumed run must share with the saved one, by setting name."""
-        own = {f"model.policy.{name}": getattr(self.policy_config, name) for name in POLICY_IDENTITY}
-        return data.resume_identity() | own | {"model.ppo.normalize_rewards": self.ppo.normalize_rewards}
+        policy = {f"model.policy.{name}": value for name, value in asdict(self.policy_config).items()}
+        return data.resume_identity() | policy | {"model.ppo.normalize_rewards": self.ppo.normalize_rewards}
 
 
 def skip_unless(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:

@@ -174,15 +174,13 @@ def make_loop(
 ) -> Callable[..., RolloutCollector]:
     """`make_loop(n_envs, gamma=…, …)` returns a collector with its own small pool; the rest goes to PPOConfig."""
 
-    def make(n_envs: int = 3, **ppo: Any) -> RolloutCollector:
-        pool = make_pool(n_envs)
-        observation_norm = make_norm(pool.rows)
-        value_norm = RunningMeanStd((), clip=float("inf"))
+    def make(n_envs: int = 3, governor: GovernorConfig | None = GovernorConfig(), **ppo: Any) -> RolloutCollector:
+        pool = make_pool(n_envs, governor=governor)
         return RolloutCollector(
             pool,
             make_policy(pool),
-            observation_norm=observation_norm,
-            value_norm=value_norm,
+            observation_norm=make_norm(pool.rows),
+            value_norm=RunningMeanStd((), clip=float("inf")),
             config=PPOConfig(**ppo),
             run_rng_seed=7,
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from esper_lightning.envs.vector_env import ChoiceAction, ChoiceSpace, Observation, VectorStep
-from esper_lightning.runtime.profiling import PhaseClock
+from esper_lightning.runtime.machine import PhaseClock
 
 ROWS, COLUMNS = 4, 3
 WAIT_ROW, WAIT_COLUMN = ROWS, COLUMNS

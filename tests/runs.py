@@ -46,9 +46,6 @@ TINY = (
 )
 """2 hosts, 3 rollouts of 5 ticks, two minibatches per tick: one second once torch is imported."""
 
-FREE_CHOICE = (*("--data.env.lifecycle.birth=random", "--data.env.training.micro_batches=2"),)
-"""Settings with every head, where hosts train on parts of a batch."""
-
 
 def tiny_host(input_shape: Sequence[int], outputs: int) -> nn.Module:
     """The host of configs/smoke.yaml with its slots in their usual positions."""
@@ -68,12 +65,6 @@ class Run:
         events = EventAccumulator(str(self.folder), size_guidance={"scalars": 0}).Reload()
         tags = sorted(tag for tag in events.Tags()["scalars"] if events.Scalars(tag))
         return {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in tags}
-
-
-def points_after(tick: int, points: Mapping[str, list[tuple[int, float]]]) -> dict[str, list[tuple[int, float]]]:
-    """Return the tags that a run resumed at `tick` must write; some tags have points only now and then."""
-    later = {tag: [point for point in of_tag if point[0] > tick] for tag, of_tag in points.items()}
-    return {tag: of_tag for tag, of_tag in later.items() if of_tag}
 
 
 def measured(run: Run) -> dict[str, list[tuple[int, float]]]:
@@ -232,6 +223,11 @@ class SignalAt(Callback):
 def load(path: Path) -> dict[str, Any]:
     """Load a checkpoint as strictly as torch can."""
     return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def tick_of(checkpoint: Path) -> int:
+    """Return the number of ticks that a run had done when it was saved."""
+    return load(checkpoint)["callbacks"]["RolloutState"]["loop"]["ticks"]
 
 
 def saved_stages(checkpoint: Path) -> set[str]:

@@ -11,17 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
-from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.ppo.collector import RolloutSummary
 from esper_lightning.ppo.distribution import draw_rows
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
 from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.runtime.ranks import Ranks
-from esper_lightning.tasks import Digits
 from tests.cue import CueMemory
 from tests.ppo.loops import cue_loop, play, total
 from tests.ranks import StopAt, fit_in_ranks
-from tests.runs import differences, load, only_run, tiny_host, with_callback
+from tests.runs import HORIZON, differences, load, only_run, tick_of, with_callback
 from tests.threads import Meeting, ThreadRanks, run_in_threads
 
 GAMES, TICKS = 64, 6
@@ -81,11 +79,11 @@ def learn(ranks: Ranks) -> Learned:
     return Learned(gradients[0], parameters_to_vector(policy.parameters()).detach(), statistics, summary)
 
 
-@pytest.mark.slow
-def test_sixty_four_ranks_learn_what_one_process_learns_with_the_same_collectives_on_each() -> None:
-    alone, meeting = learn(Ranks([GAMES])), Meeting(GAMES)
+@pytest.mark.parametrize("world", [4, pytest.param(GAMES, marks=pytest.mark.slow)])
+def test_many_ranks_learn_what_one_process_learns_with_the_same_collectives_on_each(world: int) -> None:
+    alone, meeting = learn(Ranks([GAMES])), Meeting(world)
 
-    together = run_in_threads(GAMES, lambda rank: learn(ThreadRanks([GAMES], rank, GAMES, meeting)))
+    together = run_in_threads(world, lambda rank: learn(ThreadRanks([GAMES], rank, world, meeting)))
 
     assert all(noted == meeting.noted[0] for noted in meeting.noted)
     assert len(meeting.noted[0]) < 40
@@ -107,14 +105,8 @@ def test_the_environments_of_every_task_are_shared_evenly_and_joined_in_their_or
     assert [one.rows(numbers).tolist() for one in ranks] == [one.own for one in ranks]
     assert ranks[0].join([one.rows(numbers.expand(3, 6), 1) for one in ranks], 1).tolist() == [list(range(6))] * 3
     assert ranks[0].join([one.own for one in ranks]) == list(range(6))
-
-
-@pytest.mark.parametrize(("hosts", "way_out"), [(1, "set their number to 2"), (5, "set their number to 4 or 6")])
-def test_hosts_that_cannot_be_shared_evenly_are_refused(hosts: int, way_out: str) -> None:
-    data = HostPoolData(Digits(), tiny_host, n_envs=hosts)
-
-    with pytest.raises(ValueError, match=f"cannot be shared evenly by 2 processes; {way_out}"):
-        data.build(torch.device("cpu"), rank=0, world=2)
+    with pytest.raises(ValueError, match="cannot be shared evenly by 2 processes; set their number to 4 or 6"):
+        Ranks([2, 5], 0, 2)
 
 
 def test_ranks_draw_what_one_process_draws() -> None:
@@ -169,7 +161,7 @@ def test_several_processes_train_the_policy_and_the_hosts_of_one(
     assert {path.name for path in only_run(tmp_path).folder.iterdir()} >= {"config.yaml", "events.jsonl", "run.json"}
 
 
-def told(root: Path) -> tuple[list[str], list[dict[str, str]]]:
+def records_of(root: Path) -> tuple[list[str], list[dict[str, str]]]:
     """Return what a run has told but for times: its events, sorted, and the rows of its closing comparison."""
     folder = only_run(root).folder
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
@@ -192,7 +184,7 @@ def test_several_processes_tell_once_what_one_tells_of_all_hosts(tmp_path: Path)
     fit_in_ranks(1, tmp_path / "alone", *flags)
     fit_in_ranks(2, tmp_path / "together", *flags)
 
-    assert told(tmp_path / "together") == told(tmp_path / "alone")
+    assert records_of(tmp_path / "together") == records_of(tmp_path / "alone")
 
 
 @pytest.mark.slow
@@ -208,3 +200,20 @@ def test_a_run_goes_on_with_any_number_of_processes(alone: dict, tmp_path: Path)
     resumed = load(last)
     assert differences(resumed["HostPoolData"]["pool"]["envs"], alone["HostPoolData"]["pool"]["envs"]) == []
     assert distance(resumed, alone) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("tick", "rank"), [(1, 0), (HORIZON + 3, 1)])
+def test_sigterm_to_either_process_saves_the_tick_and_the_run_goes_on_bit_for_bit(
+    tick: int, rank: int, tmp_path: Path
+) -> None:
+    fit_in_ranks(2, tmp_path / "whole", *HOSTS)
+    fit_in_ranks(2, tmp_path / "stopped", *HOSTS, *with_callback(StopAt, tick=tick, rank=rank), code=143)
+
+    last = only_run(tmp_path / "stopped").last
+    assert tick_of(last) == tick
+    fit_in_ranks(2, tmp_path / "stopped", *HOSTS, "--ckpt_path", str(last))
+    ended, whole = load(last), checkpoint(tmp_path / "whole")
+    for part in ("state_dict", "optimizer_states", "HostPoolData"):
+        assert differences(ended[part], whole[part]) == []

@@ -1,7 +1,6 @@
 """Parts from outside of the package: five kinds in one file, used from YAML and from Python."""
 
 import importlib
-import json
 import math
 import re
 import sys
@@ -31,147 +30,53 @@ from esper_lightning.growth.blueprints import (
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.runtime import registry
 from tests.rewards.ticks import host_step
-from tests.runs import (
-    cli,
-    forgotten_parts,
-    only_run,
-)
+from tests.runs import forgotten_parts
+from tests.test_pages import guide
 
-PARTS = """
-import math
+PARTS = guide("extending").files["parts.py"]
+"""A blueprint, a task, a host, a controller, a reward and an executor of the page."""
 
-from torch import nn
-
-from esper_lightning import controllers
-from esper_lightning.growth import blueprints
-from esper_lightning.envs import rewards
-from esper_lightning.growth.blueprints import Residual
-from esper_lightning.envs import Op, executors
-from esper_lightning.envs.actions import to_action
-from esper_lightning.growth import SeedSlot
-from esper_lightning.tasks import Digits, Split, Task, TaskData
-
-
-@blueprints.register("mixer", {"vector"}, parameters=lambda c: c * c, flops=lambda c, n: 2 * n * c * c)
-def mixer(channels):
-    return Residual(nn.Linear(channels, channels, bias=False))
-
-
-@rewards.register("thrifty", ["gain", "size"])
-def thrifty(step, config):
-    return {"size": -0.01 * sum(slot.growth for slot in step.slots), "gain": step.score - step.score_before}
-
-
-@controllers.register("first slot")
-class FirstSlot:
-    def reset(self, pool):
-        self.waits = 0
-
-    def act(self, pool):
-        rows = [[int(op)] for op in (Op.FOSSILIZE, Op.GERMINATE, Op.WAIT)]
-        allows = pool.masks_on_cpu.allows
-        return to_action([next(a for a in rows if allows(host, a)) for host in range(pool.n_envs)], pool.device)
-
-
+NEEDY = """
 class Needy:
     def __init__(self, speed):
         self.speed = speed
-
-
-@executors.register("counting")
-class Counting(executors.LoopExecutor):
-    epochs = 0
-
-    def train_epoch(self, envs, data):
-        self.epochs += 1
-        return super().train_epoch(envs, data)
-
-
-class ParityOfDigits(Task):
-    def load(self):
-        data = Digits(validation=100, test=100).load()
-        return TaskData(*(Split(split.inputs, 1 - split.targets % 2) for split in data[:3]), outputs=2)
-
-
-class OneLayer(nn.Module):
-    def __init__(self, input_shape, outputs, width=8):
-        super().__init__()
-        self.first = nn.Linear(math.prod(input_shape), width)
-        self.slot = SeedSlot("hidden", "vector", width)
-        self.head = nn.Linear(width, outputs)
-
-    def forward(self, x):
-        return self.head(self.slot(self.first(x.flatten(1)).relu()))
-"""
-
-CONFIG = """
-trainer: {accelerator: cpu, max_epochs: 1, default_root_dir: runs, enable_progress_bar: false}
-model:
-  policy: {width: 16}
-  ppo: {minibatches: 2}
-  evaluation: {hosts: 2, against: [mine_parts.FirstSlot, small static]}
-data:
-  task: mine_parts.ParityOfDigits
-  host: mine_parts.OneLayer
-  n_envs: 2
-  env:
-    horizon: 4
-    training: {batches: 2, lr: 0.02}
-    lifecycle: {training_ticks: 0, min_contribution: null, auto_cull: false, embargo_ticks: 0}
-    actions: {blueprints: [mine_parts.mixer], tempos: {FAST: 1}}
-    reward: {mode: mine_parts.thrifty}
 """
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Change to a folder with the file of parts and a config; forget afterwards what it has registered."""
+    """Change to a folder with the file of parts; forget afterwards what it has registered."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "mine_parts.py").write_text(PARTS)
-    (tmp_path / "mine.yaml").write_text(CONFIG)
+    (tmp_path / "mine_parts.py").write_text(PARTS + NEEDY)
     with forgotten_parts():
         yield tmp_path
     sys.modules.pop("mine_parts", None)
 
 
-@pytest.mark.slow
-def test_five_parts_of_one_file_are_used_by_a_config(place: Path) -> None:
-    built = cli("--config", "mine.yaml")
-
-    pool, run = built.datamodule.pool, only_run(place / "runs")
-    assert (pool.space.slot, pool.space.blueprint) == (["hidden"], ["mixer"])
-    assert type(pool.task).__name__ == "ParityOfDigits" and pool.data.outputs == 2
-    compared = json.loads((run.folder / "evaluation" / "evaluation.json").read_text())["controllers"]
-    assert compared["mine_parts.FirstSlot"]["fossils"]["mean"] == 1.0
-    assert {"static mine_parts.FirstSlot", "small static", "tamiyo"} <= set(compared)
-    tags = {tag for tag in run.scalars() if tag.startswith("reward/")}
-    assert tags == {"reward/gain", "reward/size", "reward/rollback"}
-
-
 def test_the_same_file_is_used_from_python(place: Path) -> None:
     parts = importlib.import_module("mine_parts")
-    task = parts.ParityOfDigits()
+    task = parts.EvenDigits()
     config = EnvConfig(
-        horizon=4,
+        horizon=6,
         training=HostTraining(batches=1),
-        actions=ActionConfig(blueprints=["mine_parts.mixer"], tempos={"FAST": 1}),
+        actions=ActionConfig(blueprints=["mine_parts.pointwise"], tempos={"FAST": 1}),
         lifecycle=LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0),
         reward=RewardConfig(mode="mine_parts.thrifty"),
         executor="mine_parts.Counting",
     )
-    pool = HostPool(task, task.load(), parts.OneLayer, config=config, n_envs=2, device=torch.device("cpu"))
+    pool = HostPool(task, task.load(), parts.TwoLayers, config=config, n_envs=2, device=torch.device("cpu"))
     steps: list[StepResult] = []
-    controller = make_controller("mine_parts.FirstSlot")
+    controller = make_controller("mine_parts.GrowOnce")
     outcome = play_episode(pool, "ours", controller, rng_seeds=[1, 3], on_step=steps.append)
 
-    assert pool.space.blueprint == ["mixer"], "the space has the name that is registered"
+    assert pool.space.blueprint == ["pointwise"], "the space has the name that is registered"
     assert type(pool.executor) is parts.Counting and pool.executor.epochs > 0
     assert outcome.fossils.tolist() == [1, 1]
     assert list(steps[0].terms) == ["gain", "size"]
     for step in steps:
         torch.testing.assert_close(step.reward.double(), step.terms["gain"] + step.terms["size"])
-    assert type(make_decider("mine_parts.FirstSlot")) is type(make_decider("first slot")) is parts.FirstSlot
+    assert type(make_decider("mine_parts.GrowOnce")) is type(make_decider("grow once")) is parts.GrowOnce
 
 
 def test_parts_that_are_not_what_they_should_be_are_refused_in_a_sentence(place: Path) -> None:
@@ -179,22 +84,25 @@ def test_parts_that_are_not_what_they_should_be_are_refused_in_a_sentence(place:
     for call, said in (
         (lambda: RewardConfig(mode="thrify"), "unknown reward 'thrify'; did you mean 'thrifty'?"),
         (lambda: RewardConfig(mode="something"), "; name a reward of your own by its import path"),
-        (lambda: RewardConfig(mode="mine_parts.mixer"), "reward 'mine_parts.mixer' is not one; see docs/guides/ext"),
+        (
+            lambda: RewardConfig(mode="mine_parts.pointwise"),
+            "reward 'mine_parts.pointwise' is not one; see docs/guides/ext",
+        ),
         (lambda: RewardConfig(mode="mine_parts.thrify"), "reward: mine_parts has no 'thrify'; did you mean 'thrifty'?"),
         (lambda: RewardConfig(mode="not_there.thrifty"), "reward: cannot import 'not_there' for 'not_there.thrifty'"),
         (lambda: ActionConfig(blueprints=["mine_parts.thrifty"]), "blueprint 'mine_parts.thrifty' is not one"),
-        (lambda: EnvConfig(executor="mine_parts.OneLayer"), "executor 'mine_parts.OneLayer' is not one"),
+        (lambda: EnvConfig(executor="mine_parts.TwoLayers"), "executor 'mine_parts.TwoLayers' is not one"),
         (lambda: make_controller("mine_parts.Needy"), "missing a required argument: 'speed'; give every argument a"),
-        (lambda: make_controller("mine_parts.ParityOfDigits"), "ParityOfDigits has no method 'reset'; give it one"),
+        (lambda: make_controller("mine_parts.EvenDigits"), "EvenDigits has no method 'reset'; give it one"),
         (lambda: register_reward("thrifty", ["gain"])(lambda step, config: {}), "'thrifty' is already registered"),
         (lambda: register_reward("a.b", ["gain"])(parts.thrifty), "register it under a name without a dot"),
         (lambda: register_reward("none", [])(parts.thrifty), "terms must be a list of different names"),
         (lambda: register_reward("twice", ["gain", "gain"])(parts.thrifty), "terms must be a list of different names"),
         (lambda: register_reward("taken", ["gain", "rollback"])(parts.thrifty), "none may be 'rollback'"),
-        (lambda: controllers.register(parts.FirstSlot), "'mine_parts.FirstSlot'>: register it under a name"),
+        (lambda: controllers.register(parts.GrowOnce), "'mine_parts.GrowOnce'>: register it under a name"),
         (
-            lambda: executors.register("mine")(parts.FirstSlot),
-            "mine_parts.FirstSlot'> is not one",
+            lambda: executors.register("mine")(parts.GrowOnce),
+            "mine_parts.GrowOnce'> is not one",
         ),
         (lambda: register("a", "image", parameters=len, flops=len), "layouts must be a set such as {'image'}"),
     ):
@@ -224,21 +132,21 @@ def test_a_term_may_be_a_tensor_of_one_number_and_is_nan_where_the_host_is(place
 
 def test_a_part_that_is_defined_again_replaces_the_first(place: Path) -> None:
     module = importlib.import_module("mine_parts")
-    first = type(make_controller("mine_parts.FirstSlot"))
+    first = type(make_controller("mine_parts.GrowOnce"))
 
     importlib.reload(module)  # as when the cell of a notebook runs again
 
-    assert first is not module.FirstSlot
-    assert type(make_controller("first slot")) is type(make_controller("mine_parts.FirstSlot")) is module.FirstSlot
+    assert first is not module.GrowOnce
+    assert type(make_controller("grow once")) is type(make_controller("mine_parts.GrowOnce")) is module.GrowOnce
     assert REWARDS["thrifty"].compute is module.thrifty
-    assert get_blueprint("mixer", "vector").build is module.mixer
+    assert get_blueprint("pointwise", "vector").build is module.pointwise
 
 
 def test_what_no_setting_names_is_not_offered(place: Path) -> None:
     importlib.import_module("mine_parts")
 
-    assert "mixer" in blueprint_names("vector")
-    assert "mixer" not in default_blueprints("vector")
+    assert "pointwise" in blueprint_names("vector")
+    assert "pointwise" not in default_blueprints("vector")
     assert "counting" in EXECUTORS
 
 
@@ -248,7 +156,7 @@ def test_an_installed_package_brings_parts(place: Path, monkeypatch: pytest.Monk
     registry.import_installed.cache_clear()
     assert "mine_parts" not in sys.modules
 
-    assert find_blueprint("mixer") == "mixer"
+    assert find_blueprint("pointwise") == "pointwise"
     assert RewardConfig(mode="thrifty").mode == "thrifty"
 
     registry.import_installed.cache_clear()

@@ -48,8 +48,8 @@ class ThreadRanks(Ranks):
         parts = self.meeting.exchange(self.rank, f"reduce {list(values.shape)}", values.detach().clone())
         return reduce(torch.add if operation == dist.ReduceOp.SUM else torch.maximum, parts)
 
-    def gather_rows(self, own: Tensor) -> Tensor:
-        return self.join(self.meeting.exchange(self.rank, f"rows {list(own.shape)}", own))
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        return self.join(self.meeting.exchange(self.rank, f"rows {list(rows.shape)}", rows))
 
     def gather_everywhere(self, record: Any) -> list[Any]:
         return self.meeting.exchange(self.rank, "records", record)

@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from torch import Tensor
 
 from esper_lightning.envs.vector_env import ChoiceAction, ChoiceSpace, Observation, VectorStep
-from esper_lightning.runtime.profiling import PhaseClock
+from esper_lightning.runtime.machine import PhaseClock
 
 EPISODE_WINDOW = 100  # recent episodes over which return and length are averaged
 

@@ -11,7 +11,7 @@ from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_pool import HostPool, StepResult
 from esper_lightning.envs.vector_env import Observation
-from esper_lightning.runtime.profiling import PhaseClock
+from esper_lightning.runtime.machine import PhaseClock
 
 
 def join(parts: Sequence[Any]) -> Any:

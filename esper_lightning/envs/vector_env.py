@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper_lightning.runtime.profiling import PhaseClock
+from esper_lightning.runtime.machine import PhaseClock
 
 TRAINING, EVALUATION = 0, 1
 """Purposes of an episode: the lowest bit of its RNG seed."""

@@ -12,7 +12,7 @@ from esper_lightning.controllers import CONTROLLERS, make_controller
 from esper_lightning.controllers.learned import LearnedController, TrainingHosts, TrainingRules
 from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.controllers.schedules import FixedSchedule, read_schedule
-from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.datamodules import HostPoolData
 from esper_lightning.envs import ActionConfig, ActionSpace
 from esper_lightning.envs.observation import ObservationConfig
 from esper_lightning.growth.gates import LifecycleConfig

@@ -28,7 +28,7 @@ from esper_lightning.controllers.schedules import (
     read_schedule,
     yoke_schedules,
 )
-from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.datamodules import HostPoolData
 from esper_lightning.envs import HostPool, Op, check_host_count
 from esper_lightning.envs.vector_env import EVALUATION, check_rng_seed, episode_rng_seeds
 from esper_lightning.evaluation.checkpoints import TrainedPolicy

@@ -14,7 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from esper_lightning.controllers.schedules import write_schedule
-from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.datamodules import HostPoolData
 from esper_lightning.evaluation import statistics
 from esper_lightning.evaluation.checkpoints import TrainedPolicy, check_training_seeds, load_policies
 from esper_lightning.evaluation.comparison import Comparison, ComparisonResult, EvaluationConfig

@@ -13,10 +13,14 @@ from torch import Tensor
 from esper_lightning.envs.vector_env import TRAINING, VectorEnv, episode_rng_seeds
 from esper_lightning.ppo.gae import discounted_sums, gae, normalise
 from esper_lightning.ppo.losses import PPOConfig
+from esper_lightning.envs.seeding import TRAINING, episode_rng_seeds
+from esper_lightning.envs.vector_env import VectorEnv
+from esper_lightning.ppo.losses import PPOConfig, discounted_sums, gae, normalise
 from esper_lightning.ppo.policy import Policy, RecurrentState
-from esper_lightning.ppo.rollout_buffer import Rollout, RolloutBuffer, Steps, map_tensors
+from esper_lightning.ppo.rollout_buffer import Rollout, RolloutBuffer, Steps
 from esper_lightning.ppo.running_norm import ObservationNorm, RunningMeanStd
 from esper_lightning.runtime.checkpoint import DivergedError
+from esper_lightning.runtime.nested import map_tensors
 from esper_lightning.runtime.ranks import Ranks
 from esper_lightning.runtime.serialization import check_generator_state
 
@@ -28,17 +32,17 @@ REWARD = "the reward"
 
 def is_usable(record: Tensor) -> Tensor:  # [T, N, …] -> [T, N] bool
     """Return the steps whose numbers are all finite and at most `LARGEST_NUMBER`."""
-    return (record.abs() <= LARGEST_NUMBER).flatten(2).all(2) if record.dim() > 2 else record.abs() <= LARGEST_NUMBER
+    return (record.abs() <= LARGEST_NUMBER).reshape(*record.shape[:2], -1).all(-1)
 
 
 def first_defect(records: Mapping[str, Tensor], env: int) -> tuple[int, str, float] | None:
     """Return step, name and value of the first unusable number of an environment in records [T, N, …]; None: none."""
-    found = []
+    defects = []
     for name, record in records.items():
         for step in (~is_usable(record)[:, env]).nonzero().flatten().tolist()[:1]:
             values = record[step, env].flatten()
-            found.append((step, name, values[~(values.abs() <= LARGEST_NUMBER)][0].item()))
-    return min(found, key=itemgetter(0), default=None)
+            defects.append((step, name, values[~(values.abs() <= LARGEST_NUMBER)][0].item()))
+    return min(defects, key=itemgetter(0), default=None)
 
 
 class RolloutSummary(NamedTuple):
@@ -50,23 +54,14 @@ class RolloutSummary(NamedTuple):
     advantages: Tensor  # [T, N] normalised; NaN where the action was forced
     usable: Tensor  # [N] bool: environments of all ranks that are learned from
     defect: str | None  # first number that is not finite or too large, of the first environment that is left out
-    metrics: dict[str, float]
-    """Numbers to log: environments that are left out, the standard deviation of advantages before normalisation, and
-    the number by which rewards were divided, if they are normalised."""
+    metrics: dict[str, float]  # environments left out, deviation of advantages, number by which rewards were divided
 
 
 class RolloutCollector:
     """Collects rollouts for PPO. A rollout is one episode of every host; with autoreset, T steps of each environment.
 
-    Args:
-        pool: The environments of this process.
-        policy: Policy that acts. Its recurrent state is stored here between steps.
-        observation_norm, value_norm, privileged_norm: Normalisers, frozen within a rollout and updated at its end.
-        config: Settings of PPO.
-        run_rng_seed: RNG seed of the run: determines the episodes and the exploration.
-        reward_norm: Statistics of the discounted sum of rewards, by whose deviation rewards are divided. None: they
-            are not.
-        ranks: Processes that collect the rollout together. None: one process.
+    Normalisers are frozen within a rollout and updated at its end. `reward_norm` holds the statistics of the discounted
+    sum of rewards, by whose deviation rewards are divided. `run_rng_seed` determines episodes and exploration.
     """
 
     def __init__(
@@ -98,7 +93,7 @@ class RolloutCollector:
         # Of the rollout, beside what the policy learns from [T, N, …]: features as the normalisers will learn them, and
         # V of the last states of truncated episodes, which an autoreset hides from the next observation.
         self.raw_features = torch.zeros(pool.horizon, *pool.observation.features.shape, device=pool.device)
-        self.raw_privileged = map_tensors(torch.zeros_like, self.buffer.steps.privileged)
+        self.raw_privileged = map_tensors(self.buffer.steps.privileged, torch.zeros_like)
         self.final_values = torch.zeros_like(self.buffer.steps.values) if pool.autoreset else None
         # Discounted sums of rewards after the last rollout [N], for episodes that continue in the next one. They are no
         # part of a checkpoint: hosts begin an episode with every rollout, other environments do so after a resume.
@@ -113,8 +108,8 @@ class RolloutCollector:
     def reset(self) -> None:
         """Begin a rollout: reset the environments and the recurrent state, except under autoreset after the first."""
         if not (self.has_reset and self.pool.autoreset):
-            of_all = episode_rng_seeds(self.run_rng_seed, TRAINING, self.episode, n_envs=self.ranks.total)
-            self.pool.reset(self.ranks.rows(of_all))
+            rng_seeds = episode_rng_seeds(self.run_rng_seed, TRAINING, self.episode, n_envs=self.ranks.total)
+            self.pool.reset(self.ranks.rows(rng_seeds))
             self.state = self.policy.initial_state(self.pool.n_envs)
             self.starts.fill_(True)
             self.has_reset = True
@@ -128,9 +123,8 @@ class RolloutCollector:
         pool, length, state = self.pool, self.buffer.length, self.state
         with pool.clock.measure("policy"):
             # Copies, because the step overwrites the environments' observation.
-            masks, seen = map_tensors(torch.clone, pool.masks), map_tensors(torch.clone, pool.observation)
-            more = None if self.privileged_norm is None else map_tensors(torch.clone, pool.privileged)
-            observation, privileged = self._normalised(seen, more)
+            masks = map_tensors(pool.masks, torch.clone)
+            observation, privileged = self._normalised(pool.observation, pool.privileged)
             hidden, self.state = self.policy.encode_step(observation, state, self.starts)
             distribution = self.policy.heads.distribution(hidden, masks)
             values = self.policy.estimate_value(hidden, privileged)
@@ -217,13 +211,13 @@ class RolloutCollector:
             "the critic's value": values,
         }
         results = {"the return": returns, "the advantage": advantages}  # to blame only if no record is the cause
-        usable = torch.stack([is_usable(part).all(0) for part in (records | results).values()]).all(0)  # [n] own ones
-        usable_of_all = ranks.gather_rows(usable)
-        left_out, defect = int((~usable_of_all).sum()), None
+        usable = torch.stack([is_usable(part).all(0) for part in (records | results).values()]).all(0)  # of this rank
+        usable_envs = ranks.gather_rows(usable)
+        left_out, defect = int((~usable_envs).sum()), None
         if left_out:
-            own = None if usable.all() else self._describe_defect(records, results, env=int(usable.int().argmin()))
-            defect = next(one for one in ranks.gather_everywhere(own) if one is not None)
-        if left_out == len(usable_of_all):
+            here = None if usable.all() else self._describe_defect(records, results, env=int(usable.int().argmin()))
+            defect = next(text for text in ranks.gather_everywhere(here) if text is not None)
+        if left_out == len(usable_envs):
             raise DivergedError(
                 f"no environment of the rollout can be learned from: {defect}; for a reward lower data.env.reward, "
                 f"data.env.objective or Governor.rules.penalty, for a feature look at the environment, else lower "
@@ -245,11 +239,11 @@ class RolloutCollector:
         self.state = RecurrentState(*(part.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for part in self.state))
         metrics = {"left_out": float(left_out), "advantage_spread": spread * float(reward_unit)}
         return rollout, RolloutSummary(
-            returns=ranks.gather_rows(steps.rewards.sum(0))[usable_of_all].cpu(),
+            returns=ranks.gather_rows(steps.rewards.sum(0))[usable_envs].cpu(),
             values=values[active] * reward_unit,
             value_targets=returns[active] * reward_unit,
             advantages=torch.where(unforced, advantages, torch.nan),
-            usable=usable_of_all,
+            usable=usable_envs,
             defect=defect,
             metrics=metrics if self.reward_norm is None else metrics | {"reward_deviation": float(reward_unit)},
         )
@@ -270,12 +264,12 @@ class RolloutCollector:
 
     def _describe_defect(self, records: Mapping[str, Tensor], results: Mapping[str, Tensor], env: int) -> str:
         """Describe the first unusable number of one environment: `in environment 3 at step 7 the reward is nan`."""
-        found = first_defect(records, env) or first_defect(results, env)
-        assert found is not None, "the environment is left out"
-        step, name, value = found
+        defect = first_defect(records, env) or first_defect(results, env)
+        assert defect is not None, "the environment is left out"
+        step, name, value = defect
         terms = self.reward_terms.get(step, {}) if name == REWARD else {}
-        if of_terms := first_defect({f"the reward term {term}": paid[None] for term, paid in terms.items()}, env):
-            _, name, value = of_terms
+        if cause := first_defect({f"the reward term {term}": paid[None] for term, paid in terms.items()}, env):
+            _, name, value = cause
         return f"in environment {self.ranks.own[env]} at step {step + 1} {name} is {value:g}"
 
     def state_dict(self) -> dict[str, Any]:

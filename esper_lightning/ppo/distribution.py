@@ -1,8 +1,6 @@
 """Factored, masked action distributions: each head is drawn given the choices of earlier heads.
 
-All conditional tables are computed at once, so sampling, log-probability and the exact entropy use the same numbers.
-`HostDistribution` is for hosts: the op first, then a slot given the op, then the remaining heads given the slot.
-`ChoiceDistribution` is for any `ChoiceSpace`.
+For hosts it is the op first, then a slot given the op, then the remaining heads given the slot.
 """
 
 from abc import ABC, abstractmethod
@@ -35,10 +33,7 @@ HOST_PARENTS = {"slot": "op", "blueprint": "slot", "tempo": "slot"}
 
 
 def host_table_shapes(sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Return (rows, choices) of the table of each head.
-
-    `sizes`: choices by head. Rows: one per choice of the parent, else one.
-    """
+    """Return (rows, choices) of the table of each head, given its choices; there is a row per choice of its parent."""
     return {
         head: (sizes[HOST_PARENTS[head]] if head in HOST_PARENTS else 1, choices) for head, choices in sizes.items()
     }
@@ -93,31 +88,27 @@ class FactoredDistribution(ABC):
         the GPU unusable for the process), and the action's log-probability stays NaN, so that it teaches nothing.
         """
 
-        # `parent_choice`: the choice of the head's parent (`HOST_PARENTS`), which selects the row of its table.
-        def draw(head: str, parent_choice: Tensor | None) -> Tensor:
+        chosen: dict[str, Tensor] = {}
+        for head in self.heads:
             log_probs, mask = self.log_probs[head], self.masks[head]
-            weights = select_row(torch.where(log_probs.isnan(), mask + SMALLEST_WEIGHT, log_probs.exp()), parent_choice)
-            return draw_rows(weights.flatten(0, -2), generator, ranks).view(weights.shape[:-1])
-
-        return self._action(self._choose(draw))
+            weights = torch.where(log_probs.isnan(), mask + SMALLEST_WEIGHT, log_probs.exp())
+            weights = self._row(head, weights, chosen)
+            chosen[head] = draw_rows(weights.flatten(0, -2), generator, ranks).view(weights.shape[:-1])
+        return self._action(chosen)
 
     def mode(self) -> Any:
         """Return the most likely choice of each head, given the choices of earlier heads."""
-        return self._action(self._choose(lambda head, choice: select_row(self.log_probs[head], choice).argmax(-1)))
-
-    def _choose(self, choose: Callable[[str, Tensor | None], Tensor]) -> dict[str, Tensor]:
-        """Return the choice of each head, given a function of the head and the choice of its parent."""
         chosen: dict[str, Tensor] = {}
         for head in self.heads:
-            chosen[head] = choose(head, self._parent_choice(head, chosen))
-        return chosen
+            chosen[head] = self._row(head, self.log_probs[head], chosen).argmax(-1)
+        return self._action(chosen)
 
-    def _parent_choice(self, head: str, chosen: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the choice of a head's parent, which selects the row of its table; None: it has no parent."""
-        return chosen[self.parents[head]] if head in self.parents else None
+    def _row(self, head: str, table: Tensor, chosen: Mapping[str, Tensor]) -> Tensor:  # [..., choices]
+        """Return the row of a head's table that the choice of its parent selects."""
+        return select_row(table, chosen[self.parents[head]] if head in self.parents else None)
 
     def _log_prob(self, head: str, chosen: Mapping[str, Tensor]) -> Tensor:  # [...]
-        row = select_row(self.log_probs[head], self._parent_choice(head, chosen))
+        row = self._row(head, self.log_probs[head], chosen)
         return row.gather(-1, chosen[head].unsqueeze(-1)).squeeze(-1)
 
     def log_prob(self, action: Any) -> Tensor:  # [...]
@@ -186,13 +177,8 @@ class HostDistribution(FactoredDistribution):
 
 def host_mask(head: str, masks: Masks, table: Tensor) -> Tensor:
     """Return the mask of a head's table, [..., rows, choices] bool."""
-    match head:
-        case "op":
-            return masks.op.unsqueeze(-2)
-        case "slot" | "blueprint":
-            return getattr(masks, head)
-        case _:
-            return torch.ones_like(table, dtype=torch.bool)
+    tables = {"op": masks.op.unsqueeze(-2), "slot": masks.slot, "blueprint": masks.blueprint}
+    return tables[head] if head in tables else torch.ones_like(table, dtype=torch.bool)
 
 
 def host_action(chosen: Mapping[str, Tensor]) -> Action:

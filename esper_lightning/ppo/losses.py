@@ -1,4 +1,4 @@
-"""Settings and objective of PPO for recurrent policies, evaluated on whole sequences. T steps, n environments."""
+"""Settings of PPO, advantage estimation and losses. T environment steps in a rollout, N environments."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +14,9 @@ from esper_lightning.runtime.ranks import ALONE, Ranks
 
 CLIP = 0.2
 """Clip range of the probability ratio, as in the paper: beyond 1 ± this there is no incentive to move further."""
+
+ADVANTAGE_FLOOR = 1e-3
+"""Lower bound of the standard deviation by which advantages are divided: where all returns are alike, it is noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +103,61 @@ class PPOConfig:
             raise ValueError(f"ppo.value_coefficient must not be negative, got {self.value_coefficient}")
 
 
+def gae(
+    rewards: Tensor,  # [T, N]
+    values: Tensor,  # [T, N]  V(s_t)
+    next_values: Tensor,  # [T, N]  V(s_{t+1}), taken before any reset
+    *,
+    terminated: Tensor,  # [T, N]  bool: s_{t+1} is terminal and has value 0
+    truncated: Tensor,  # [T, N]  bool: time limit; s_{t+1} keeps its value
+    gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    """Compute generalised advantage estimates (https://arxiv.org/abs/1506.02438) of all environments.
+
+    Returns advantages and returns, both [T, N]. Credit never crosses the end of an episode.
+    """
+    delta = rewards + gamma * next_values * ~terminated - values
+    ended = terminated | truncated
+    advantages = torch.empty_like(rewards)
+    running = torch.zeros_like(rewards[0])  # [N]
+    for t in reversed(range(len(rewards))):
+        running = delta[t] + gamma * lam * running * ~ended[t]
+        advantages[t] = running
+    return advantages, advantages + values
+
+
+def discounted_sums(
+    rewards: Tensor,  # [T, N]
+    before: Tensor,  # [N]  sum before the first step
+    *,
+    starts: Tensor,  # [T, N]  bool: an episode begins with this step
+    gamma: float,
+) -> Tensor:
+    """Compute R_t = r_t + gamma·R_{t-1}, the discounted sum of the rewards of an episode so far, [T, N]."""
+    sums = torch.empty_like(rewards)
+    for t in range(len(rewards)):
+        before = rewards[t] + gamma * before * ~starts[t]
+        sums[t] = before
+    return sums
+
+
+def normalise(advantages: Tensor, included: Tensor, *, ranks: Ranks = ALONE) -> tuple[Tensor, float]:
+    """Normalise advantages to mean 0 and standard deviation 1 over the steps in `included` (bool, same shape).
+
+    Returns the normalised advantages and the standard deviation, which is that of the steps of all ranks.
+    """
+    sample = advantages[included]
+    if ranks.world > 1:
+        count, mean, variance = ranks.moments(sample)
+        spread = variance.sqrt()
+    else:
+        count, mean, spread = len(sample), sample.mean(), sample.std(correction=0) if len(sample) else sample.sum()
+    if count < 2:
+        return torch.zeros_like(advantages), 0.0
+    return (advantages - mean) / spread.clamp(min=ADVANTAGE_FLOOR), spread.item()
+
+
 def clipped_surrogate(ratio: Tensor, advantages: Tensor) -> Tensor:
     """Return PPO's clipped policy loss per step."""
     return -torch.min(ratio * advantages, ratio.clamp(1.0 - CLIP, 1.0 + CLIP) * advantages)
@@ -146,12 +204,33 @@ def ppo_terms(policy: Policy, minibatch: Rollout, config: PPOConfig, ranks: Rank
     """
     if minibatch.steps.log_prob.shape[1]:
         sums, learned, active = sums_of_steps(policy, minibatch, config)
-    else:
-        sums = empty_sums(policy, minibatch)
-        learned = active = sums.kl
+    else:  # this rank takes part in the averaging of gradients with gradients of 0
+        zero = torch.stack([(parameter * 0.0).sum() for parameter in policy.parameters()]).sum()
+        learned = active = none = zero.detach()
+        heads = none.expand(len(policy.heads.sizes))
+        low, high = none + torch.inf, none - torch.inf
+        sums = PPOTerms(zero, zero, zero, none, none, none, low, high, heads, heads, minibatch.steps.log_prob)
     if ranks.world > 1:
-        sums, learned, active = sums_of_ranks(sums, learned, active, ranks)
-    return means(sums, learned, active)
+        scalars = torch.stack([*sums[:6], learned.to(sums.policy.dtype), active.to(sums.policy.dtype)])
+        parts = torch.cat([scalars, sums.head_entropy, sums.head_choice_share])
+        total = ranks.sum_with_gradient(parts.double()).to(scalars.dtype)
+        scalars, *by_head = total.split([len(scalars), *[len(sums.head_entropy)] * 2])
+        *terms, learned, active = scalars.unbind()
+        low, high = ranks.maximum(torch.stack([-sums.ratio_low, sums.ratio_high]))
+        sums = PPOTerms._make([*terms, -low, high, *by_head, sums.ratio])
+    learned, active = learned.detach().clamp(min=1), active.detach().clamp(min=1)
+    free = sums.head_choice_share.detach()
+    return sums._replace(
+        policy=sums.policy / learned,
+        value=sums.value / active,
+        entropy=sums.entropy / learned,
+        kl=sums.kl.detach() / learned,
+        kl_k1=sums.kl_k1.detach() / learned,
+        clip_fraction=sums.clip_fraction.detach() / learned,
+        # Steps without a choice are excluded, because their entropy is 0 for any policy.
+        head_entropy=sums.head_entropy.detach() / free.clamp(min=1e-6),
+        head_choice_share=free / learned,
+    )
 
 
 def sums_of_steps(policy: Policy, minibatch: Rollout, config: PPOConfig) -> tuple[PPOTerms, Tensor, Tensor]:
@@ -186,72 +265,32 @@ def sums_of_steps(policy: Policy, minibatch: Rollout, config: PPOConfig) -> tupl
     return sums, unforced.sum(), active.sum()
 
 
-def sums_of_ranks(sums: PPOTerms, learned: Tensor, active: Tensor, ranks: Ranks) -> tuple[PPOTerms, Tensor, Tensor]:
-    """Return the sums of `sums_of_steps` over all ranks."""
-    scalars = torch.stack([*sums[:6], learned.to(sums.policy.dtype), active.to(sums.policy.dtype)])
-    flat = torch.cat([scalars, sums.head_entropy, sums.head_choice_share]).double()
-    of_all = ranks.sum_with_gradient(flat).to(scalars.dtype)
-    scalars, *of_heads = of_all.split([len(scalars), *[len(sums.head_entropy)] * 2])
-    *terms, learned, active = scalars.unbind()
-    low, high = ranks.maximum(torch.stack([-sums.ratio_low, sums.ratio_high]))
-    return PPOTerms._make([*terms, -low, high, *of_heads, sums.ratio]), learned, active
-
-
-def means(sums: PPOTerms, learned: Tensor, active: Tensor) -> PPOTerms:
-    """Return the terms of a minibatch of all ranks, given the sums of `sums_of_steps`."""
-    learned, active = learned.detach().clamp(min=1), active.detach().clamp(min=1)
-    free = sums.head_choice_share.detach()
-    return sums._replace(
-        policy=sums.policy / learned,
-        value=sums.value / active,
-        entropy=sums.entropy / learned,
-        kl=sums.kl.detach() / learned,
-        kl_k1=sums.kl_k1.detach() / learned,
-        clip_fraction=sums.clip_fraction.detach() / learned,
-        # Steps without a choice are excluded, because their entropy is 0 for any policy.
-        head_entropy=sums.head_entropy.detach() / free.clamp(min=1e-6),
-        head_choice_share=free / learned,
-    )
-
-
-def empty_sums(policy: Policy, minibatch: Rollout) -> PPOTerms:
-    """Return the sums of a minibatch without environments: a rank takes part in the averaging with gradients of 0."""
-    zero = torch.stack([(parameter * 0.0).sum() for parameter in policy.parameters()]).sum()
-    none, heads = zero.detach(), zero.detach().expand(len(policy.heads.sizes))
-    extremes = none + torch.inf, none - torch.inf
-    return PPOTerms._make([*[zero] * 3, *[none] * 3, *extremes, heads, heads, minibatch.steps.log_prob])
-
-
 def update_metrics(
     terms: Sequence[PPOTerms], grad_norms: Sequence[Tensor], heads: Mapping[str, int], *, finite: Sequence[bool]
 ) -> dict[str, float]:
-    """Return the metrics of one update by name. Three transfers: scalars, entropy by head, choice share by head.
+    """Return the metrics of one update by name, given terms of minibatches, norms of gradients and choices by head.
 
-    Args:
-        terms: Terms of every minibatch; the last one has no gradient step if `target_kl` ended the update there.
-        grad_norms: Norm of each gradient step.
-        heads: Number of choices by head.
-        finite: For each of these steps, False if loss or gradient was not finite and the step was skipped. Skipped
-            minibatches are left out of means, unless all were skipped.
+    `finite` is False for each gradient step that was skipped; its minibatch is left out of means, unless all were
+    skipped. The last minibatch has no gradient step if `target_kl` ended the update there.
     """
     if any(finite):
         terms = [*compress(terms, finite), *terms[len(finite) :]]
         grad_norms = list(compress(grad_norms, finite))
     first, last = terms[0], terms[-1]  # first: the policy that acted; last: how far the update moved it
 
-    def of_all(name: str) -> Tensor:
-        return torch.stack([getattr(one, name) for one in terms])
+    def per_minibatch(name: str) -> Tensor:
+        return torch.stack([getattr(minibatch, name) for minibatch in terms])
 
     metrics = {
-        "loss.policy": of_all("policy").mean(),
-        "loss.value": of_all("value").mean(),
-        "entropy": of_all("entropy").mean(),
+        "loss.policy": per_minibatch("policy").mean(),
+        "loss.value": per_minibatch("value").mean(),
+        "entropy": per_minibatch("entropy").mean(),
         "kl": last.kl,
         "kl_k1": last.kl_k1,
-        "clip_fraction": of_all("clip_fraction").mean(),
+        "clip_fraction": per_minibatch("clip_fraction").mean(),
         "first_ratio_error": first.ratio_error,
-        "ratio_low": of_all("ratio_low").min(),
-        "ratio_high": of_all("ratio_high").max(),
+        "ratio_low": per_minibatch("ratio_low").min(),
+        "ratio_high": per_minibatch("ratio_high").max(),
         "grad_norm": torch.stack(list(grad_norms)).mean() if grad_norms else torch.zeros_like(last.kl),
     }
     numbers = dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))

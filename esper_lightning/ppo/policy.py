@@ -1,10 +1,8 @@
 """Network of the policy, recurrent or feedforward, with its action heads and a symmetric or asymmetric critic.
 
-Hosts are observed in rows. The number of weights depends on neither slots nor blueprints: every blueprint in a slot and
-every slot is encoded by the same layers, and slots exchange information through the mean and the maximum over their
-rows (Zaheer et al. 2017, https://arxiv.org/abs/1703.06114), which also feed the recurrent core. Any other environment
-has global features alone, which feed the core. The heads turn hidden features into logits, one table for each head.
-Those of hosts point at rows (Vinyals et al. 2015, https://arxiv.org/abs/1506.03134).
+Hosts are observed in rows. The same layers encode every blueprint and every slot, and slots exchange information
+through the mean and the maximum over their rows (https://arxiv.org/abs/1703.06114), which also feed the recurrent core.
+Any other environment has global features alone. Heads of hosts point at rows (https://arxiv.org/abs/1506.03134).
 
 T steps, N environments, K slots, B blueprints, P privileged features, W = width of the policy, H = W // 2.
 """
@@ -34,6 +32,7 @@ from esper_lightning.ppo.distribution import (
     masked_log_softmax,
     select_row,
 )
+from esper_lightning.runtime.nested import map_tensors
 
 SMALL_GAIN = 0.01
 """Gain of the layers that end in logits: at first all choices are about equally likely."""
@@ -107,11 +106,6 @@ class Hidden(NamedTuple):
     core: Tensor  # [..., W] of the environment as a whole, with memory
     slots: Tensor | None = None  # [..., K, W]
     blueprints: Tensor | None = None  # [..., K, B, H] of each blueprint in each slot
-
-    def first(self) -> "Hidden":
-        """Return the features of the first step."""
-        slots, blueprints = (None if part is None else part[0] for part in self[1:])
-        return Hidden(self.core[0], slots, blueprints)
 
 
 def linear(inputs: int, outputs: int, gain: float = math.sqrt(2)) -> nn.Linear:
@@ -216,9 +210,9 @@ class HostHeads(nn.Module):
         chosen: dict[str, Tensor] = {}
         for head in self.sizes:
             if HOST_PARENTS.get(head) == "slot":
-                of_chosen = torch.arange(len(core), device=core.device), chosen["slot"]
-                logits = self.table(head, core, blueprints[of_chosen].unsqueeze(1), slots[of_chosen].unsqueeze(1))
-                mask = masks.blueprint[of_chosen] if head == "blueprint" else torch.ones_like(logits[:, 0]).bool()
+                place = torch.arange(len(core), device=core.device), chosen["slot"]
+                logits = self.table(head, core, blueprints[place].unsqueeze(1), slots[place].unsqueeze(1))
+                mask = masks.blueprint[place] if head == "blueprint" else torch.ones_like(logits[:, 0]).bool()
                 logits = logits.squeeze(-2)
             else:
                 table, row = self.table(head, core, blueprints, slots), chosen.get(HOST_PARENTS.get(head, ""))
@@ -301,23 +295,15 @@ class Policy(nn.Module):
         self.heads: Any = HostHeads(width, space) if isinstance(space, ActionSpace) else ChoiceHeads(width, space)
         critic_inputs = width + (shape.privileged if config.asymmetric else 0)
         self.value = nn.Sequential(nn.Linear(critic_inputs, half), nn.ReLU(), nn.Linear(half, 1))
-        self._initialise()
-
-    def _initialise(self) -> None:
         for layer, gain in ((self.encoder, math.sqrt(2)), (self.value[0], math.sqrt(2)), (self.value[2], 1.0)):
             assert isinstance(layer, nn.Linear)
             nn.init.orthogonal_(layer.weight, gain)
             nn.init.zeros_(layer.bias)
-        if self.lstm is None:
-            return
-        for name, parameter in self.lstm.named_parameters():
-            if name.startswith("weight"):
-                nn.init.orthogonal_(parameter)
-            else:
-                nn.init.zeros_(parameter)
-        bias = self.lstm.get_parameter("bias_ih_l0")
-        with torch.no_grad():
-            bias[self.width : 2 * self.width] = 1.0  # forget gate: keep the state at first
+        if self.lstm is not None:
+            for name, parameter in self.lstm.named_parameters():
+                nn.init.orthogonal_(parameter) if name.startswith("weight") else nn.init.zeros_(parameter)
+            with torch.no_grad():  # forget gate: keep the state at first
+                self.lstm.get_parameter("bias_ih_l0")[width : 2 * width] = 1.0
 
     def initial_state(self, n_envs: int) -> RecurrentState:
         """Return the recurrent state at the start of an episode."""
@@ -326,24 +312,13 @@ class Policy(nn.Module):
 
     def forward(
         self,
-        observation: Observation,
-        state: RecurrentState,
-        masks: Any,
-        starts: Tensor,
-        privileged: Tensor | None = None,
+        observation: Observation,  # [T, N, …] with normalised features
+        state: RecurrentState,  # before the first step
+        masks: Any,  # [T, N, …]
+        starts: Tensor,  # [T, N] bool: the state is reset before this step
+        privileged: Tensor | None = None,  # [T, N, P] normalised; required if the critic is asymmetric
     ) -> tuple[Any, Tensor, RecurrentState]:
-        """Process T steps of N environments.
-
-        Args:
-            observation: [T, N, …], features normalised.
-            state: Recurrent state before the first step.
-            masks: [T, N, …].
-            starts: [T, N] bool: the state is reset before this step.
-            privileged: [T, N, P], normalised; required if the critic is asymmetric.
-
-        Returns:
-            The distribution over actions [T, N], normalised values [T, N], and the state after the last step.
-        """
+        """Return the distribution over actions and the normalised values, [T, N], and the state after the last step."""
         hidden, state = self._encode(observation, state, starts)
         return self.heads.distribution(hidden, masks), self.estimate_value(hidden, privileged), state
 
@@ -352,7 +327,7 @@ class Policy(nn.Module):
     ) -> tuple[Hidden, RecurrentState]:
         """Return the hidden features of one step [N, …], for the heads and the critic, and the state after it."""
         hidden, state = self._encode(Observation(observation.features[None]), state, starts[None])
-        return hidden.first(), state
+        return map_tensors(hidden, lambda part: part[0]), state
 
     def estimate_value(self, hidden: Hidden, privileged: Tensor | None = None) -> Tensor:  # [...]
         """Return the normalised values of hidden features [..., width]."""
@@ -389,57 +364,20 @@ class Policy(nn.Module):
         if len(x) == 1 or not starts[1:].any():
             output, after = self.lstm(x, tuple(part.unsqueeze(0) for part in before))
             return output, RecurrentState(*(part.squeeze(0) for part in after))
-        segments = split_segments(starts)
-        output, after = self.lstm(
-            segments.pack(x), tuple(segments.initial_states(part).unsqueeze(0) for part in before)
-        )
-        return segments.unpack(output.data), RecurrentState(*(part.squeeze(0)[segments.last] for part in after))
-
-
-class Segments(NamedTuple):
-    """Split of T steps of N environments at their resets into S segments, longest first, for an LSTM in parallel.
-
-    Positions count env * T + step.
-    """
-
-    positions: Tensor  # [N·T] in the order of a PackedSequence: first steps of all segments, then second steps …
-    inverse: Tensor  # [N·T] inverse permutation
-    sizes: Tensor  # [longest] on the CPU: number of segments that have a first, a second … step
-    first: Tensor  # [N] first segment of each environment
-    last: Tensor  # [N] last segment of each environment
-
-    def pack(self, x: Tensor) -> PackedSequence:  # [T, N, W]
-        """Return the segments of `x` as a PackedSequence."""
-        return PackedSequence(x.transpose(0, 1).flatten(0, 1)[self.positions], self.sizes)
-
-    def unpack(self, data: Tensor) -> Tensor:  # [N·T, W] -> [T, N, W]
-        """Return packed data in the original order; the inverse of `pack`."""
-        envs = len(self.first)
-        return data[self.inverse].unflatten(0, (envs, len(data) // envs)).transpose(0, 1)
-
-    def initial_states(self, state: Tensor) -> Tensor:  # [N, W] -> [S, W]
-        """Return initial states of all segments: `state` for the first of each environment, zero after a reset."""
-        return state.new_zeros(int(self.sizes[0]), state.shape[-1]).index_copy(0, self.first, state)
-
-
-def split_segments(starts: Tensor) -> Segments:
-    """Split N sequences of T steps where `starts` [T, N] is True, before step t of environment n, and at step 0."""
-    steps, envs = starts.shape
-    cut = starts.T.clone()  # [N, T]
-    cut[:, 0] = True
-    segment_starts = cut.flatten().nonzero().squeeze(1)  # [S] positions
-    lengths = torch.diff(segment_starts, append=segment_starts.new_tensor([envs * steps]))
-    lengths, order = lengths.sort(descending=True, stable=True)
-    rank = order.argsort()
-    step = torch.arange(int(lengths[0]), device=starts.device)[:, None]
-    is_inside = step < lengths  # [longest, S]
-    positions = (segment_starts[order] + step)[is_inside]
-    segment_index = cut.flatten().cumsum(0) - 1  # segment of each position, before sorting by length
-    ends = torch.arange(envs, device=starts.device) * steps
-    return Segments(
-        positions,
-        positions.argsort(),
-        is_inside.sum(1).cpu(),
-        rank[segment_index[ends]],
-        rank[segment_index[ends + steps - 1]],
-    )
+        # Between two resets lies a segment. A PackedSequence holds all segments as a batch, the longest first: the
+        # first steps of all of them, then the second steps … Positions count env * T + step.
+        steps, envs = starts.shape
+        cuts = starts.T.clone()  # [N, T]
+        cuts[:, 0] = True
+        begins = cuts.flatten().nonzero().squeeze(1)  # [S] of segments
+        lengths, order = torch.diff(begins, append=begins.new_tensor([envs * steps])).sort(descending=True, stable=True)
+        step = torch.arange(int(lengths[0]), device=starts.device)[:, None]
+        is_inside = step < lengths  # [longest, S]
+        positions = (begins[order] + step)[is_inside]  # [N·T] in the order of the PackedSequence
+        places, last = order.argsort(), cuts.sum(1).cumsum(0) - 1  # of segments in the batch; [N] last one, unsorted
+        first = places[last - cuts.sum(1) + 1]
+        packed = PackedSequence(x.transpose(0, 1).flatten(0, 1)[positions], is_inside.sum(1).cpu())
+        zeros = before.hidden.new_zeros(len(order), self.width)  # after a reset
+        output, after = self.lstm(packed, tuple(zeros.index_copy(0, first, part).unsqueeze(0) for part in before))
+        outputs = output.data[positions.argsort()].unflatten(0, (envs, steps)).transpose(0, 1)
+        return outputs, RecurrentState(*(part.squeeze(0)[places[last]] for part in after))

@@ -8,21 +8,8 @@ from torch import Tensor
 
 from esper_lightning.envs.vector_env import VectorEnv
 from esper_lightning.ppo.policy import Policy, RecurrentState
+from esper_lightning.runtime.nested import iter_tensors, map_tensors
 from esper_lightning.runtime.ranks import ALONE, Ranks
-
-
-def map_tensors(change: Callable[[Tensor], Any], record: Any) -> Any:
-    """Return a nested record with every tensor changed by a function; None stays None."""
-    if record is None or isinstance(record, Tensor):
-        return record if record is None else change(record)
-    return type(record)(*(map_tensors(change, part) for part in record))
-
-
-def tensors_of(record: Any) -> list[Tensor]:
-    """Return the tensors of a nested record, in their order."""
-    if record is None or isinstance(record, Tensor):
-        return [] if record is None else [record]
-    return [tensor for part in record for tensor in tensors_of(part)]
 
 
 class Steps(NamedTuple):
@@ -50,12 +37,12 @@ class Rollout(NamedTuple):
 
     def map_steps(self, change: Callable[[Tensor], Tensor], state: RecurrentState) -> "Rollout":
         """Return a rollout with every tensor of steps changed, and another recurrent state before the first step."""
-        steps, advantages, targets = (map_tensors(change, part) for part in self[:3])
+        steps, advantages, targets = (map_tensors(part, change) for part in self[:3])
         return Rollout(steps, advantages, targets, state)
 
     def select_envs(self, envs: Tensor) -> "Rollout":
         """Return the sequences of the environments with indices `envs` [m] int64."""
-        return self.map_steps(lambda part: part[:, envs], map_tensors(lambda part: part[envs], self.state))
+        return self.map_steps(lambda part: part[:, envs], map_tensors(self.state, lambda part: part[envs]))
 
     def split_sequences(self, sequence_length: int, sequence_states: RecurrentState) -> "Rollout":
         """Return the same steps as shorter sequences, each as an environment: k·n + i is sequence k of environment i.
@@ -82,11 +69,12 @@ class Rollout(NamedTuple):
         Groups are drawn from the `usable` environments of all ranks, [N] bool, alike on each of them by generators in
         the same state; a rank gets its own part of a group, which may be empty.
         """
-        own, device = self.targets.shape[1], self.targets.device
-        places = torch.arange(own, device=device)  # of the sequences of all ranks in this rollout; -1: of other ranks
+        device = self.targets.device
+        columns = torch.arange(self.targets.shape[1], device=device)  # of this rollout
+        places = columns  # of the sequences of all ranks, in this rollout; -1: of other ranks
         if ranks.world > 1:
-            sequences, places = own // len(ranks.own), places.new_full((own * ranks.world,), -1)
-            places.view(sequences, ranks.total)[:, ranks.own] = torch.arange(own, device=device).view(sequences, -1)
+            sequences, places = len(columns) // len(ranks.own), columns.new_full((len(columns) * ranks.world,), -1)
+            places.view(sequences, ranks.total)[:, ranks.own] = columns.view(sequences, -1)
         if usable is not None:
             places = places[usable.repeat(len(places) // len(usable))]
         for _ in range(epochs):
@@ -97,14 +85,9 @@ class Rollout(NamedTuple):
 
 
 class RolloutBuffer:
-    """Storage for one rollout, filled step by step.
+    """Storage for one rollout of these environments and this policy, filled step by step.
 
-    Args:
-        env: Environments that determine the number and shapes of what is stored.
-        policy: Policy that determines the recurrent state, and whether privileged features are stored.
-        sequence_length: Environment steps of one training sequence. None: the whole rollout.
-
-    Raises ValueError if a rollout cannot be split into whole sequences.
+    Raises ValueError if a rollout cannot be split into whole sequences of `sequence_length`; None: there is one.
     """
 
     def __init__(self, env: VectorEnv, policy: Policy, sequence_length: int | None = None) -> None:
@@ -129,13 +112,13 @@ class RolloutBuffer:
             truncated=flag,
         )
         self.length = 0
-        self.steps: Steps = map_tensors(lambda part: part.new_zeros(self.ticks, *part.shape), example)
-        self.state: RecurrentState = map_tensors(torch.zeros_like, policy.initial_state(n))
+        self.steps: Steps = map_tensors(example, lambda part: part.new_zeros(self.ticks, *part.shape))
+        self.state: RecurrentState = map_tensors(policy.initial_state(n), torch.zeros_like)
         cuts = self.ticks // self.sequence_length - 1
         # Recurrent states before each sequence but the first, [cuts, N, width].
-        self.sequence_states: RecurrentState = map_tensors(lambda part: part.new_zeros(cuts, *part.shape), self.state)
+        self.sequence_states: RecurrentState = map_tensors(self.state, lambda part: part.new_zeros(cuts, *part.shape))
         # Views of each step's rows, because creating a view costs as much as writing into it.
-        self._rows = [part.unbind(0) for part in tensors_of(self.steps)]
+        self._rows = [part.unbind(0) for part in iter_tensors(self.steps)]
 
     def clear(self, state: RecurrentState) -> None:
         """Begin a rollout whose first step starts from `state`."""
@@ -149,25 +132,23 @@ class RolloutBuffer:
         if self.length and self.length % self.sequence_length == 0:
             for stored, new in zip(self.sequence_states, state, strict=True):
                 stored[self.length // self.sequence_length - 1].copy_(new)
-        for rows, value in zip(self._rows, tensors_of(step), strict=True):
+        for rows, value in zip(self._rows, iter_tensors(step), strict=True):
             rows[self.length].copy_(value)
         self.length += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the steps stored so far and of the recurrent states."""
-        saved = {
-            "ticks": [part[: self.length].clone() for part in tensors_of(self.steps)],
+        return {
+            "ticks": [part[: self.length].clone() for part in iter_tensors(self.steps)],
             "state": [part.clone() for part in self.state],
+            "sequence_states": [part.clone() for part in self.sequence_states],
         }
-        if self.sequence_length < self.ticks:
-            saved["sequence_states"] = [part.clone() for part in self.sequence_states]
-        return saved
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from `state_dict`. Raises ValueError if the sequences have another length."""
         if len(state.get("sequence_states", [()])[0]) != len(self.sequence_states[0]):
             raise ValueError("ppo.sequence is not that of the saved run; set it back")
-        steps = tensors_of(self.steps)
+        steps = list(iter_tensors(self.steps))
         if len(steps) != len(state["ticks"]):
             raise ValueError("its rollout in flight is of an earlier version, with one more head; train anew")
         self.length = len(state["ticks"][0])

@@ -8,14 +8,10 @@ from esper_lightning.runtime.ranks import ALONE, Ranks
 
 
 class RunningMeanStd(nn.Module):
-    """Running mean and variance of a stream of vectors.
+    """Running mean and variance of a stream of vectors of a shape. Normalised values are clipped to ± `clip`.
 
     Every value has the same weight (Chan et al.'s parallel update of Welford's sums). It is not thread-safe; only the
     thread of the rollout updates it.
-
-    Args:
-        shape: Shape of one value.
-        clip: Normalised values are clipped to ± this.
     """
 
     mean: Tensor

@@ -24,21 +24,15 @@ SCHEMA = 9
 """Version number of the checkpoint format; increased whenever checkpoints of the previous version cannot be resumed."""
 
 SCHEMA_KEY = "esper_schema"
-IDENTITY_KEY = "esper_identity"
-MODULE_KEY = "esper_module"
-"""Key of the sizes of the policy and the RNG seed of its training."""
-
-RULES_KEY = "esper_rules"
-"""Key of the lifecycle, the actions and the observation of the training hosts, for those that the policy is to grow."""
-
-FEATURES_KEY = "observed features"
-"""Key of the names of observed features in the identity of a run on hosts."""
+IDENTITY_KEY = "esper_identity"  # what a resumed run must share
+MODULE_KEY = "esper_module"  # sizes of the policy, and the RNG seed of its training
+RULES_KEY = "esper_rules"  # lifecycle, actions and observation of the training hosts, for networks to grow later
+FEATURES_KEY = "observed features"  # of an identity
+HORIZON_KEY = "data.env.horizon"  # of an identity
+HYPER_PARAMETERS_KEY = "hyper_parameters"  # Lightning's: settings of the module
 
 OTHER_RANKS_KEY = "random_of_other_ranks"
 """Key of the random states of all ranks but the first, in the state of the rollout; one rank has none."""
-
-HYPER_PARAMETERS_KEY = "hyper_parameters"
-"""Lightning's key of the settings of a module."""
 
 POLICY_PARTS = ("state_dict", HYPER_PARAMETERS_KEY, IDENTITY_KEY, MODULE_KEY)
 """Parts of a checkpoint that restore the policy alone."""
@@ -47,13 +41,8 @@ POLICY_SUFFIX, CHECKPOINT_SUFFIX = ".safetensors", ".ckpt"
 """Endings of the names of files that hold a policy."""
 
 POLICIES = Path(__file__).parents[1] / "policies"
-"""Folder of the policies that come with the package."""
-
 NAMED_POLICIES = {"tamiyo": "general.safetensors", "tamiyo_depth": "depth.safetensors"}
-"""Files in that folder, by the names that stand for them."""
-
-HORIZON_KEY = "data.env.horizon"
-"""Key of an identity with the number of ticks of an episode."""
+"""Policies that come with the package: their folder, and their files by the names that stand for them."""
 
 METADATA_KEY, VERSIONS_KEY = "policy", "versions"
 """Key of the JSON text in the metadata of a policy file; and in it, of the software that trained the policy."""
@@ -97,9 +86,6 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     return checkpoint
 
 
-# What a checkpoint must be
-
-
 def check_policy(checkpoint: Mapping[str, Any]) -> None:
     """Raise ValueError with the reason unless this version can read the policy in a checkpoint."""
     if SCHEMA_KEY not in checkpoint:
@@ -111,15 +97,6 @@ def check_policy(checkpoint: Mapping[str, Any]) -> None:
     for name, weights in checkpoint["state_dict"].items():
         if weights.is_floating_point() and not weights.isfinite().all():
             raise ValueError(f"{name} holds numbers that are not finite; give another checkpoint")
-
-
-def check_resumable(checkpoint: Mapping[str, Any]) -> None:
-    """Raise ValueError with the reason unless a checkpoint with a policy holds the rest of a run, too."""
-    if "RolloutState" not in checkpoint.get("callbacks", {}) or not checkpoint.get("optimizer_states"):
-        raise ValueError(
-            "the checkpoint lacks optimizer_states or the state of esper_lightning.callbacks.RolloutState, so it was "
-            "not saved by a full run; give another one"
-        )
 
 
 def check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
@@ -158,23 +135,15 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str =
     return lines
 
 
-# Resuming on another type of device
-
-
-def saved_on_another_device(checkpoint: dict[str, Any], device: torch.device) -> bool:
-    """Return whether the run that wrote `checkpoint` was on another type of device than `device`."""
-    saved = checkpoint["callbacks"]["RolloutState"]["loop"]["generator"]
-    return generator_device(saved) not in (None, device.type)
-
-
-def move_to_device(checkpoint: dict[str, Any], pool: dict[str, Any], *, device: torch.device, rng_seed: int) -> None:
-    """Change `checkpoint` in place so that it resumes on another type of device, at the start of a rollout.
+def move_to_device(checkpoint: dict[str, Any], pool: dict[str, Any], *, device: torch.device, rng_seed: int) -> bool:
+    """Change `checkpoint` in place so that it resumes on `device`. Returns False if it is of this type of device.
 
     No random generator can move there: exploration goes on with one that is seeded by the RNG seed of the run and the
-    next episode, and the `pool` of the checkpoint loses its hosts. An unfinished rollout is discarded; the policy, its
-    optimizer and its normalisers do not change.
+    next episode. The `pool` of the checkpoint loses its hosts, and an unfinished rollout is discarded.
     """
     fit, loop = checkpoint["loops"]["fit_loop"], checkpoint["callbacks"]["RolloutState"]["loop"]
+    if generator_device(loop["generator"]) in (None, device.type):
+        return False
     batches, epochs = fit["epoch_loop.batch_progress"], fit["epoch_progress"]
     played = 0 if batches["is_last_batch"] else batches["current"]["ready"]
     fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= 0 if played == 0 else batches["current"]["completed"]
@@ -192,6 +161,7 @@ def move_to_device(checkpoint: dict[str, Any], pool: dict[str, Any], *, device: 
     kept = {"ticks": loop["ticks"] - played, "episode": episode, "generator": generator}
     checkpoint["callbacks"]["RolloutState"]["loop"] = kept
     pool["envs"] = []
+    return True
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from rich.console import Console, RenderableType
 
@@ -32,17 +32,14 @@ def keep_record(record: logging.LogRecord) -> bool:
 @contextmanager
 def quieter_lightning() -> Iterator[None]:
     """Drop the messages and warnings of Lightning that say nothing about the run, within a block."""
-    loggers = [logger for name in NOISY_LOGGERS if keep_record not in (logger := logging.getLogger(name)).filters]
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), ExitStack() as stack:
         warnings.filterwarnings("ignore", message=".*`isinstance\\(treespec, LeafSpec\\)`.*")  # Lightning causes it
         warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")  # on resume
-        for logger in loggers:
-            logger.addFilter(keep_record)
-        try:
-            yield
-        finally:
-            for logger in loggers:
-                logger.removeFilter(keep_record)
+        for logger in map(logging.getLogger, NOISY_LOGGERS):
+            if keep_record not in logger.filters:
+                logger.addFilter(keep_record)
+                stack.callback(logger.removeFilter, keep_record)
+        yield
 
 
 def plain_console() -> Console:

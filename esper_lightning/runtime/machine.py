@@ -1,18 +1,26 @@
-"""This process and its machine: memory, and the record of command, devices and versions that a run leaves."""
+"""This process and its machine: memory, time by phase, and the record of a run: command, devices and versions."""
 
 import os
 import platform
 import subprocess
 import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
 from esper_lightning import __version__
 
 CPU = torch.device("cpu")
+
+Phase = Literal["train", "validate", "policy", "update", "governor", "bookkeeping", "telemetry"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+"""Names of all phases. With executor streams `train` includes the validation, which overlaps it."""
 
 PROC_STATUS = Path("/proc/self/status")
 """Linux's status of this process. `ru_maxrss` is no substitute: in a new process it starts at its parent's value."""
@@ -52,6 +60,55 @@ def first_line(error: Exception) -> str:
     """Return the first line of the message of an out-of-memory error, as `out of memory: …`."""
     message = str(error).strip() or "Python has no more"  # a MemoryError of Python has no message
     return f"out of memory: {message.splitlines()[0]}"
+
+
+class PhaseClock:
+    """Sums the seconds of each phase, by the clock called `name`.
+
+    On CUDA a phase lasts between two events in the current stream, since calls return before their kernels run.
+    Elsewhere the processor's time counts; on Apple's `mps` a phase then takes the time in which its work is queued.
+    `profile` is a context of each phase beside the clock's own, such as that of Lightning's profiler.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.name = "cuda_events" if device.type == "cuda" else "perf_counter"
+        self.profile: Callable[[str], AbstractContextManager[Any]] = nullcontext
+        self._seconds: Counter[str] = Counter()
+        self._pending: list[tuple[str, Any, Any]] = []  # phase, marks of its begin and end
+
+    @contextmanager
+    def measure(self, phase: Phase) -> Iterator[None]:
+        """Attribute the time within the context to `phase`."""
+        begin = self._mark()
+        with self.profile(phase):
+            yield
+        self._pending.append((phase, begin, self._mark()))
+        self._collect()
+
+    def _mark(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _collect(self) -> None:
+        """Sum the measurements that are complete, without waiting: unfinished GPU work is left for the next call."""
+        pending, self._pending = self._pending, []
+        for phase, begin, end in pending:
+            if self.device.type != "cuda":
+                self._seconds[phase] += end - begin
+            elif end.query():
+                self._seconds[phase] += begin.elapsed_time(end) / 1000.0
+            else:
+                self._pending.append((phase, begin, end))
+
+    def take_seconds(self) -> dict[str, float]:
+        """Return seconds per phase since the last call; on CUDA, of the work that the GPU has finished."""
+        self._collect()
+        taken, self._seconds = {phase: float(self._seconds[phase]) for phase in PHASES}, Counter()
+        return taken
 
 
 def provenance(rng_seed: int | None, device: torch.device, executor: str, *, precision: str) -> dict[str, Any]:

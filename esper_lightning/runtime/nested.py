@@ -62,18 +62,22 @@ def replace_at(value: Any, path: KeyPath, part: Any) -> Any:
     key, *rest = path
     new = replace_at(value[key], tuple(rest), part)
     if isinstance(value, tuple):
-        parts: list[Any] = list(value)
-        parts[int(key)] = new
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return _tuple_like(value, [new if i == key else old for i, old in enumerate(value)])
     copied = copy.copy(value)
     copied[key] = new
     return copied
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _tuple_like(value: tuple[Any, ...], parts: list[Any]) -> Any:
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """Return `value` with `change` applied to every tensor; the containers are copied."""
     if isinstance(value, Tensor):
         return change(value)
+    if isinstance(value, tuple):
+        return _tuple_like(value, [map_tensors(part, change) for part in value])
     for key, part in _children(value):
         value = replace_at(value, (key,), map_tensors(part, change))
     return value

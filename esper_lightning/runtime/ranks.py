@@ -2,14 +2,12 @@
 
 A rank is one process, usually with one GPU or one socket of a machine. W ranks have N environments in all. Gradients
 are averaged by Lightning's DDP strategy; everything else goes through `Ranks`. Every rank calls the same methods in the
-same order, whatever happens on it alone. With one rank nothing is sent, and every number is computed as without this
-module.
+same order, whatever happens on it alone. With one rank nothing is sent.
 """
 
 import io
 import os
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -56,24 +54,26 @@ class Ranks:
 
     def own_of(self, rank: int) -> list[int]:
         """Return the environments of a rank."""
-        starts = accumulate(self.sizes, initial=0)
-        parts = [(start, size // self.world) for start, size in zip(starts, self.sizes, strict=False)]
-        return [env for start, part in parts for env in range(start + rank * part, start + (rank + 1) * part)]
+        envs: list[int] = []
+        for start, size in zip(accumulate(self.sizes, initial=0), self.sizes, strict=False):
+            part = size // self.world
+            envs += range(start + rank * part, start + (rank + 1) * part)
+        return envs
 
-    def rows(self, of_all: Rows, axis: int = 0) -> Rows:
+    def rows(self, everything: Rows, axis: int = 0) -> Rows:
         """Return the rows of this rank's environments, given rows of all environments along `axis`."""
         if self.world == 1:
-            return of_all
-        if isinstance(of_all, Tensor):
-            return of_all.index_select(axis, torch.tensor(self.own, device=of_all.device))
-        return [of_all[i] for i in self.own]
+            return everything
+        if isinstance(everything, Tensor):
+            return everything.index_select(axis, torch.tensor(self.own, device=everything.device))
+        return [everything[i] for i in self.own]
 
     def join(self, parts: Sequence[Rows], axis: int = 0) -> Rows:
         """Return rows of all environments in their order, given those of every rank along `axis`."""
         if len(parts) == 1:
             return parts[0]
-        order = [env for rank in range(self.world) for env in self.own_of(rank)]  # of the rows as they arrive
-        places = sorted(range(self.total), key=order.__getitem__)
+        arriving = [env for rank in range(self.world) for env in self.own_of(rank)]
+        places = sorted(range(self.total), key=arriving.__getitem__)
         if isinstance(parts[0], list):
             rows = [row for part in parts for row in part]
             return [rows[place] for place in places]
@@ -97,7 +97,8 @@ class Ranks:
 
     def sum_with_gradient(self, values: Tensor) -> Tensor:
         """Return the sum over all ranks, with W times the gradient of this rank's part: DDP divides gradients by W."""
-        return values if self.world == 1 else _Sum.apply(values, self)
+        # The value of the second term is 0.
+        return values if self.world == 1 else self.sum(values) + self.world * (values - values.detach())
 
     def moments(self, values: Tensor) -> tuple[int, Tensor, Tensor]:
         """Return count, mean and uncorrected variance of vectors [n, …] over all ranks; n may differ and may be 0."""
@@ -112,12 +113,12 @@ class Ranks:
         squares = self.sum((precise - mean).square().sum(0).reshape(-1)).view(values.shape[1:])
         return int(sums[0]), mean.to(values.dtype), (squares / total).to(values.dtype)
 
-    def gather_rows(self, own: Tensor) -> Tensor:
+    def gather_rows(self, rows: Tensor) -> Tensor:
         """Return the rows of all environments on every rank, given those of this rank's environments."""
         if self.world == 1:
-            return own
-        parts = [torch.empty_like(own) for _ in range(self.world)]
-        dist.all_gather(parts, own.contiguous(), group=self._group(own))
+            return rows
+        parts = [torch.empty_like(rows) for _ in range(self.world)]
+        dist.all_gather(parts, rows.contiguous(), group=self._group(rows))
         return self.join(parts)
 
     def gather(self, record: Record) -> list[Record]:
@@ -126,19 +127,20 @@ class Ranks:
             return [record]
         file = io.BytesIO()
         torch.save(record, file)  # pickle would write memory that tensors share for each of them
-        found: list[Any] = [None] * self.world
-        dist.gather_object(file.getvalue(), found if self.rank == 0 else None, dst=0, group=self._group())
+        parts: list[Any] = [None] * self.world
+        dist.gather_object(file.getvalue(), parts if self.rank == 0 else None, dst=0, group=self._group())
+        if self.rank > 0:
+            return []
         # Bytes of this run's own processes need no check of what they unpickle, which takes several times as long.
-        load = partial(torch.load, map_location=CPU, weights_only=False)
-        return [load(io.BytesIO(part)) for part in found] if self.rank == 0 else []
+        return [torch.load(io.BytesIO(part), map_location=CPU, weights_only=False) for part in parts]
 
     def gather_everywhere(self, record: Record) -> list[Record]:
         """Return the records of all ranks, on every rank. Tensors in a record must be on the CPU."""
         if self.world == 1:
             return [record]
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, record, group=self._group())
-        return found
+        records: list[Any] = [None] * self.world
+        dist.all_gather_object(records, record, group=self._group())
+        return records
 
     def _group(self, values: Tensor | None = None) -> Any:
         """Return the process group for a tensor; None: the default one. NCCL sends nothing that is on the CPU."""
@@ -147,19 +149,6 @@ class Ranks:
         if self._cpu_group is None:
             self._cpu_group = dist.new_group(backend="gloo")
         return self._cpu_group
-
-
-class _Sum(torch.autograd.Function):
-    """See `Ranks.sum_with_gradient`."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, ranks: Ranks) -> Tensor:
-        ctx.world = ranks.world
-        return ranks.sum(values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] * ctx.world, None
 
 
 ALONE = Ranks()

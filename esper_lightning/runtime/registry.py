@@ -35,8 +35,7 @@ class Registry(dict[str, Part], Generic[Part]):
         super().__init__(parts or {})
         self.kind = kind
         self.takes = takes
-        self.registered: dict[str, Any] = {}
-        """Classes and functions that were registered by `add`, by name."""
+        self.registered: dict[str, Any] = {}  # classes and functions by name
 
     def register(self, name: str) -> Callable[[Definition], Definition]:
         """Return a decorator that registers a class or function as the part `name`; defined again, it is replaced.
@@ -70,13 +69,13 @@ class Registry(dict[str, Part], Generic[Part]):
             suggestion = suggest_name(name, list(dict.fromkeys([*others, *self])))
             hint = "" if suggestion.endswith("?") else f"; name a {self.kind} of your own by its import path"
             raise ValueError(f"unknown {self.kind} {name!r}; {suggestion}{hint}")
-        found = import_object(name, self.kind)
+        part = import_object(name, self.kind)
         for registered, made in self.registered.items():
-            if made is found:
+            if made is part:
                 return self[registered]
-        if self.takes is None or not self.takes(found):
+        if self.takes is None or not self.takes(part):
             raise ValueError(f"{self.kind} {name!r} is not one; see docs/guides/extending.md")
-        return found
+        return part
 
 
 def check_part_name(kind: str, name: Any) -> None:
@@ -87,8 +86,8 @@ def check_part_name(kind: str, name: Any) -> None:
 
 def is_same_definition(known: Any, made: Any) -> bool:
     """Return True if two classes or functions have the same place at the top of a module: one is made again."""
-    places = [(getattr(one, "__module__", None), getattr(one, "__qualname__", "<unknown>")) for one in (known, made)]
-    return places[0] == places[1] and "<" not in places[0][1]
+    paths = [(getattr(part, "__module__", None), getattr(part, "__qualname__", "<none>")) for part in (known, made)]
+    return paths[0] == paths[1] and "<" not in paths[0][1]
 
 
 def import_object(path: str, what: str) -> Any:
@@ -100,15 +99,15 @@ def import_object(path: str, what: str) -> Any:
     if not module:
         raise ValueError(f"{what}: {path!r} is no import path, such as package.module.name")
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):
             raise  # a module that this one imports is missing
         hint = "it must lie in the current folder, or be installed"
         raise ValueError(f"{what}: cannot import {module!r} for {path!r}: {error}; {hint}") from error
-    if not hasattr(found, name):
-        raise ValueError(f"{what}: {module} has no {name!r}; {suggest_name(name, dir(found))}")
-    return getattr(found, name)
+    if not hasattr(imported, name):
+        raise ValueError(f"{what}: {module} has no {name!r}; {suggest_name(name, dir(imported))}")
+    return getattr(imported, name)
 
 
 @cache
@@ -151,7 +150,7 @@ def suggest_name(name: str, available: Sequence[str]) -> str:
     matches = difflib.get_close_matches(name, available, n=1)
     if matches:
         return f"did you mean {matches[0]!r}?"
-    return f"there are: {', '.join(repr(one) if ',' in one else one for one in available)}"
+    return f"there are: {', '.join(repr(other) if ',' in other else other for other in available)}"
 
 
 def config_paths() -> list[Path]:

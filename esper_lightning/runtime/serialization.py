@@ -85,8 +85,8 @@ GONE = {
 def load_settings(kind: type[Settings], saved: Any) -> Settings:
     """Return settings, a dataclass of type `kind`, given these or the plain data that `asdict` has made of them.
 
-    Names that the data lack have their defaults. Raises ValueError if they name a setting that has never existed, or
-    if a value is out of range.
+    Names that the data lack have their defaults. Raises ValueError for a name that has never existed, and for a value
+    out of range.
     """
     if isinstance(saved, kind):
         return saved

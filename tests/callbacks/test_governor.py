@@ -9,8 +9,7 @@ import torch
 from lightning import Callback, Trainer
 
 from esper_lightning.callbacks import Governor
-from esper_lightning.datamodules.gymnasium import VectorData
-from esper_lightning.datamodules.hosts import HostPoolData, TaskConfig
+from esper_lightning.datamodules import HostPoolData, TaskConfig, VectorData
 from esper_lightning.envs import HostPool, MixedPool, StepResult
 from esper_lightning.envs.governor import Verdict
 from esper_lightning.hosts import MLP

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from esper_lightning.callbacks import Telemetry
-from esper_lightning.runtime.profiling import PHASES
+from esper_lightning.runtime.machine import PHASES
 from tests.runs import HORIZON, fit, only_run, with_callback
 
 Scalars = dict[str, list[tuple[int, float]]]

@@ -17,7 +17,7 @@ import yaml
 from esper_lightning.__main__ import main
 from esper_lightning.growth.stages import Stage
 from esper_lightning.runtime.checkpoint import SCHEMA
-from esper_lightning.runtime.profiling import PHASES
+from esper_lightning.runtime.machine import PHASES
 from tests.runs import (
     CONFIGS,
     EPOCHS,

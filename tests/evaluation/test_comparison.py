@@ -10,7 +10,7 @@ import torch
 
 from esper_lightning.controllers.learned import Hosts
 from esper_lightning.controllers.rules import RandomValid
-from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.datamodules import HostPoolData
 from esper_lightning.envs import Action, EnvConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.evaluation.comparison import Comparison, Entry, EvaluationConfig

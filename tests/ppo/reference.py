@@ -128,10 +128,12 @@ def evaluate(policy: Policy, played: ReferenceRollout, state: State) -> Referenc
     return ReferenceEvaluation(table[:, 0], np.array(values), np.array(beyond), table[:, 1:3], table[:, 3:])
 
 
-def advantages(played: ReferenceRollout, values: Array, beyond: Array, gamma: float, lam: float) -> Array:
-    """Return A_t = sum over k of (gamma·lam)^k · delta_{t+k}, up to the end of the episode or of the rollout."""
-    deltas = played.rewards + gamma * beyond - values
-    over = played.terminated | played.truncated
+def advantages(rewards: Array, values: Array, beyond: Array, over: Array, *, gamma: float, lam: float) -> Array:
+    """Return A_t = sum over k of (gamma·lam)^k · delta_{t+k}, up to the end of the episode or of the rollout, [T].
+
+    `beyond` are the values of the next states, and `over` is True where an episode ends.
+    """
+    deltas = rewards + gamma * beyond - values
     result = np.zeros(len(deltas))
     for t in range(len(deltas)):
         for k in range(t, len(deltas)):

@@ -1,10 +1,9 @@
-import io
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,17 +11,20 @@ from torch import Tensor
 from esper_lightning.envs import HostPool, Observation, Op
 from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.envs.vector_env import EVALUATION, TRAINING, episode_rng_seeds
+from esper_lightning.envs import Observation, Op
+from esper_lightning.envs.governor.judge import GovernorConfig
+from esper_lightning.envs.seeding import EVALUATION, TRAINING, episode_rng_seeds
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms
-from esper_lightning.ppo.policy import Policy, RecurrentState
-from esper_lightning.ppo.rollout_buffer import Rollout, tensors_of
-from esper_lightning.ppo.running_norm import RunningMeanStd, make_norm
+from esper_lightning.ppo.rollout_buffer import Rollout
+from esper_lightning.ppo.running_norm import RunningMeanStd
+from esper_lightning.runtime.nested import iter_tensors
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
-from tests.ppo.loops import total
+from tests.ppo import reference
+from tests.ppo.loops import play, total
 from tests.runs import differences
 
 MakeLoop = Callable[..., RolloutCollector]
-Play = Callable[[RolloutCollector], None]
 
 
 def test_seeds_differ_by_run_episode_host_and_purpose_and_are_reproducible() -> None:
@@ -39,9 +41,9 @@ def test_seeds_differ_by_run_episode_host_and_purpose_and_are_reproducible() -> 
         assert episode_rng_seeds(run, purpose, episode, n_envs=3) == seeds[:3], "whatever the number of hosts"
 
 
-def test_normalisers_change_at_the_end_of_a_rollout_and_never_within(make_loop: MakeLoop, play_rollout: Play) -> None:
+def test_normalisers_change_at_the_end_of_a_rollout_and_never_within(make_loop: MakeLoop) -> None:
     loop = make_loop(2)
-    play_rollout(loop)
+    play(loop)
     loop.finish()
 
     def statistics() -> list[Tensor]:
@@ -65,25 +67,19 @@ def test_normalisers_change_at_the_end_of_a_rollout_and_never_within(make_loop: 
     torch.testing.assert_close(now, (of_hosts + torch.stack(raw).mean((0, 1))) / 2, rtol=1e-4, atol=1e-5)
 
 
-MakeWatched = Callable[..., RolloutCollector]
-
 CUTS = {0: [2], 2: [1], 3: [2]}
 """Hosts whose training fails, by tick: host 1 is rolled back once, host 2 twice, host 0 never."""
 
 
 @pytest.fixture(scope="module")
-def make_watched(make_pool: Callable[..., HostPool], make_policy: Callable[..., Policy]) -> MakeWatched:
-    """Return three hosts without history that diverge on demand."""
+def make_watched(make_loop: MakeLoop) -> MakeLoop:
+    """Return three hosts without history that diverge on demand, with values that differ from tick to tick."""
 
     def make(governor: GovernorConfig = ONLY_NAN_DIVERGES, **ppo: Any) -> RolloutCollector:
-        pool = make_pool(3, governor=governor)
-        policy = make_policy(pool)
+        loop = make_loop(3, governor, **ppo)
         with torch.no_grad():
-            policy.value[-1].weight.mul_(20.0)  # so that values differ from tick to tick
-        norms = make_norm(pool.rows), RunningMeanStd((), clip=float("inf"))
-        return RolloutCollector(
-            pool, policy, observation_norm=norms[0], value_norm=norms[1], config=PPOConfig(**ppo), run_rng_seed=7
-        )
+            loop.policy.value[-1].weight.mul_(20.0)
+        return loop
 
     return make
 
@@ -95,7 +91,7 @@ def play_broken(loop: RolloutCollector, cuts: dict[int, list[int]]) -> None:
             loop.step()
 
 
-def test_a_rollback_cuts_the_environment_concerned_alone(make_watched: MakeWatched) -> None:
+def test_a_rollback_cuts_the_environment_concerned_alone(make_watched: MakeLoop) -> None:
     """F10: the end of one environment leaves the others, and its own earlier transitions, bit for bit as they were."""
     whole, cut = make_watched(), make_watched()
     play_broken(whole, {})
@@ -112,10 +108,13 @@ def test_a_rollback_cuts_the_environment_concerned_alone(make_watched: MakeWatch
     for theirs, ours in zip(whole.buffer.state_dict()["ticks"], cut.buffer.state_dict()["ticks"], strict=True):
         assert torch.equal(theirs[:, 0], ours[:, 0])
         assert torch.equal(theirs[:2, 1], ours[:2, 1]), "what came before stays as it was"
+    assert ppo_terms(cut.policy, cut.finish()[0], PPOConfig()).ratio_error < 1e-5, (
+        "it learns from the states it acted in"
+    )
 
 
 @pytest.mark.parametrize("horizon_is_end", [True, False])
-def test_credit_never_crosses_a_rollback(make_watched: MakeWatched, horizon_is_end: bool) -> None:
+def test_credit_never_crosses_a_rollback(make_watched: MakeLoop, horizon_is_end: bool) -> None:
     gamma, lam = 0.9, 0.8
     loop = make_watched(gamma=gamma, gae_lambda=lam, horizon_is_end=horizon_is_end)
     play_broken(loop, CUTS)
@@ -125,16 +124,12 @@ def test_credit_never_crosses_a_rollback(make_watched: MakeWatched, horizon_is_e
     rewards, values = loop.buffer.steps.rewards.double(), loop.buffer.steps.values.double()
     rollout, _ = loop.finish()
 
-    advantages = torch.zeros(6, 3, dtype=torch.float64)
-    for env, ends in enumerate(([5], [2, 5], [0, 3, 5])):
-        begin = 0
-        for end in ends:
-            beyond = last[env].double() if end == 5 and not horizon_is_end else 0.0  # 0 after a rollback
-            worth = [*values[begin : end + 1, env], beyond]
-            deltas = [rewards[begin + k, env] + gamma * worth[k + 1] - worth[k] for k in range(end - begin + 1)]
-            for t in range(len(deltas)):
-                advantages[begin + t, env] = sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:]))
-            begin = end + 1
+    terminated = rollout.steps.terminated.clone()
+    terminated[-1] |= horizon_is_end
+    beyond = torch.where(terminated, 0.0, torch.cat([values[1:], last[None]]))  # 0 after a rollback
+    columns = zip(*(part.T.numpy() for part in (rewards, values, beyond, terminated)), strict=True)
+    rows = [reference.advantages(*column, gamma=gamma, lam=lam) for column in columns]
+    advantages = torch.from_numpy(np.stack(rows, 1))
     returns = loop.value_norm.inverse(rollout.targets).double()
     torch.testing.assert_close(returns, advantages + values, rtol=1e-4, atol=1e-5)
     counted = advantages[~rollout.steps.masks.forced]
@@ -142,34 +137,10 @@ def test_credit_never_crosses_a_rollback(make_watched: MakeWatched, horizon_is_e
     torch.testing.assert_close(rollout.advantages.double(), normalised, rtol=1e-4, atol=1e-4)
 
 
-def test_after_a_rollback_the_policy_remembers_nothing_of_that_host(make_watched: MakeWatched) -> None:
-    loop = make_watched()
-    play_broken(loop, CUTS)
-    rollout, _ = loop.finish()
-    assert ppo_terms(loop.policy, rollout, PPOConfig()).ratio_error < 1e-5
-
-    def values(env: int, begin: int, end: int, state: RecurrentState) -> Tensor:
-        """Return the values of one segment, computed as if it were the whole rollout."""
-        one = rollout.select_envs(torch.tensor([env]))
-
-        def stretch(parts: Any) -> Any:
-            return type(parts)(*(part[begin:end] for part in parts))
-
-        with torch.no_grad():
-            nothing = torch.zeros(end - begin, 1, dtype=torch.bool)
-            return loop.policy(stretch(one.steps.observation), state, stretch(one.steps.masks), nothing)[1][:, 0]
-
-    fresh = loop.policy.initial_state(1)
-    for env, cuts in ((0, [0, 6]), (1, [0, 3, 6]), (2, [0, 1, 4, 6])):
-        for begin, end in pairwise(cuts):
-            torch.testing.assert_close(rollout.steps.values[begin:end, env], values(env, begin, end, fresh))
-    assert not torch.allclose(rollout.steps.values[1:3, 0], values(0, 1, 3, fresh)), "else nothing was remembered"
-
-
 ENDING = replace(ONLY_NAN_DIVERGES, max_rollbacks=0)
 
 
-def test_the_summary_judges_the_critic_on_the_scale_of_the_returns(make_watched: MakeWatched) -> None:
+def test_the_summary_judges_the_critic_on_the_scale_of_the_returns(make_watched: MakeLoop) -> None:
     loop = make_watched(ENDING, gae_lambda=0.5)
     play_broken(loop, {2: [1]})
     loop.finish()  # values have another scale from now on
@@ -206,7 +177,7 @@ def learned_from(loop: RolloutCollector) -> tuple[list[Tensor], PPOTerms, list[T
     return [*norms, summary.values, summary.value_targets], terms, gradients, rollout
 
 
-def test_what_comes_after_an_end_counts_for_nothing(make_watched: MakeWatched) -> None:
+def test_what_comes_after_an_end_counts_for_nothing(make_watched: MakeLoop) -> None:
     loops = [make_watched(ENDING), make_watched(ENDING)]
     for loop in loops:
         loop.reward_norm = RunningMeanStd(())
@@ -226,7 +197,7 @@ def test_what_comes_after_an_end_counts_for_nothing(make_watched: MakeWatched) -
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-def test_a_vetoed_action_is_stored_as_the_wait_that_was_done(make_watched: MakeWatched) -> None:
+def test_a_vetoed_action_is_stored_as_the_wait_that_was_done(make_watched: MakeLoop) -> None:
     """F22: the effective op is stored, with its own log-probability."""
     loop = make_watched()
     with torch.no_grad():
@@ -251,10 +222,10 @@ def test_a_vetoed_action_is_stored_as_the_wait_that_was_done(make_watched: MakeW
     assert ppo_terms(loop.policy, rollout, PPOConfig()).ratio_error < 1e-5
 
 
-def test_what_is_stored_is_what_was_seen(make_loop: MakeLoop, play_rollout: Play) -> None:
+def test_what_is_stored_is_what_was_seen(make_loop: MakeLoop) -> None:
     """F3: the buffer holds the normalised observation that the policy acted upon; the first ratio is 1."""
     loop = make_loop(3)
-    play_rollout(loop)
+    play(loop)
     loop.finish()  # from now on normalised and raw features differ
     loop.reset()
     for t in range(loop.buffer.ticks):
@@ -267,50 +238,23 @@ def test_what_is_stored_is_what_was_seen(make_loop: MakeLoop, play_rollout: Play
     assert ppo_terms(loop.policy, rollout, PPOConfig()).ratio_error < 1e-5
 
 
-def test_what_is_filled_every_tick_is_allocated_once(
-    make_loop: Callable[..., RolloutCollector], play_rollout: Callable[[RolloutCollector], None]
-) -> None:
+def test_what_is_filled_every_tick_is_allocated_once(make_loop: MakeLoop) -> None:
     """S4: observation, masks and the rollout's storage are the same memory, rollout after rollout."""
     loop = make_loop(2)
 
     def tensors() -> Iterator[Tensor]:
         yield from (*loop.pool.observation, *loop.pool.masks, loop.raw_features, loop.starts)
         buffer = loop.buffer
-        yield from (*tensors_of(buffer.steps), *buffer.state)
+        yield from (*iter_tensors(buffer.steps), *buffer.state)
 
     before = list(tensors())
     pointers = [tensor.data_ptr() for tensor in before]
     for _ in range(2):
-        play_rollout(loop)
+        play(loop)
         loop.finish()
         assert all(ours is theirs for ours, theirs in zip(tensors(), before, strict=True))
         assert [tensor.data_ptr() for tensor in before] == pointers
     assert len(set(pointers)) == len(pointers)
-
-
-def test_a_rollout_resumes_at_every_tick(make_loop: MakeLoop) -> None:
-    """F6: a loop that was elsewhere goes on bit for bit from what another one saved, at every tick: recurrent state,
-    rollout in flight and random numbers are in it."""
-    loop, resumed = make_loop(2), make_loop(2)
-    resumed.run_rng_seed = 8  # other hosts than those of the saved rollout
-    loop.reset()
-    for tick in range(loop.pool.config.horizon):
-        resumed.reset()
-        resumed.step()
-        resumed.step()
-        torch.save([loop.state_dict(), loop.pool.state_dict()], file := io.BytesIO())
-        file.seek(0)
-        states = torch.load(file, map_location="cpu", weights_only=True)
-        assert all(part.any() for part in states[0]["state"]) is (tick > 0), "there is a recurrent state to lose"
-        for theirs, ours in zip(states[0]["state"], resumed.state, strict=True):
-            assert not torch.isclose(theirs, ours).all(), "it is not there already"
-        for part, state in zip((resumed, resumed.pool), states, strict=True):
-            part.load_state_dict(state)
-        loop.step()
-        resumed.step()
-
-        assert differences(loop.state_dict(), resumed.state_dict()) == []
-        assert differences(loop.pool.state_dict(), resumed.pool.state_dict()) == []
 
 
 def test_a_rollout_whose_random_numbers_are_a_gpus_is_refused_on_the_cpu(make_loop: MakeLoop) -> None:
@@ -321,12 +265,12 @@ def test_a_rollout_whose_random_numbers_are_a_gpus_is_refused_on_the_cpu(make_lo
         loop.load_state_dict(of_gpu)
 
 
-def test_the_bootstrap_is_the_value_after_the_last_action(make_loop: MakeLoop, play_rollout: Play) -> None:
+def test_the_bootstrap_is_the_value_after_the_last_action(make_loop: MakeLoop) -> None:
     """F11: the last return is reward + V(s_T), with V found by one pass over the whole sequence and s_T behind it."""
     loop = make_loop(2, horizon_is_end=False, gamma=1.0, gae_lambda=0.0)
     with torch.no_grad():
         loop.policy.value[-1].weight.mul_(20.0)  # so that values differ between steps
-    play_rollout(loop)
+    play(loop)
     buffer = loop.buffer
     after = Observation(loop.observation_norm(loop.pool.observation.features))
     longer = [
@@ -343,10 +287,10 @@ def test_the_bootstrap_is_the_value_after_the_last_action(make_loop: MakeLoop, p
     torch.testing.assert_close(last, buffer.steps.rewards[-1] + values[-1], rtol=1e-4, atol=1e-4)
 
 
-def test_the_value_clip_has_its_own_range(make_loop: MakeLoop, play_rollout: Play) -> None:
+def test_the_value_clip_has_its_own_range(make_loop: MakeLoop) -> None:
     """F12: the value clip is off by default and has its own range; neither clip touches the other's loss."""
     loop = make_loop(3)
-    play_rollout(loop)
+    play(loop)
     rollout, _ = loop.finish()
     with torch.no_grad():
         loop.policy.value[-1].bias.add_(1.0)  # values have moved since the rollout

@@ -132,13 +132,6 @@ def test_a_rollout_with_a_number_that_is_none_is_learned_from_without_its_enviro
     assert collector.finish()[1].metrics["left_out"] == 0
 
 
-def test_what_is_wrong_is_named_with_environment_step_term_and_value() -> None:
-    collector = collector_of(BrokenCue("reward", 4, math.nan))
-    play_broken(collector)
-
-    assert collector.finish()[1].defect == "in environment 1 at step 5 the reward term wrong is nan"
-
-
 def test_a_rollout_without_any_usable_environment_ends_the_run_and_changes_no_statistics() -> None:
     collector = collector_of(BrokenCue("reward", 4, 1e38, everywhere=True))
     play_broken(collector)

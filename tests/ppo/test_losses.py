@@ -1,24 +1,184 @@
+"""Settings of PPO, advantage estimation and losses, against definitions and numbers computed by hand."""
+
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from esper_lightning.envs import Op
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import (
+    Anneal,
     PPOConfig,
     PPOTerms,
     clipped_surrogate,
+    discounted_sums,
+    gae,
     kl_estimate,
+    normalise,
     ppo_terms,
     update_metrics,
     value_loss,
 )
 from esper_lightning.ppo.policy import Policy
 from esper_lightning.ppo.rollout_buffer import Rollout
+from tests.ppo import reference
+from tests.ppo.loops import play
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"), [("linear", [1.0, 0.8125, 0.625, 0.25, 0.25]), ("geometric", [1.0, 0.7071, 0.5, 0.25, 0.25])]
+)
+def test_a_schedule_moves_by_equal_differences_or_ratios_and_stops(shape: Any, expected: list[float]) -> None:
+    anneal = Anneal(start=1.0, end=0.25, shape=shape)
+
+    assert [anneal.at(progress) for progress in (0.0, 0.25, 0.5, 1.0, 3.0)] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"epochs": 0}, "ppo.epochs must be at least 1, got 0"),
+        ({"sequence": 0}, "ppo.sequence must be at least 1"),
+        ({"gamma": 0.0}, "ppo.gamma must lie between 0 and 1"),
+        ({"gae_lambda": 1.1}, "ppo.gae_lambda must lie between 0 and 1"),
+        ({"max_grad_norm": math.nan}, "ppo.max_grad_norm must be positive, got nan"),
+        ({"value_coefficient": -0.5}, "value_coefficient must not be negative"),
+        ({"start": 1e-3, "end": -0.1}, r"must not be negative, got 0\.001, -0\.1"),
+        ({"start": 1e-3, "end": 0.0, "shape": "geometric"}, "a geometric schedule never comes to 0"),
+    ],
+)
+def test_impossible_settings_are_refused_with_their_reason(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        (Anneal if "start" in settings else PPOConfig)(**settings)
+
+
+class Sample(NamedTuple):
+    rewards: Tensor
+    values: Tensor
+    next_values: Tensor
+    terminated: Tensor
+    truncated: Tensor
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> Sample:
+    """Draw a rollout of up to 9 steps and 4 environments with terminations and truncations."""
+    shape = draw(st.integers(1, 9)), draw(st.integers(1, 4))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    ends = draw(st.sampled_from([0.0, 0.2, 0.5]))
+
+    def numbers() -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    def flags() -> Tensor:
+        return torch.rand(shape, generator=generator) < ends
+
+    return Sample(numbers(), numbers(), numbers(), flags(), flags())
+
+
+@given(sample=samples(), gamma=st.floats(0.0, 1.0), lam=st.floats(0.0, 1.0))
+def test_gae_matches_its_definition(sample: Sample, gamma: float, lam: float) -> None:
+    advantages, returns = gae(**sample._asdict(), gamma=gamma, lam=lam)
+
+    beyond = torch.where(sample.terminated, 0.0, sample.next_values)
+    for n in range(sample.rewards.shape[1]):
+        rewards, values, after, *ends = (part[:, n].numpy() for part in (*sample[:2], beyond, *sample[3:]))
+        expected = torch.from_numpy(
+            reference.advantages(rewards, values, after, ends[0] | ends[1], gamma=gamma, lam=lam)
+        )
+        torch.testing.assert_close(advantages[:, n], expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(returns, advantages + sample.values)
+
+
+def column(*numbers: float) -> Tensor:
+    return torch.tensor(numbers)[:, None]
+
+
+def test_gae_matches_a_hand_computed_rollout() -> None:
+    advantages, returns = gae(
+        rewards=column(1.0, 2.0),
+        values=column(0.5, 1.0),
+        next_values=column(1.0, 3.0),
+        terminated=column(False, False),
+        truncated=column(False, False),
+        gamma=0.5,
+        lam=0.5,
+    )
+    # delta = [1 + 0.5*1 - 0.5, 2 + 0.5*3 - 1] = [1.0, 2.5];  A_0 = 1.0 + 0.25 * 2.5
+    torch.testing.assert_close(advantages, column(1.625, 2.5))
+    torch.testing.assert_close(returns, column(2.125, 3.5))
+
+
+def test_discounted_sums_go_on_from_the_rollout_before_and_begin_anew_with_an_episode() -> None:
+    sums = discounted_sums(
+        torch.tensor([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]),
+        torch.tensor([8.0, 8.0]),
+        starts=torch.tensor([[False, True], [False, False], [True, False]]),
+        gamma=0.5,
+    )
+    torch.testing.assert_close(sums, torch.tensor([[5.0, 1.0], [4.5, 2.5], [3.0, 4.25]]))
+
+
+def test_normalised_advantages_have_mean_0_and_deviation_1_over_the_counted_steps() -> None:
+    generator = torch.Generator().manual_seed(0)
+    advantages = 3.0 + 5.0 * torch.randn(40, 6, generator=generator)
+    counted = torch.rand(40, 6, generator=generator) < 0.5
+
+    scaled = normalise(advantages, counted)[0]
+
+    assert scaled[counted].mean().item() == pytest.approx(0.0, abs=1e-5)
+    assert scaled[counted].std(correction=0).item() == pytest.approx(1.0, abs=1e-5)
+    assert torch.equal(scaled.flatten().argsort(), advantages.flatten().argsort()), "the order stays"
+
+
+def test_advantages_that_are_alike_stay_small() -> None:
+    # The deviation is 1e-5, and ADVANTAGE_FLOOR is used instead.
+    scaled = normalise(torch.tensor([0.5, 0.50002]), torch.ones(2, dtype=torch.bool))[0]
+
+    torch.testing.assert_close(scaled, torch.tensor([-1e-2, 1e-2]), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("counted", [0, 1])
+def test_too_few_counted_steps_give_no_advantage(counted: int) -> None:
+    where = torch.arange(4) < counted
+
+    assert normalise(torch.tensor([1.0, 2.0, 3.0, 4.0]), where)[0].tolist() == [0.0] * 4
+
+
+class CountedCalls(TorchFunctionMode):
+    """Counts calls of torch functions."""
+
+    calls = 0
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.calls += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_advantages_of_all_environments_come_from_the_same_calls() -> None:
+    """S14: advantages of more environments take no more calls; each environment's are as they would be alone."""
+    generator = torch.Generator().manual_seed(0)
+    rewards, values, after = (torch.randn(5, 64, generator=generator) for _ in range(3))
+    ends, cuts = (torch.rand(5, 64, generator=generator) < 0.2 for _ in range(2))
+
+    def run(columns: slice) -> tuple[Tensor, int]:
+        with CountedCalls() as counted:
+            parts = Sample(*(part[:, columns] for part in (rewards, values, after, ends, cuts)))
+            advantages, _ = gae(**parts._asdict(), gamma=0.9, lam=0.8)
+        return advantages, counted.calls
+
+    together, calls = run(slice(None))
+    alone, calls_alone = run(slice(7, 8))
+    assert calls == calls_alone > 0
+    assert torch.equal(alone, together[:, 7:8])
 
 
 @pytest.mark.parametrize(
@@ -71,11 +231,9 @@ def test_the_kl_estimate_is_right_on_average() -> None:
 
 
 @pytest.fixture(scope="module")
-def loop(
-    make_loop: Callable[..., RolloutCollector], play_rollout: Callable[[RolloutCollector], None]
-) -> RolloutCollector:
+def loop(make_loop: Callable[..., RolloutCollector]) -> RolloutCollector:
     made = make_loop(n_envs=3)
-    play_rollout(made)
+    play(made)
     return made
 
 
@@ -121,37 +279,6 @@ def test_forced_steps_carry_no_policy_gradient_and_no_entropy(loop: RolloutColle
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
         assert any(g.any() for g in a)
     torch.testing.assert_close(ours.head_entropy, theirs.head_entropy)
-
-
-@pytest.mark.parametrize(
-    ("op", "reached"),
-    [
-        (Op.WAIT, {"op"}),
-        (Op.CULL, {"op", "slot"}),
-        (Op.FOSSILIZE, {"op", "slot"}),
-        (Op.GERMINATE, {"op", "slot", "blueprint", "tempo"}),
-    ],
-)
-def test_a_decision_teaches_only_the_heads_that_mattered_for_it(
-    loop: RolloutCollector, rollout: Rollout, op: Op, reached: set[str]
-) -> None:
-    everything = rollout.steps.masks._replace(slot=torch.ones_like(rollout.steps.masks.slot))
-    action = rollout.steps.action._replace(op=torch.full_like(rollout.steps.action.op, op))
-    with torch.no_grad():
-        steps = rollout.steps
-        distribution, *_ = loop.policy(steps.observation, rollout.state, everything, steps.starts)
-        log_prob = distribution.log_prob(action)
-    taken = with_steps(rollout, masks=everything, action=action, log_prob=log_prob)
-
-    loop.policy.zero_grad()
-    ppo_terms(loop.policy, taken, PPOConfig()).policy.backward()
-
-    taught = {
-        head
-        for head in loop.policy.heads.tables
-        if any(p.grad is not None and p.grad.any() for p in loop.policy.heads.tables[head].parameters())
-    }
-    assert taught == reached
 
 
 def test_ppo_terms_measure_how_far_the_policy_has_moved(loop: RolloutCollector, rollout: Rollout) -> None:

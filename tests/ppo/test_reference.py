@@ -30,10 +30,21 @@ def make_loop(config: PPOConfig = CONFIG, **policy: Any) -> RolloutCollector:
     return cue_loop(CueMemory(ENVS, TICKS, delay=3, time_limit=LIMITS), config, noise=0.3, **policy)
 
 
-def play_twice(loop: RolloutCollector) -> tuple[Rollout, list[ReferenceRollout], list[reference.State]]:
-    """Collect a second rollout, which begins within games. Returns it in the forms of PPO and of the reference."""
+Played = tuple[Rollout, list[ReferenceRollout], list[reference.State]]
+
+
+def play_first(loop: RolloutCollector) -> None:
     play(loop)
     loop.finish()
+
+
+def play_twice(loop: RolloutCollector) -> Played:
+    play_first(loop)
+    return play_second(loop)
+
+
+def play_second(loop: RolloutCollector) -> Played:
+    """Collect a rollout that begins within games. Returns it in the forms of PPO and of the reference."""
     loop.reset()
     known = [(part * ~loop.starts[:, None]).double().numpy() for part in loop.state]
     before = list(zip(*known, strict=True))
@@ -106,22 +117,24 @@ def test_log_probabilities_values_and_gae_are_those_of_the_reference(
 ) -> None:
     """For any resets, truncations and masks. Targets are on the scale of the returns so far."""
     loop = make_loop(PPOConfig(gamma=0.9, gae_lambda=0.8, sequence=sequence), **kind)
-    rollout, played, before = play_with_scale(loop)
-    buffer, (mean, deviation) = loop.buffer, played[1]
-    judgements = judged(loop, played[0], before)
+    play_first(loop)
+    mean, deviation = loop.value_norm.mean.double().item(), loop.value_norm.deviation.double().item()
+    rollout, played, before = play_second(loop)
+    buffer, judgements = loop.buffer, judged(loop, played, before)
 
     assert buffer.steps.truncated.any(0).tolist() == [True, False, True] and buffer.steps.terminated.any(0)[1]
     close(buffer.steps.log_prob, columns([one.log_probs for one in judgements]))
     close(buffer.steps.values, columns([one.values for one in judgements]))
     raw = [
         reference.advantages(
-            one,
+            game.rewards,
             mean + deviation * its.values,
-            np.where(one.terminated, 0.0, mean + deviation * its.final_values),
-            0.9,
-            0.8,
+            np.where(game.terminated, 0.0, mean + deviation * its.final_values),
+            game.terminated | game.truncated,
+            gamma=0.9,
+            lam=0.8,
         )
-        for one, its in zip(played[0], judgements, strict=True)
+        for game, its in zip(played, judgements, strict=True)
     ]
     table, free = columns(raw), ~buffer.steps.masks.forced.numpy()
     expected = (table - table[free].mean()) / table[free].std()
@@ -134,22 +147,6 @@ def test_log_probabilities_values_and_gae_are_those_of_the_reference(
 
 def side_by_side(table: np.ndarray, ticks: int) -> np.ndarray:
     return np.concatenate([table[begin : begin + ticks] for begin in range(0, len(table), ticks)], 1)
-
-
-def play_with_scale(
-    loop: RolloutCollector,
-) -> tuple[Rollout, tuple[list[ReferenceRollout], tuple[float, float]], list[Any]]:
-    """Return `play` with the mean and deviation of value targets that applied during the rollout."""
-    scale: list[tuple[float, float]] = []
-    update = loop.value_norm.update
-
-    def watched(batch: Tensor, *_: object) -> None:
-        scale.append((loop.value_norm.mean.double().item(), loop.value_norm.deviation.double().item()))
-        update(batch)
-
-    loop.value_norm.update = watched
-    rollout, played, before = play_twice(loop)
-    return rollout, (played, scale[1]), before
 
 
 @KINDS
@@ -227,23 +224,6 @@ def test_the_loss_and_its_gradient_are_those_of_the_reference(kind: dict[str, An
             weight[at] += 1e-6
         assert ours == pytest.approx((above - below) / 2e-6, rel=1e-3, abs=1e-6), name
     assert policy is loop.policy
-
-
-def test_what_is_masked_is_never_done_and_costs_nothing() -> None:
-    """Joint probabilities of the reference are exactly 0 where a choice is masked, and sum to 1 over the rest."""
-    loop = make_loop()
-    rollout, played, before = play_twice(loop)
-    policy = reference.Policy(loop.policy.state_dict(), ROWS + 1, COLUMNS + 1)
-
-    for one, state in zip(played, before, strict=True):
-        hidden, _ = policy.hidden(one.features[0], state)
-        joint = policy.joint(hidden, one.possible[0])
-        assert joint.sum() == pytest.approx(1.0)
-    possible = rollout.steps.masks.possible
-    for at, head in zip((0, ROWS + 1), rollout.steps.action.indices.unbind(-1), strict=True):
-        assert possible.gather(-1, at + head[..., None]).all()
-    is_certain = rollout.steps.log_prob == 0.0
-    assert torch.equal(rollout.steps.masks.forced, is_certain), "where nothing is left to decide"
 
 
 def test_what_the_critic_alone_sees_is_normalised_by_all_that_it_saw() -> None:

@@ -1,18 +1,23 @@
+"""Storage of a rollout: minibatches of whole environments, or of shorter sequences with their recurrent states."""
+
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from esper_lightning.ppo.collector import RolloutCollector
-from esper_lightning.ppo.rollout_buffer import Rollout, tensors_of
+from esper_lightning.ppo.losses import PPOConfig, ppo_terms
+from esper_lightning.ppo.rollout_buffer import Rollout
+from esper_lightning.runtime.nested import iter_tensors
+from tests.cue import CueMemory
+from tests.ppo.loops import cue_loop, play
+from tests.runs import differences
 
 
 @pytest.fixture(scope="module")
-def loop(
-    make_loop: Callable[..., RolloutCollector], play_rollout: Callable[[RolloutCollector], None]
-) -> RolloutCollector:
+def loop(make_loop: Callable[..., RolloutCollector]) -> RolloutCollector:
     made = make_loop(n_envs=5)
-    play_rollout(made)
+    play(made)
     return made
 
 
@@ -42,7 +47,7 @@ def test_the_sequences_of_some_environments_are_those_columns_of_everything(roll
         state=type(rollout.state)(torch.arange(5.0)[:, None], 10 + torch.arange(5.0)[:, None])
     ).select_envs(torch.tensor([3, 0]))
 
-    for ours, theirs in zip(tensors_of(some[:3]), tensors_of(rollout[:3]), strict=True):
+    for ours, theirs in zip(iter_tensors(some[:3]), iter_tensors(rollout[:3]), strict=True):
         assert torch.equal(ours, theirs[:, [3, 0]])
     # The recurrent state has no time axis.
     assert (some.state.hidden.flatten().tolist(), some.state.cell.flatten().tolist()) == ([3.0, 0.0], [13.0, 10.0])
@@ -54,3 +59,74 @@ def test_a_rollout_in_flight_of_an_earlier_version_with_one_more_head_is_refused
 
     with pytest.raises(ValueError, match="its rollout in flight is of an earlier version"):
         loop.buffer.load_state_dict(saved)
+
+
+# Sequences
+
+TICKS, ENVS = 12, 3
+
+
+def memory_loop(sequence: int | None) -> RolloutCollector:
+    return cue_loop(CueMemory(ENVS, TICKS, delay=5), PPOConfig(sequence=sequence))
+
+
+def test_shorter_sequences_hold_the_same_steps() -> None:
+    whole, cut = memory_loop(None), memory_loop(4)
+    for loop in (whole, cut):
+        play(loop)
+    (a, _), (b, _) = whole.finish(), cut.finish()
+
+    assert b.targets.shape == (4, 3 * ENVS) and b.state.hidden.shape == (3 * ENVS, 8)
+    for ours, theirs in zip(iter_tensors(b[:3]), iter_tensors(a[:3]), strict=True):
+        assert torch.equal(torch.cat([ours[:, i * ENVS : (i + 1) * ENVS] for i in range(3)]), theirs)
+    assert torch.equal(b.state.hidden[:ENVS], a.state.hidden)
+    assert b.state.hidden[ENVS:].any(), "the later ones begin with what was remembered"
+    ours, theirs = ppo_terms(cut.policy, b, PPOConfig()), ppo_terms(whole.policy, a, PPOConfig())
+    torch.testing.assert_close(ours.value, theirs.value)
+    torch.testing.assert_close(ours.policy, theirs.policy, rtol=1e-4, atol=1e-5)
+
+
+def test_the_gradient_ends_where_a_sequence_begins() -> None:
+    def reach(sequence: int | None) -> torch.Tensor:
+        loop = memory_loop(sequence)
+        play(loop)
+        rollout, _ = loop.finish()
+        features = rollout.steps.observation.features.requires_grad_()
+        values = loop.policy(rollout.steps.observation, rollout.state, rollout.steps.masks, rollout.steps.starts)[1]
+        values[-1, -1].backward()  # the last step of the last environment
+        return features.grad[:, -1].abs().sum(-1) > 0
+
+    assert reach(None).tolist() == [False] * 7 + [True] * 5, "back to where its game began"
+    assert reach(3).tolist() == [True] * 3
+
+
+@pytest.mark.parametrize("ticks", [0, 3, 4, 9, 12])
+def test_a_rollout_that_is_saved_at_any_tick_continues_with_the_same_sequences(ticks: int) -> None:
+    loop, other = memory_loop(4), memory_loop(4)
+    play(loop, ticks) if ticks else loop.reset()
+    other.reset()
+    for _ in range(ticks):
+        other.pool.step(loop.pool.space.zeros(ENVS, loop.pool.device))  # brings its environments to the same step
+    saved = loop.state_dict()
+    assert {"final_values", "sequence_states"} <= {*saved, *saved["buffer"]}
+
+    other.load_state_dict(saved)
+
+    assert differences(other.state_dict(), saved) == []
+    if ticks < TICKS:
+        other.pool.observation.features.copy_(loop.pool.observation.features)
+        assert torch.equal(loop.step().action.indices, other.step().action.indices)
+
+
+def test_environments_that_go_on_are_reset_once() -> None:
+    loop = memory_loop(None)
+    play(loop)
+    at = loop.pool.step_counts.copy()
+    remembered = loop.state.hidden.clone()
+    loop.finish()
+
+    loop.reset()
+
+    assert (loop.pool.step_counts == at).all() and at.any(), "in the middle of a game"
+    assert torch.equal(loop.buffer.state.hidden, remembered)
+    assert loop.episode == 2 and not loop.starts.any()

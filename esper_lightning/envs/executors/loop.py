@@ -22,9 +22,8 @@ from esper_lightning.growth.counterfactual import (
 from esper_lightning.growth.gradient_stats import NO_GRADIENT
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.stages import Stage
-from esper_lightning.runtime.machine import first_line, is_out_of_memory
+from esper_lightning.runtime.machine import PhaseClock, first_line, is_out_of_memory
 from esper_lightning.runtime.nested import BATCH_LENGTH_ERRORS, copy_module
-from esper_lightning.runtime.profiling import PhaseClock
 from esper_lightning.tasks import Batches, Split, Task, fetch
 
 PREDICTED_SAMPLES = 1024

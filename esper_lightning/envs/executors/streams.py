@@ -10,7 +10,7 @@ from torch import Tensor
 from esper_lightning.envs.executors.loop import HostEpoch, LoopExecutor, isolate_oom, nan_training_row, stack_rows
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.runtime.profiling import PhaseClock
+from esper_lightning.runtime.machine import PhaseClock
 from esper_lightning.tasks import Split, Task
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.datamodules import HostPoolData
 from esper_lightning.envs import HostFactory, HostPool, host_pool
 from esper_lightning.hosts import CNN
 from esper_lightning.tasks import Digits

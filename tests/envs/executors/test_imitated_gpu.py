@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from esper_lightning.callbacks import Governor, RolloutState
-from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.datamodules import HostPoolData
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.actions import to_action
 from esper_lightning.envs.governor import GovernorConfig

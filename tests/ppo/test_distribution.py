@@ -16,7 +16,6 @@ from esper_lightning.ppo.distribution import (
     HeadTables,
     HostDistribution,
     host_table_shapes,
-    normalised_entropy,
     uniform_distribution,
 )
 from esper_lightning.ppo.policy import Policy
@@ -84,21 +83,6 @@ def test_an_action_is_as_likely_as_its_choices_one_after_the_other(seed: int) ->
             if op == Op.GERMINATE:
                 expected *= share(t["blueprint"][k], b, blueprint[k]) * share(t["tempo"][k], m)
             assert p == pytest.approx(expected, rel=1e-4)
-
-
-def test_an_impossible_action_has_probability_0_exactly() -> None:
-    masks, logits = random_masks(3, seed=1), random_logits(3, seed=1, spread=50.0)
-
-    for row in range(3):
-        possible = set(possible_actions(masks, row))
-        every = product(*map(range, ALL.values()))
-        impossible = [
-            action
-            for action in every
-            if tuple(c if h in USED_BY[Op(action[0])] else 0 for h, c in zip(HEADS, action, strict=True))
-            not in possible
-        ]
-        assert impossible and not any(probabilities(logits, masks, row, impossible).values())
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30, -1e30, -1e4])
@@ -191,14 +175,6 @@ def test_entropy_is_that_of_each_head_averaged_over_what_may_come_before_it(seed
             assert not situations or entropy[row, h].item() == pytest.approx(mean / total, abs=1e-4), head
 
 
-def test_entropy_is_0_with_one_choice_and_1_where_all_are_alike() -> None:
-    assert normalised_entropy(torch.tensor([-1e4, 0.0]), torch.tensor([False, True])).item() == 0.0
-    for n in (2, 3, 7):
-        alike = torch.full((n,), 1 / n).log()
-        assert normalised_entropy(alike, torch.ones(n, dtype=torch.bool)).item() == pytest.approx(1.0)
-        assert normalised_entropy(alike, torch.zeros(n, dtype=torch.bool)).item() == 0.0
-
-
 def test_where_only_waiting_is_possible_there_is_nothing_to_decide_and_nothing_to_learn() -> None:
     masks = random_masks(2, seed=0)
     masks.slot[:, 1:] = False
@@ -285,28 +261,17 @@ def test_choices_of_any_space_agree_with_enumeration(space: ChoiceSpace) -> None
             assert drawn.choice_probability()[n, i].item() == float(count > 1)
 
 
-@pytest.mark.parametrize("kind", ["host", *SPACES])
-def test_actions_are_drawn_as_often_as_they_are_likely(kind: str) -> None:
-    times = 20_000
-    if kind == "host":
-        masks, logits = random_masks(1, seed=2), random_logits(1, seed=2, spread=0.7)
-        many = HostDistribution(
-            {head: table.expand(times, -1, -1) for head, table in logits.items()},
-            Masks(*(mask.expand(times, *mask.shape[1:]) for mask in masks)),
-        )
-        expected = probabilities(logits, masks, 0, possible_actions(masks, 0))
-        drawn = torch.stack(many.sample(torch.Generator().manual_seed(0)), -1).tolist()
-    else:
-        space = SPACES[kind]
-        one = choice_distribution(space, n=1)
-        masks = ChoiceMasks(*(part.expand(times, *part.shape[1:]) for part in space.full_masks(1, CPU)))
-        if space.masked:
-            flags = torch.cat([mask.flatten(1) for mask in one.masks.values()], 1)
-            masks = masks._replace(possible=flags.expand(times, -1))
-        tables = {head: table.expand(times, -1, -1) for head, table in one.log_probs.items()}
-        every = product(*map(range, space.sizes.values()))
-        expected = {row: one.log_prob(ChoiceAction(torch.tensor([row]))).exp().item() for row in every}
-        drawn = ChoiceDistribution(tables, masks, space).sample(torch.Generator().manual_seed(0)).indices.tolist()
+@each_space
+def test_choices_are_drawn_as_often_as_they_are_likely(space: ChoiceSpace) -> None:
+    times, few = 20_000, choice_distribution(space, n=1)
+    masks = ChoiceMasks(*(part.expand(times, *part.shape[1:]) for part in space.full_masks(1, CPU)))
+    if space.masked:
+        flags = torch.cat([mask.flatten(1) for mask in few.masks.values()], 1)
+        masks = masks._replace(possible=flags.expand(times, -1))
+    tables = {head: table.expand(times, -1, -1) for head, table in few.log_probs.items()}
+    every = product(*map(range, space.sizes.values()))
+    expected = {row: few.log_prob(ChoiceAction(torch.tensor([row]))).exp().item() for row in every}
+    drawn = ChoiceDistribution(tables, masks, space).sample(torch.Generator().manual_seed(0)).indices.tolist()
 
     counts = dict.fromkeys(expected, 0)
     for action in drawn:

@@ -1,7 +1,6 @@
-"""Data module that owns the hosts on which the policy is trained; a Lightning batch is one tick."""
+"""Lightning data modules, which own the environments in which the policy is trained."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +21,11 @@ from esper_lightning.runtime.checkpoint import (
     move_to_device,
     saved_on_another_device,
 )
+from esper_lightning.envs.seeding import EVALUATION, check_rng_seed, episode_rng_seeds
+from esper_lightning.envs.spaces.action_discovery import SharedSpace, union_of_slots
+from esper_lightning.envs.spaces.observation import ObservationConfig
+from esper_lightning.envs.vector_env import VectorEnv
+from esper_lightning.runtime.checkpoint import FEATURES_KEY, HORIZON_KEY, check_identity, move_to_device
 from esper_lightning.runtime.console import print_status
 from esper_lightning.runtime.ranks import Ranks, share_machine
 from esper_lightning.runtime.registry import describe_factory, plain_factory
@@ -79,8 +83,6 @@ class PolicyData(Protocol):
     def pool(self) -> VectorEnv: ...  # environments of this process, once they are built
 
     def resume_identity(self) -> dict[str, Any]: ...  # what a resumed run must share with the saved one, by name
-
-    def growth_rules(self) -> dict[str, Any] | None: ...  # by which the policy grows other networks later
 
     def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...  # ValueError: it cannot be resumed
 
@@ -149,12 +151,12 @@ def find_host_devices(
     if names is None:
         if executor != "streams" or not alone or device.type != "cuda":
             return [device]
-        own = torch.cuda.current_device() if device.index is None else device.index
-        return [device, *(torch.device("cuda", i) for i in range(torch.cuda.device_count()) if i != own)]
+        first = torch.cuda.current_device() if device.index is None else device.index
+        return [device, *(torch.device("cuda", i) for i in range(torch.cuda.device_count()) if i != first)]
     if not alone:
         raise ValueError("env.devices is for one process; leave it out, and each process has its own device")
     devices = [torch.device(name) for name in names]
-    if not devices or any(one.type != device.type for one in devices):
+    if not devices or any(other.type != device.type for other in devices):
         raise ValueError(f"env.devices: hosts on {names}, the policy on {device}; use trainer.accelerator to move it")
     return devices
 
@@ -194,10 +196,10 @@ class HostPoolData(LightningDataModule):
             raise ValueError(f"data.also: {first_name!r} is the name of data.task; choose another one")
         first = TaskConfig(task=task, host=host, n_envs=n_envs, blueprints=env.actions.blueprints, family=env.family)
         configs = {first_name: first, **(also or {})}
-        self.task_configs = {name: replace(one, host=plain_factory(one.host)) for name, one in configs.items()}
+        self.task_configs = {name: replace(task, host=plain_factory(task.host)) for name, task in configs.items()}
         for name, config in self.task_configs.items():
             check_host_count("data.n_envs" if name == first_name else f"data.also.{name}.n_envs", config.n_envs)
-        self.ranks = Ranks([one.n_envs for one in self.task_configs.values()])
+        self.ranks = Ranks([config.n_envs for config in self.task_configs.values()])
         self.n_envs = self.ranks.total
         self.governor: GovernorConfig | None = None
         self.loaded_tasks: dict[str, LoadedTask] = {}
@@ -206,8 +208,8 @@ class HostPoolData(LightningDataModule):
         self._pool: HostPool | MixedPool | None = None
         self._validation_pools: list[HostPool] = []
         described = {
-            name: {"task": describe_factory(type(one.task)), "host": describe_factory(one.host), "n_envs": one.n_envs}
-            for name, one in self.task_configs.items()
+            name: {"task": describe_factory(type(c.task)), "host": describe_factory(c.host), "n_envs": c.n_envs}
+            for name, c in self.task_configs.items()
         }
         self.save_hyperparameters({"tasks": described, "env": asdict(env), "val_hosts": val_hosts, "seed": seed})
 
@@ -226,38 +228,33 @@ class HostPoolData(LightningDataModule):
             return
         self.ranks = Ranks(self.ranks.sizes, rank, world)
         self.device = device
-        spaces, pools = [], {}
-        for name, one in self.task_configs.items():
-            with self._errors_of(name):
-                loaded = self.loaded_tasks[name] = self._load(one, alone=world == 1)
+        name, spaces, pools = "", [], {}
+        try:
+            for name, config in self.task_configs.items():
+                loaded = self.loaded_tasks[name] = self._load(config, alone=world == 1)
                 if len(self.task_configs) > 1:
                     _, space, growable = discover_spaces(
-                        one.task, loaded.data, one.host, loaded.env, loaded.host_devices[0]
+                        config.task, loaded.data, config.host, loaded.env, loaded.host_devices[0]
                     )
                     spaces.append((space, torch.stack(list(growable.values())).any(0)))
-        self._shared_space = union_of_slots(spaces) if spaces else None
-        for name, one in self.task_configs.items():
-            with self._errors_of(name):
-                pools[name] = self.make_pool(one.n_envs // world, task=name)
+            self._shared_space = union_of_slots(spaces) if spaces else None
+            for name, config in self.task_configs.items():
+                pools[name] = self.make_pool(config.n_envs // world, task=name)
+        except ValueError as error:
+            if len(self.task_configs) == 1:
+                raise
+            raise ValueError(f"hosts of {name}: {error}") from error
         self.pools = pools
         self._pool = MixedPool(pools) if len(pools) > 1 else next(iter(pools.values()))
 
     def _load(self, config: TaskConfig, *, alone: bool) -> LoadedTask:
         """Load the data of a task onto its devices. Raises ValueError if hosts cannot learn from them."""
-        own, data, name = config.env_config(self.env), config.task.load(), type(config.task).__name__
+        env, data, name = config.env_config(self.env), config.task.load(), type(config.task).__name__
         if not isinstance(data, TaskData):
             raise ValueError(f"task {name}: load returned a {type(data).__name__}; return a TaskData")
         check_data(data, name, config.task.score)
-        host_devices = find_host_devices(own.devices, own.executor, self.device, alone=alone)
-        return LoadedTask(own, data.copy_to(host_devices), host_devices, fingerprint(data))
-
-    @contextmanager
-    def _errors_of(self, task: str) -> Iterator[None]:
-        """Name the task in a ValueError if there are several."""
-        try:
-            yield
-        except ValueError as error:
-            raise ValueError(f"hosts of {task}: {error}" if len(self.task_configs) > 1 else str(error)) from error
+        host_devices = find_host_devices(env.devices, env.executor, self.device, alone=alone)
+        return LoadedTask(env, data.copy_to(host_devices), host_devices, fingerprint(data))
 
     def make_pool(
         self, n_envs: int, held_out: bool = False, task: str | None = None, *, sight: ObservationConfig | None = None
@@ -308,15 +305,15 @@ class HostPoolData(LightningDataModule):
     def resume_identity(self) -> dict[str, Any]:
         """Return the properties of hosts, data, observation and actions that a resumed run must share."""
         pool = self.pool
-        hosts = [f"{name}: {self.task_configs[name].n_envs} hosts, {one.host_kind}" for name, one in self.pools.items()]
+        hosts = [f"{name}: {self.task_configs[name].n_envs} hosts, {p.host_kind}" for name, p in self.pools.items()]
         return {
             HORIZON_KEY: pool.config.horizon,
-            "data.env.training.optimizer": "; ".join(one.config.training.optimizer for one in self.pools.values()),
+            "data.env.training.optimizer": "; ".join(p.config.training.optimizer for p in self.pools.values()),
             **{f"choices of the {head} head": choices for head, choices in zip(HEADS, pool.space, strict=True)},
             FEATURES_KEY: pool.feature_names,
             "data.env.sight": asdict(pool.config.sight),
             "host": "; ".join(hosts) if len(self.pools) > 1 else next(iter(self.pools.values())).host_kind,
-            "data set": "; ".join(one.fingerprint for one in self.loaded_tasks.values()),
+            "data set": "; ".join(task.fingerprint for task in self.loaded_tasks.values()),
         }
 
     def growth_rules(self) -> dict[str, Any]:
@@ -326,14 +323,12 @@ class HostPoolData(LightningDataModule):
 
     def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adapt a checkpoint to this run's device. Raises ValueError if it cannot be resumed."""
-        own = checkpoint.get(type(self).__qualname__)
-        if own is None:
-            raise ValueError(
-                f"the checkpoint lacks {type(self).__qualname__}, the state of its hosts; give another one"
-            )
-        check_identity({"data.n_envs": len(own["pool"]["envs"])}, {"data.n_envs": self.n_envs})
-        if saved_on_another_device(checkpoint, device := self.pool.device):
-            move_to_device(checkpoint, own["pool"], device=device, rng_seed=self.seed)
+        name, device = type(self).__qualname__, self.pool.device
+        if name not in checkpoint:
+            raise ValueError(f"the checkpoint lacks {name}, the state of its hosts; give another one")
+        pool = checkpoint[name]["pool"]
+        check_identity({"data.n_envs": len(pool["envs"])}, {"data.n_envs": self.n_envs})
+        if move_to_device(checkpoint, pool, device=device, rng_seed=self.seed):
             print_status(
                 f"this run is on {device.type}, the run so far was on another type of device: it resumes at the next "
                 f"rollout; results differ from those of an uninterrupted run"
@@ -361,11 +356,59 @@ class HostPoolData(LightningDataModule):
         """Return the state of the hosts: of all ranks on rank 0, which writes it, elsewhere of this rank."""
         state, ranks = self.pool.state_dict(), self.ranks
         if ranks.world > 1:
-            of_all = ranks.gather(state["envs"])
-            state |= {"envs": ranks.join(of_all) if of_all else []}
+            parts = ranks.gather(state["envs"])
+            state |= {"envs": ranks.join(parts) if parts else []}
         return {"pool": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state = state_dict["pool"]
         if state["envs"]:  # else the run comes from another type of device, and its next rollout begins with new hosts
             self.pool.load_state_dict(state | {"envs": self.ranks.rows(state["envs"])})
+
+
+class VectorData(LightningDataModule):
+    """Data module for any VectorEnv. A Lightning batch is a whole rollout, because a step may take microseconds.
+
+    Checkpoints do not contain the state of the environments: a resumed run begins new episodes.
+
+    Args:
+        env: Function that returns a VectorEnv, as `esper_lightning.envs.gymnasium.gym_vector`.
+        settings: Keyword arguments of this function.
+        seed: RNG seed of episodes and exploration.
+    """
+
+    def __init__(self, env: Callable[..., Any], settings: dict[str, Any] | None = None, seed: int = 0) -> None:
+        super().__init__()
+        check_rng_seed("data.seed", seed)
+        self.pool: VectorEnv = env(**(settings or {}))
+        self.seed = seed
+        self.n_envs, self.horizon = self.pool.n_envs, self.pool.horizon
+        self.ranks = Ranks([self.n_envs])
+
+    def setup(self, stage: str) -> None:
+        assert self.trainer is not None, "the trainer calls this"
+        if self.trainer.world_size > 1:
+            raise ValueError("environments that are no hosts train in one process; set trainer.devices to 1")
+        env_device, policy_device = self.pool.device, self.trainer.strategy.root_device
+        if env_device.type != policy_device.type:
+            raise ValueError(
+                f"the policy would be on {policy_device.type}, its environments on {env_device.type}; "
+                f"set trainer.accelerator, or the environments' device"
+            )
+
+    def resume_identity(self) -> dict[str, Any]:
+        """Return the sizes of observations, actions and rollouts, which a resumed run must share."""
+        pool = self.pool
+        return {
+            "choices": dict(pool.space.sizes),
+            "features": pool.observation.features.shape[-1],
+            "privileged": 0 if pool.privileged is None else pool.privileged.shape[-1],
+            "steps of a rollout": pool.horizon,
+            "environments": pool.n_envs,
+        }
+
+    def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Do nothing: checkpoints contain no state of the environments."""
+
+    def train_dataloader(self) -> TickLoader:
+        return TickLoader(1)
