@@ -20,7 +20,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch.distributed import is_torchelastic_launched
 
 from esper_lightning.callbacks import DEFAULT_CALLBACKS, Governor
-from esper_lightning.cli.sweep import sweep
 from esper_lightning.datamodules import HostPoolData
 from esper_lightning.envs.governor.judge import GovernorConfig
 from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
@@ -284,7 +283,6 @@ def init(config: str) -> None:
 COMMANDS: dict[str, Callable[..., object]] = {
     "grow": grow,
     "export": export_grown,
-    "sweep": sweep,
     "report": report,
     "configs": configs,
     "init": init,

@@ -10,10 +10,11 @@ from typing import Any, Literal
 import torch
 
 from esper_lightning.controllers.learned import Hosts
-from esper_lightning.controllers.schedules import WAIT_ACTION, is_possible
+from esper_lightning.controllers.schedules import is_possible
 from esper_lightning.envs import Action, Op
 from esper_lightning.envs.device_transfer import copy_to_device
 from esper_lightning.envs.host_env import GrowthRecord
+from esper_lightning.envs.host_pool import WAIT_ACTION
 from esper_lightning.envs.rewards import rent
 from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.growth.blueprints import STACK, suggest_name

@@ -180,9 +180,7 @@ def test_configs_lists_them_with_their_purpose_and_init_copies_one(
         assert answer in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "args", [[], ["fit"], ["test"], ["grow"], ["export"], ["sweep"]], ids=lambda args: "-".join(args)
-)
+@pytest.mark.parametrize("args", [[], ["fit"], ["test"], ["grow"], ["export"]], ids=lambda args: "-".join(args))
 def test_every_command_has_a_help(
     args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,7 +34,7 @@ def outcome(name: str, score: np.ndarray, parameters: float) -> Outcome:
     return Outcome(
         name, score, 1 - score, whole + parameters, score - 0.01, 1000 * whole + 1, whole, whole, whole, 1.5,
         [()] * HOSTS, ops, ["as configured"] * HOSTS,
-        {"calibration_error": 0.1 * score, "accuracy.0": score, "accuracy.1": score - 0.1},
+        {"calibration_error": 0.1 * score, "accuracy.0": score, "accuracy.1": score - 0.1}, [], [],
     )  # fmt: skip
 
 
