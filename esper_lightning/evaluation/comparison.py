@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from esper_lightning.controllers import CONTROLLERS, make_controller
-from esper_lightning.controllers.learned import Controller
+from esper_lightning.controllers.learned import Controller, LearnedController
 from esper_lightning.controllers.rules import (
     ClimbingConfig,
     Heuristic,
@@ -29,7 +29,6 @@ from esper_lightning.controllers.schedules import (
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import HostPool, Op, check_host_count
 from esper_lightning.envs.seeding import EVALUATION, check_rng_seed, episode_rng_seeds
-from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.play import Outcome, named_controller, play_episode, play_static
 from esper_lightning.evaluation.search import SearchConfig, check_budget, search
 from esper_lightning.evaluation.statistics import Interval, mean_interval
@@ -127,7 +126,7 @@ class Entry(NamedTuple):
 class ComparisonResult(NamedTuple):
     """Result of a comparison, ready to be reported."""
 
-    policies: list[TrainedPolicy]
+    policies: list[LearnedController]
     """Trained policies, one per training seed; empty if rules and schedules were compared alone."""
     rng_seeds: list[int]
     """RNG seeds of the hosts."""
@@ -237,8 +236,8 @@ class Comparison:
     def run(
         self,
         data: HostPoolData,
-        policies: Sequence[TrainedPolicy],
-        rivals: Sequence[TrainedPolicy] = (),
+        policies: Sequence[LearnedController],
+        rivals: Sequence[LearnedController] = (),
         *,
         task: str | None = None,
     ) -> ComparisonResult:
@@ -276,12 +275,12 @@ class Comparison:
         # First everything that needs nothing else: the policies, rivals, each in a pool that it can see, and rules.
         seeds = [policy.training_seed for policy in policies]
         if policies:
-            play(TAMIYO, [policy.greedy() for policy in policies], seeds)
+            play(TAMIYO, policies, seeds)
         for rival in rivals:
             own = pool
             if rival.sight != pool.config.sight:
                 own = make_pool(config.hosts, held_out=config.held_out, sight=rival.sight)
-            play(RIVAL_PREFIX + rival.source, [rival.greedy()], [rival.training_seed], own=own)
+            play(RIVAL_PREFIX + rival.source, [rival], [rival.training_seed], own=own)
         for name, rule in self.make_controllers().items():
             if self.includes(name):
                 play(name, [rule])
@@ -325,7 +324,7 @@ class Comparison:
         return ComparisonResult(list(policies), rng_seeds, rows, schedules, notes, pool.task.score_name)
 
     def _common_schedules(
-        self, policies: Sequence[TrainedPolicy], grown: Sequence[Outcome]
+        self, policies: Sequence[LearnedController], grown: Sequence[Outcome]
     ) -> tuple[dict[str, Schedule], list[str]]:
         """Return the most frequent schedule of each policy, by file name without suffix, and notes for the reader."""
         schedules, notes, hosts = {}, [], self.config.hosts

@@ -12,10 +12,11 @@ from typing import Any
 
 from rich.table import Table
 
+from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.controllers.schedules import write_schedule
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.evaluation import statistics
-from esper_lightning.evaluation.checkpoints import TrainedPolicy, check_training_seeds, load_policies
+from esper_lightning.evaluation.checkpoints import check_training_seeds, load_policies
 from esper_lightning.evaluation.comparison import Comparison, ComparisonResult, EvaluationConfig
 from esper_lightning.evaluation.statistics import Interval, mean_interval
 from esper_lightning.runtime.console import print_status, wide_console
@@ -41,7 +42,7 @@ INTERVAL_METHOD = (
 def compare(
     config: EvaluationConfig,
     data: HostPoolData,
-    own: TrainedPolicy,
+    own: LearnedController,
     *,
     folder: Path,
     settings: Mapping[str, Any],
