@@ -29,8 +29,7 @@ from esper_lightning.callbacks.measuring import (
 from esper_lightning.callbacks.rerun import mean_over_processes
 from esper_lightning.callbacks.run_record import open_events, write_run_record
 from esper_lightning.controllers.learned import TrainingRules
-from esper_lightning.controllers.rules import WaitOnly
-from esper_lightning.controllers.static import FossilizedSeed, StaticController
+from esper_lightning.controllers.rules import FossilizedSeed, StaticController, WaitOnly
 from esper_lightning.envs import ActionConfig, EnvConfig
 from esper_lightning.envs.flops import PASSES_PER_STEP, measure_flops
 from esper_lightning.envs.host_env import GrowthRecord

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from esper_lightning.controllers.learned import Controller
+from esper_lightning.controllers.rules import FossilizedSeed, StaticController, Topology
 from esper_lightning.controllers.schedules import Schedule, recorded_schedules
-from esper_lightning.controllers.static import FossilizedSeed, StaticController, Topology
 from esper_lightning.envs import HostPool, StepResult
 from esper_lightning.envs.device_transfer import download
 from esper_lightning.envs.spaces.actions import ActionError

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper_lightning.controllers.learned import Controller
-from esper_lightning.controllers.rules import RandomValid, WaitOnly
-from esper_lightning.controllers.static import FossilizedSeed, StaticController, Topology
+from esper_lightning.controllers.rules import FossilizedSeed, RandomValid, StaticController, Topology, WaitOnly
 from esper_lightning.envs import Action, HostPool, Op
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
