@@ -5,7 +5,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.governor.report import show
+from benchmarks.governor.kinds import show
 from benchmarks.hosts import CASES, ExecutorChoice, make_pool
 from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.envs import HostPool

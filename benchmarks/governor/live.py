@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.governor.kinds import KINDS, QUICK, open_pool
-from benchmarks.governor.report import DETECTION_TICKS, DetectionCount, show
+from benchmarks.governor.kinds import DETECTION_TICKS, KINDS, QUICK, DetectionCount, open_pool, show
 from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.tasks import Split
