@@ -3,6 +3,7 @@
 import csv
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +12,17 @@ import yaml
 
 from esper_lightning.__main__ import main
 from esper_lightning.evaluation.networks import NETWORK_FILE, PROGRAM_FILE
-from tests.gym.configs import write_config
+from tests.runs import CONFIGS
+
+
+def write_config(path: Path, **groups: dict[str, Any]) -> Path:
+    """Write configs/smoke.yaml with two minibatches, two ticks and further settings, and return the file."""
+    settings = yaml.safe_load((CONFIGS / "smoke.yaml").read_text())
+    settings["data"]["env"] |= {"horizon": 2, "executor": "loop", "training": {"batches": 2}}
+    for name, group in groups.items():
+        settings[name] = settings.get(name, {}) | group
+    path.write_text(yaml.safe_dump(settings))
+    return path
 
 
 def run(*args: str) -> None:
