@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from esper_lightning.__main__ import main
-from esper_lightning.evaluation.networks import NETWORK_FILE, PROGRAM_FILE
+from esper_lightning.cli.commands import NETWORK_FILE, PROGRAM_FILE
 from tests.runs import CONFIGS
 
 
