@@ -49,6 +49,8 @@ def test_a_controller_draws_the_same_numbers_in_every_comparison() -> None:
 
     assert again.name == own
     assert again.values("objective").tolist() == first.values("objective").tolist()
+    assert again.outcomes[0].schedules == first.outcomes[0].schedules
+    assert any(one.entries for one in first.outcomes[0].schedules), "it has acted"
 
 
 def test_a_search_whose_schedules_are_no_rows_of_the_comparison_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
