@@ -66,12 +66,12 @@ class MedianRange(NamedTuple):
     low: float
     high: float
 
-    @classmethod
-    def from_values(cls, values: Sequence[float]) -> "MedianRange":
-        return cls(median(values), min(values), max(values))
-
     def show(self, digits: int) -> str:
         return f"{self.middle:.{digits}f} ({self.low:.{digits}f} … {self.high:.{digits}f})"
+
+
+def spread(values: Sequence[float]) -> MedianRange:
+    return MedianRange(median(values), min(values), max(values))
 
 
 class Row(NamedTuple):
@@ -193,29 +193,24 @@ def measure(name: str, hosts: int, repeats: int, precision: str, *, grown: bool)
     images = hosts * BATCHES * BATCH
     fastest = {raw: [min(times.values()) for times in own] for raw, own in plain.items()}
     for raw, times in fastest.items():
-        speed = MedianRange.from_values([images / s for s in times]).show(0)
+        speed = spread([images / s for s in times]).show(0)
         seeds = ", ".join(seeds for seeds in SEED_PLACEMENTS if raws[seeds] is raw)
-        threads = describe_fastest_threads(plain[raw])
+        wins = Counter(min(times, key=times.__getitem__) for times in plain[raw])
+        threads = "; ".join(f"{n} thread(s) per operator in {won} of {repeats} rounds" for n, won in wins.items())
         print(f"{name}, {hosts} hosts, seeds {seeds}: raw loop, {speed} images/s; {threads}")
     return [
         Row(
             *(name, hosts, key[0], f"{key[1]}{' *' if key[1].executor == auto else ''}"),
-            env_steps_per_s=MedianRange.from_values([hosts / spent.tick for spent in own]),
-            images_per_s=MedianRange.from_values([images / spent.train for spent in own]),
-            train_ratio=MedianRange.from_values([s / spent.train for s, spent in zip(alone, own, strict=True)]),
-            tick_ratio=MedianRange.from_values([s / spent.tick for s, spent in zip(alone, own, strict=True)]),
-            other_share=MedianRange.from_values([1.0 - spent.hosts / spent.tick for spent in own]),
+            env_steps_per_s=spread([hosts / spent.tick for spent in own]),
+            images_per_s=spread([images / spent.train for spent in own]),
+            train_ratio=spread([s / spent.train for s, spent in zip(alone, own, strict=True)]),
+            tick_ratio=spread([s / spent.tick for s, spent in zip(alone, own, strict=True)]),
+            other_share=spread([1.0 - spent.hosts / spent.tick for spent in own]),
             peak_mib=peaks[key],
         )
         for key, own in rounds.items()
         for alone in [fastest[raws[key[0]]]]
     ]
-
-
-def describe_fastest_threads(plain: Sequence[dict[int, float]]) -> str:
-    """Return a text that says in how many rounds each number of threads per operator was the fastest."""
-    wins = Counter(min(times, key=times.__getitem__) for times in plain)
-    return "; ".join(f"{threads} thread(s) per operator in {n} of {len(plain)} rounds" for threads, n in wins.items())
 
 
 def main() -> None:

@@ -12,13 +12,11 @@ process, and RecurrentPPO has the settings of its own test of this task.
 """
 
 import argparse
-import csv
 import logging
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -29,10 +27,9 @@ import torch
 from lightning import Callback, Trainer
 from torch import Tensor
 
+from benchmarks.rows import appended_rows
 from esper_lightning.callbacks import RolloutState
-from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.datamodules import VectorData
-from esper_lightning.envs.vector_env import VectorEnv
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.losses import Anneal, PPOConfig
 from esper_lightning.ppo.policy import PolicyConfig
@@ -76,12 +73,10 @@ CARTPOLE = PPOConfig(
 )
 
 
-def train_policy(
-    data: VectorData, policy: PolicyConfig, ppo: PPOConfig, steps: int, seed: int, *watching: Callback
-) -> TamiyoModule:
+def train_policy(ppo: PPOConfig, steps: int, seed: int, *watching: Callback) -> TamiyoModule:
     """Train a policy for as many whole rollouts as fit into `steps` environment steps."""
     torch.manual_seed(seed)
-    module = TamiyoModule(policy, ppo)
+    data, module = VectorData(cartpoles, seed=seed), TamiyoModule(PolicyConfig(width=64), ppo)
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=steps // (data.pool.horizon * data.n_envs),
@@ -93,30 +88,6 @@ def train_policy(
     )
     trainer.fit(module, datamodule=data)
     return module
-
-
-def greedy_controller(module: TamiyoModule, pool: VectorEnv, seed: int) -> LearnedController:
-    """Return the greedy policy as a controller, with the pool reset to episodes that are not used in training."""
-    pool.reset([1_000_000 * (seed + 1) + i for i in range(pool.n_envs)])
-    made = module.controller()
-    made.reset(pool)
-    return made
-
-
-def write_csv(file: Path, names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Write a CSV, with floats rounded to five digits."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("w", newline="") as out:
-        lines = csv.writer(out, lineterminator="\n")
-        lines.writerow(names)
-        lines.writerows([f"{cell:.5g}" if isinstance(cell, float) else cell for cell in row] for row in rows)
-
-
-def silence() -> None:
-    """Set torch to one thread and silence Lightning's messages and all warnings."""
-    torch.set_num_threads(1)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
 
 
 class BlindCartPole(CartPoleEnv):
@@ -142,8 +113,9 @@ def cartpoles(n_envs: int = ENVS, horizon: int = HORIZON) -> GymVector:
 
 def greedy_return(module: TamiyoModule, seed: int) -> float:
     """Return the mean return of the greedy policy over one episode in each of 100 environments."""
-    pool = cartpoles(GAMES, 1)
-    policy = greedy_controller(module, pool, seed)
+    pool, policy = cartpoles(GAMES, 1), module.controller()
+    pool.reset([1_000_000 * (seed + 1) + i for i in range(GAMES)])  # episodes that are not used in training
+    policy.reset(pool)
     returns, running = torch.zeros(GAMES), torch.ones(GAMES, dtype=torch.bool)
     while running.any():
         step = pool.step(policy.act(pool))
@@ -200,7 +172,7 @@ class Row(NamedTuple):
 def train_and_evaluate(seed: int, steps: int) -> Row:
     """Train for `steps` steps, with a learning rate that falls to 0, and return the results."""
     best = BestSoFar(seed)
-    module = train_policy(VectorData(cartpoles, seed=seed), PolicyConfig(width=64), CARTPOLE, steps, seed, best)
+    module = train_policy(CARTPOLE, steps, seed, best)
     return Row(
         "ours",
         module.collector.ticks * ENVS,
@@ -215,8 +187,7 @@ def train_and_evaluate(seed: int, steps: int) -> Row:
 def measure_our_speed(steps: int, seed: int) -> Row:
     """Measure our speed without a KL target, so that every update takes ten epochs as RecurrentPPO's does."""
     begin = time.perf_counter()
-    config = replace(CARTPOLE, target_kl=None)
-    module = train_policy(VectorData(cartpoles, seed=seed), PolicyConfig(width=64), config, steps, seed)
+    module = train_policy(replace(CARTPOLE, target_kl=None), steps, seed)
     met = module.collector.ticks * ENVS
     return Row("ours, ten full passes", met, seed, met / (time.perf_counter() - begin))
 
@@ -285,19 +256,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     parser.add_argument("--rounds", type=int, default=3, help="of both programs, in turns")
-    parser.add_argument("--csv", type=Path, help="where to write what was learned, and how fast")
+    parser.add_argument("--csv", type=Path, default=Path("peers.csv"), help="rows are added here")
     args = parser.parse_args()
-    silence()
-    rows = []
-    for steps, seed in product(RUN_LENGTHS, args.seeds):
-        rows.append(train_and_evaluate(seed, steps))
-        print(rows[-1], flush=True)
-        if args.csv:
-            write_csv(args.csv, Row._fields, rows)
-    if args.rounds:
-        rows += compare_speed(args.rounds)
-    if args.csv:
-        write_csv(args.csv, Row._fields, rows)
+    torch.set_num_threads(1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    with appended_rows(args.csv, Row) as append:
+        for steps, seed in product(RUN_LENGTHS, args.seeds):
+            row = train_and_evaluate(seed, steps)
+            append([row])
+            print(row, flush=True)
+        if args.rounds:
+            append(compare_speed(args.rounds))
 
 
 if __name__ == "__main__":

@@ -24,15 +24,6 @@ SHARE = "time/share."
 """Start of the tags with the share of each phase in the time of a rollout."""
 
 
-def fit(folder: Path, ranks: int, *flags: str, cores: Sequence[int]) -> Path:
-    """Train in `ranks` processes on some cores, and return the run folder."""
-    command = ["taskset", "-c", ",".join(map(str, cores)), sys.executable, "-m", "esper_lightning", "fit"]
-    command += [*flags, "--trainer.default_root_dir", str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, f"--trainer.devices={ranks}"], cwd=ROOT, env=environment, check=True, capture_output=True)
-    return folder / "version_0"
-
-
 class Speed(NamedTuple):
     """Speed of a run, medians over its rollouts but the first."""
 
@@ -46,7 +37,7 @@ def compare_speed(config: str, executor: str, hosts: int, rounds: int) -> None:
     """Print environment steps per second of one process on one core and of two on two, with their phases."""
     measured = []
     for number in range(rounds):
-        one, two = (measure_speed(config, executor, hosts, len(cores), cores) for cores in ([0], [0, 1]))
+        one, two = (measure_speed(config, executor, hosts, cores) for cores in ([0], [0, 1]))
         measured.append((one, two))
         ratio = two.steps / one.steps
         print(f"round {number + 1}: {one.steps:.0f} and {two.steps:.0f} steps/s, ratio {ratio:.2f}", flush=True)
@@ -58,12 +49,15 @@ def compare_speed(config: str, executor: str, hosts: int, rounds: int) -> None:
         print(f"| {phase} | {alone:.2f} s | {together:.2f} s | {alone / together:.2f} |")
 
 
-def measure_speed(config: str, executor: str, hosts: int, ranks: int, cores: Sequence[int]) -> Speed:
-    """Train four rollouts and return their speed."""
+def measure_speed(config: str, executor: str, hosts: int, cores: Sequence[int]) -> Speed:
+    """Train four rollouts with a process on each of these cores, and return their speed."""
     flags = ("--config", config, f"--data.env.executor={executor}", f"--data.n_envs={hosts}", "--trainer.max_epochs=4")
     flags += ("--model.evaluation.hosts=0", "--trainer.limit_val_batches=0")
     with tempfile.TemporaryDirectory() as name:
-        run = fit(Path(name), ranks, *flags, cores=cores)
+        command = ["taskset", "-c", ",".join(map(str, cores)), sys.executable, "-m", "esper_lightning", "fit", *flags]
+        command += [f"--trainer.default_root_dir={name}", f"--trainer.devices={len(cores)}"]
+        subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+        run = Path(name) / "version_0"
         # Imported here, because it takes seconds that no other command needs.
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

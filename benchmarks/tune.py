@@ -20,9 +20,7 @@ import numpy as np
 import torch
 import yaml
 
-from esper_lightning.callbacks import Governor
 from esper_lightning.cli.commands import governor_of, load_config
-from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.rules import ClimbingConfig, HillClimbing, Periodic, PeriodicConfig
 from esper_lightning.datamodules import HostPoolData
 from esper_lightning.envs import HostPool
@@ -39,18 +37,12 @@ Rule = PeriodicConfig | ClimbingConfig
 """Settings of a hand-written controller."""
 
 
-def read_data(config: Path) -> tuple[HostPoolData, Governor | None]:
-    """Return the data module of a config, which is not built yet, and its Governor. None: hosts are not watched."""
-    made = load_config(config)
-    return made.datamodule, governor_of(made.trainer)
-
-
 def open_data(config: Path) -> HostPoolData:
     """Return the data module of a config, built on the CPU and watched by the config's Governor."""
-    data, governor = read_data(config)
-    data.build(torch.device("cpu"))
-    data.set_governor(governor)
-    return data
+    made = load_config(config)
+    made.datamodule.build(torch.device("cpu"))
+    made.datamodule.set_governor(governor_of(made.trainer))
+    return made.datamodule
 
 
 def candidate_settings(pool: HostPool) -> dict[str, list[Rule]]:
@@ -69,13 +61,10 @@ def candidate_settings(pool: HostPool) -> dict[str, list[Rule]]:
     return {"periodic": clocks, "climbing": climbers}
 
 
-def make_controller(rule: Rule) -> Controller:
-    return Periodic(rule) if isinstance(rule, PeriodicConfig) else HillClimbing(rule)
-
-
 def mean_objective(pool: HostPool, rule: Rule, rounds: Sequence[Sequence[int]]) -> float:
     """Return the mean objective on validation images over the hosts of all rounds."""
-    return float(np.mean([final_objectives(pool, make_controller(rule), seeds) for seeds in rounds]))
+    make = Periodic if isinstance(rule, PeriodicConfig) else HillClimbing
+    return float(np.mean([final_objectives(pool, make(rule), seeds) for seeds in rounds]))
 
 
 def draw_rng_seeds(pool: HostPool, rng_seed: int) -> list[int]:

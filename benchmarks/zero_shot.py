@@ -35,8 +35,9 @@ from torch.nn import functional
 
 from benchmarks.rows import appended_rows, read_rows
 from benchmarks.tables import number, shown
-from benchmarks.tune import read_data
+from benchmarks.tune import open_data
 from esper_lightning import load_controller
+from esper_lightning.cli.commands import governor_of, load_config
 from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.rules import (
     ClimbingConfig,
@@ -86,11 +87,7 @@ RULES: dict[str, Callable[[], Controller]] = {
 
 
 class OneChannel(nn.Module):
-    """Torchvision's ShuffleNet V2 ×0.5 for images of one channel, which it enlarges four times.
-
-    Args:
-        num_classes: Number of classes.
-    """
+    """Torchvision's ShuffleNet V2 ×0.5 for images of one channel, which it enlarges four times."""
 
     def __init__(self, num_classes: int) -> None:
         from torchvision.models import shufflenet_v2_x0_5  # imported late: it takes a second
@@ -202,9 +199,7 @@ class Row(NamedTuple):
 
 def find_baselines(config: Path, folder: Path, steps: int) -> None:
     """Score every rule on the training hosts of each task, and search its best schedule."""
-    data, governor = read_data(config)
-    data.build(torch.device("cpu"))
-    data.set_governor(governor)
+    data = open_data(config)
     known = {(score.task, score.rule) for score in read_rows(folder / RULES_FILE, Score)}
     with appended_rows(folder / RULES_FILE, Score) as append:
         for task in data.pools:
@@ -289,7 +284,8 @@ def measure(
     name: str,
 ) -> None:
     """Play all controllers on all settings and append the rows that are missing."""
-    data, governor = read_data(config)
+    made = load_config(config)
+    data, governor = made.datamodule, governor_of(made.trainer)
     rule = best_rule(folder)
     done = {(row.setting, row.controller, row.training_seed) for row in read_rows(csv, Row)}
     seeds = {path: str(read_policy(path)[MODULE_KEY].get("seed")) for path in policies}

@@ -7,12 +7,10 @@ from lightning import Callback
 
 from esper_lightning.callbacks.governor import Governor
 from esper_lightning.callbacks.grow import Grow
-from esper_lightning.callbacks.preemption import Preemption
-from esper_lightning.callbacks.progress import ProgressLines
-from esper_lightning.callbacks.rollout_state import RolloutState
+from esper_lightning.callbacks.resume import Preemption, RolloutState
 from esper_lightning.callbacks.run_record import RunRecord
 from esper_lightning.callbacks.stack import Stack
-from esper_lightning.callbacks.telemetry import Telemetry
+from esper_lightning.callbacks.telemetry import ProgressLines, Telemetry
 
 __all__ = [
     "Governor",

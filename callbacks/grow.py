@@ -24,13 +24,12 @@ from esper_lightning.callbacks.measuring import (
     VariantMeter,
     first_rows,
     make_decider,
+    mean_over_processes,
     resume_decider,
 )
-from esper_lightning.callbacks.rerun import mean_over_processes
 from esper_lightning.callbacks.run_record import open_events, write_run_record
 from esper_lightning.controllers.learned import TrainingRules
-from esper_lightning.controllers.rules import WaitOnly
-from esper_lightning.controllers.static import FossilizedSeed, StaticController
+from esper_lightning.controllers.rules import FossilizedSeed, StaticController, WaitOnly
 from esper_lightning.envs import ActionConfig, EnvConfig
 from esper_lightning.envs.env_factory import probe_action_space
 from esper_lightning.envs.flops import PASSES_PER_STEP, measure_flops

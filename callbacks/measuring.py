@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
-from esper_lightning.callbacks.rerun import (
+from esper_lightning.callbacks.measuring import (
     check_validation,
     clone_batch,
     isolated_state,

@@ -458,7 +458,7 @@ class Stack(Callback):
             logger.log_metrics({f"stack/{self.name}": float(self.built.depth)}, step=trainer.global_step)
 
     def _grow(self, trainer: Trainer, to: int, lr: float) -> None:
-        before = self.built.depth
+        before, parameters = self.built.depth, count_parameters(trainer.lightning_module)
         self._log_blocks(trainer)
         copies = self._grow_list(trainer, to)
         self._log_blocks(trainer)
@@ -474,7 +474,7 @@ class Stack(Callback):
             each._parameters = {}
             each._set_batch_flops(trainer)
         if self._log is not None:
-            self._log.write([Stacked(trainer.global_step, self.name, before, to)])
+            self._log.write([Stacked(trainer.global_step, self.name, before, to, parameters)])
         self._change_line = f"Stack, step {trainer.global_step}: {self.name} {before} → {to}, training loss "
         self._change_line += self._last_loss(trainer)
         if lr < 0.99 * self.lr_peak:

@@ -180,7 +180,8 @@ class Telemetry(Callback):
         for change in changes:
             print_status(str(change))
         self._write_events(changes)
-        return {f"anomaly/{name}": float(state.raised) for name, state in self.detector.states.items()}
+        states = self.detector.states.items()
+        return {f"anomaly/{name}": float(state.raised) for name, state in states if state.occurred}
 
     def state_dict(self) -> dict[str, Any]:
         if not hasattr(self, "observer"):  # nothing has been trained

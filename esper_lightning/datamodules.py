@@ -19,13 +19,7 @@ from esper_lightning.runtime.checkpoint import (
     HORIZON_KEY,
     check_identity,
     move_to_device,
-    saved_on_another_device,
 )
-from esper_lightning.envs.seeding import EVALUATION, check_rng_seed, episode_rng_seeds
-from esper_lightning.envs.spaces.action_discovery import SharedSpace, union_of_slots
-from esper_lightning.envs.spaces.observation import ObservationConfig
-from esper_lightning.envs.vector_env import VectorEnv
-from esper_lightning.runtime.checkpoint import FEATURES_KEY, HORIZON_KEY, check_identity, move_to_device
 from esper_lightning.runtime.console import print_status
 from esper_lightning.runtime.ranks import Ranks, share_machine
 from esper_lightning.runtime.registry import describe_factory, plain_factory

@@ -18,7 +18,6 @@ from torchmetrics import ExplainedVariance, MeanSquaredError, MetricCollection
 from esper_lightning.callbacks import RolloutState
 from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.datamodules import HostPoolData, PolicyData, attached_data
-from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.comparison import ComparisonResult, EvaluationConfig
 from esper_lightning.evaluation.report import EVALUATION_FOLDER, compare
 from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
@@ -339,7 +338,7 @@ class TamiyoModule(LightningModule):
         if not self.trainer.is_global_zero:
             return  # one process compares; the others wait for it
         with self._hosts(batch) as data:
-            trained = TrainedPolicy(data.seed, "the policy of this run", self.policy, self.observation_norm)
+            own = LearnedController(self.policy, self.observation_norm, training_seed=data.seed)
             settings = {**self.hparams, **data.hparams}
             self.results = compare(self.evaluation, data, trained, folder=folder, settings=settings)
         for task, result in self.results.items():

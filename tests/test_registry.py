@@ -5,6 +5,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from esper_lightning.growth.blueprints import (
     register,
 )
 from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.hosts import CNN
 from esper_lightning.runtime import registry
 from tests.rewards.ticks import host_step
 from tests.runs import forgotten_parts
@@ -160,3 +162,11 @@ def test_an_installed_package_brings_parts(place: Path, monkeypatch: pytest.Monk
     assert RewardConfig(mode="thrifty").mode == "thrifty"
 
     registry.import_installed.cache_clear()
+
+
+def test_a_factory_is_described_as_in_a_config() -> None:
+    as_configured = partial(partial(lambda call, *args, **options: call(*args, **options), print), CNN, base=4)
+    public = "esper_lightning.hosts.CNN"
+    assert registry.describe_factory(CNN, {}) == {"class_path": public, "init_args": {}}
+    assert registry.describe_factory(partial(CNN, base=4), {"kernel": 1})["init_args"] == {"base": 4, "kernel": 1}
+    assert registry.describe_factory(as_configured, {}) == {"class_path": public, "init_args": {"base": 4}}

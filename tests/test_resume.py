@@ -18,7 +18,7 @@ from lightning import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from esper_lightning import default_callbacks, from_config
-from esper_lightning.envs.governor.snapshot import unpack
+from esper_lightning.envs.snapshot import unpack
 from esper_lightning.module import TamiyoModule
 from esper_lightning.runtime.checkpoint import AtomicCheckpointIO
 from esper_lightning.telemetry.events import EVENTS_FILE, Started, read_events

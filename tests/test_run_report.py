@@ -19,7 +19,18 @@ from torch.utils.data import DataLoader
 from esper_lightning import report
 from esper_lightning.__main__ import main
 from esper_lightning.callbacks import Grow, Stack
-from esper_lightning.cli.run_report import Moment, format_ends, present, read_run
+from esper_lightning.cli.run_report import (
+    OPS,
+    STAGES,
+    Moment,
+    facts,
+    format_ends,
+    present,
+    read_run,
+    shapes_of,
+    timeline,
+)
+from esper_lightning.envs import Op
 from esper_lightning.evaluation.statistics import mean_interval
 from esper_lightning.growth import SeedEvent, Stage
 from esper_lightning.telemetry.events import (
@@ -167,7 +178,14 @@ def test_a_stacked_network_is_shown_with_its_blocks_and_beside_a_plain_training(
         "the first layer's inputs have no gradient"
     )
     assert flops[-1] - flops[-2] == flops[0] + 4 * 3 * 16 * 6 * 8 * 8
+    assert dict(facts(run))["parameters"] == "162 at first, 378 at last"
     assert "A training without this package" in page and "last val_loss" in page
+
+
+def test_the_parameters_at_first_are_those_before_the_first_blocks(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "stack.jsonl")
+    log.write([Stacked(2, "net.1", 1, 2, 100), Validated(4, 4, 200, 1.0, 1.0, {"val_loss": 1.0})])
+    assert dict(facts(read_run(tmp_path)))["parameters"] == "100 at first, 200 at last"
 
 
 def test_a_network_with_seeds_is_shown_with_every_validation(tmp_path: Path) -> None:
@@ -223,6 +241,24 @@ def test_a_folder_without_a_run_is_refused_in_one_line(tmp_path: Path, capsys: p
         main(["report", str(tmp_path)])
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "holds no run" in said and "runs/digits/version_0" in said
+
+
+def test_every_op_and_stage_has_a_look() -> None:
+    assert list(OPS) == [op.name for op in Op]
+    assert list(STAGES) == [stage.name for stage in Stage]
+
+
+def test_no_two_series_of_64_look_alike() -> None:
+    shapes = shapes_of([str(i) for i in range(64)]).to_dict()["range"]
+    assert len({(i % 8, shape) for i, shape in enumerate(shapes)}) == 64
+
+
+def test_a_timeline_has_a_legend_of_what_happened_alone() -> None:
+    spec = timeline(["GERMINATE"], [[("TRAINING", "norm")]], ["a"], ticks=3, rolled_back=[1]).to_dict()
+
+    colour = spec["layer"][0]["encoding"]["color"]["scale"]
+    assert colour == {"domain": ["TRAINING", "GERMINATE"], "range": [STAGES["TRAINING"][0], OPS["GERMINATE"][0]]}
+    assert spec["layer"][2]["data"]["values"] == [{"tick": 1, "row": "action", "what": "rolled back"}]
 
 
 def find_browser() -> str | None:

@@ -22,8 +22,8 @@ from esper_lightning.envs import HostPool
 from esper_lightning.ppo.losses import Anneal, PPOConfig
 from esper_lightning.runtime.checkpoint import AtomicCheckpointIO, differences
 from esper_lightning.runtime.console import NOISY_LOGGERS, print_status, quieter_lightning, wide_console
+from esper_lightning.runtime.generators import processes, run_all
 from esper_lightning.runtime.machine import PHASES, PhaseClock, git_revision
-from esper_lightning.runtime.parallel import processes, run_all
 from esper_lightning.runtime.serialization import load_settings, replace_and_keep, replace_durably
 from tests.envs.executors.fake_cuda import Event, FakeCuda, Stream
 from tests.runs import fit, load, only_run

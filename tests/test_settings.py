@@ -15,10 +15,8 @@ import yaml
 import esper_lightning
 from esper_lightning.__main__ import main
 from esper_lightning.callbacks import Governor
-from esper_lightning.datamodules.hosts import HostPoolData
-from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.datamodules import HostPoolData
-from esper_lightning.envs.governor.judge import GovernorConfig
+from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.module import TamiyoModule
 from esper_lightning.telemetry.anomalies import RULES, Rule
 from tests.runs import CONFIGS, with_callback

@@ -3,9 +3,9 @@
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-from benchmarks.governor.report import show
+from benchmarks.governor.kinds import show
 from benchmarks.hosts import CASES, ExecutorChoice, make_pool
 from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.envs import HostPool
@@ -15,13 +15,6 @@ COSTS = {
     "CNN 1×1, digits, 48 hosts, fused": ("digits", 48, ExecutorChoice("fused", False), 20),
 }
 """Measured cases by name: case, number of hosts, executor, and ticks per round."""
-
-
-class Cost(NamedTuple):
-    """Shares of the time of one tick."""
-
-    judging: float
-    snapshots: float
 
 
 def timed(work: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
@@ -36,17 +29,8 @@ def timed(work: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
     return call
 
 
-def open_timed_pool(name: str) -> tuple[HostPool, list[float]]:
-    """Return a pool of hosts with different seeds, and the list that collects the seconds of every judgement."""
-    case, hosts, choice, _ = COSTS[name]
-    pool, spent = make_pool(CASES[case], CASES[case].task.load(), hosts, choice, "different"), []
-    for env in pool.envs:
-        env.monitor.judge = timed(env.monitor.judge, spent)
-    return pool, spent
-
-
-def measure_cost(pool: HostPool, spent: list[float], ticks: int) -> Cost:
-    """Measure the Governor's cost over `ticks` ticks, with snapshots as often as the settings say."""
+def measure_cost(pool: HostPool, spent: list[float], ticks: int) -> tuple[float, float]:
+    """Return the shares of judging and of snapshots, as often as the settings say, in the time of `ticks` ticks."""
     controller, snapshot_seconds = WaitOnly(), []
     spent.clear()
     pool.clock.take_seconds()
@@ -59,16 +43,18 @@ def measure_cost(pool: HostPool, spent: list[float], ticks: int) -> Cost:
         timed(env.take_snapshot, snapshot_seconds)()
     snapshots = sum(snapshot_seconds) / pool.governor.snapshot_every
     tick = without / ticks + snapshots
-    return Cost(sum(spent) / ticks / tick, snapshots / tick)
+    return sum(spent) / ticks / tick, snapshots / tick
 
 
 def measure_costs(rounds: int, markdown: bool) -> None:
     """Print the table of costs: medians and extremes over rounds."""
     rows = []
-    for name, (*_, ticks) in COSTS.items():
-        pool, spent = open_timed_pool(name)
+    for name, (case, hosts, choice, ticks) in COSTS.items():
+        pool, spent = make_pool(CASES[case], CASES[case].task.load(), hosts, choice, "different"), []
+        for env in pool.envs:
+            env.monitor.judge = timed(env.monitor.judge, spent)
         measure_cost(pool, spent, 2)
         costs = [measure_cost(pool, spent, ticks) for _ in range(rounds)]
-        parts = [[one.judging for one in costs], [one.snapshots for one in costs], [sum(one) for one in costs]]
+        parts = [*zip(*costs, strict=True), [sum(one) for one in costs]]
         rows.append([name, *(f"{median(part):.2%} ({min(part):.2%} … {max(part):.2%})" for part in parts)])
     show("Share of a tick", ["hosts", "judging", "snapshots", "together"], rows, markdown)

@@ -9,32 +9,19 @@ from statistics import fmean
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from benchmarks.governor.kinds import KINDS, QUICK, open_pool
-from benchmarks.governor.report import DETECTION_TICKS, DetectionCount, show
+from benchmarks.governor.kinds import DETECTION_TICKS, KINDS, QUICK, DetectionCount, open_pool, show
 from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.tasks import Split
 
 
-def fill_weights(value: float, env: HostEnv) -> None:
-    """Set all weights of the host to `value`."""
+def change_weights(change: Callable[[Tensor], object], env: HostEnv) -> None:
+    """Change each weight tensor of the host in place."""
     with torch.no_grad():
         for parameter in env.optimizer.param_groups[0]["params"]:
-            parameter.fill_(value)
-
-
-def scale_weights(factor: float, env: HostEnv) -> None:
-    """Multiply all weights of the host by `factor`."""
-    with torch.no_grad():
-        for parameter in env.optimizer.param_groups[0]["params"]:
-            parameter.mul_(factor)
-
-
-def scale_learning_rate(factor: float, env: HostEnv) -> None:
-    """Multiply the host's learning rate by `factor`."""
-    for group in env.optimizer.param_groups:
-        group["lr"] *= factor
+            change(parameter)
 
 
 def set_one_weight(value: float, env: HostEnv) -> None:
@@ -43,12 +30,18 @@ def set_one_weight(value: float, env: HostEnv) -> None:
         env.optimizer.param_groups[0]["params"][0].view(-1)[0] = value
 
 
+def scale_learning_rate(factor: float, env: HostEnv) -> None:
+    """Multiply the host's learning rate by `factor`."""
+    for group in env.optimizer.param_groups:
+        group["lr"] *= factor
+
+
 BREAKS: dict[str, Callable[[HostEnv], None]] = {
     "one weight NaN": partial(set_one_weight, math.nan),
-    "all weights NaN": partial(fill_weights, math.nan),
-    "all weights inf": partial(fill_weights, math.inf),
-    "all weights × 1000": partial(scale_weights, 1000.0),
-    "all weights 0": partial(fill_weights, 0.0),
+    "all weights NaN": partial(change_weights, lambda weights: weights.fill_(math.nan)),
+    "all weights inf": partial(change_weights, lambda weights: weights.fill_(math.inf)),
+    "all weights × 1000": partial(change_weights, lambda weights: weights.mul_(1000.0)),
+    "all weights 0": partial(change_weights, lambda weights: weights.zero_()),
     "learning rate × 1000": partial(scale_learning_rate, 1000.0),
 }
 """Ways to break the weights or the optimizer of a host."""

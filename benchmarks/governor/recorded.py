@@ -9,8 +9,7 @@ from itertools import product
 from statistics import fmean
 from typing import NamedTuple
 
-from benchmarks.governor.kinds import KINDS
-from benchmarks.governor.report import DETECTION_TICKS, DetectionCount, show
+from benchmarks.governor.kinds import DETECTION_TICKS, KINDS, DetectionCount, show
 from benchmarks.governor.traces import CONTROLLERS, EPISODES, GovernorInput, Trace
 from esper_lightning.envs.governor import GovernorConfig, HostMonitor
 
@@ -94,16 +93,8 @@ def count_detections(
 ) -> dict[tuple[int, bool], DetectionCount]:
     """Inject a fault into each trace at a random tick and count how often the Governor detects it in time.
 
-    For faults that should not be detected (`within` 0) any later rollback counts.
-
-    Args:
-        fault: The fault.
-        traces: Traces without a rollback.
-        config: Settings of the Governor.
-        rng: Random numbers for the tick and the fault.
-
-    Returns:
-        Counts by horizon and by whether a seed's alpha fell between three ticks before and two ticks after.
+    For faults that should not be detected (`within` 0) any later rollback counts. Traces have no rollback. Counts are
+    by horizon, and by whether a seed's alpha fell between three ticks before and two ticks after.
     """
     counts: dict[tuple[int, bool], DetectionCount] = defaultdict(lambda: DetectionCount(0, 0))
     for trace in traces:

@@ -1,1 +1,1 @@
-"""Commands of the command line, the page about a run, and sweeps over settings."""
+"""The command line, and the page about a run."""

@@ -1,13 +1,17 @@
 """Command line: LightningCLI with `fit`, `validate` and `test`, and the small commands, which are functions."""
 
+import csv
 import json
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
+from zipfile import is_zipfile
 
 import torch
 from jsonargparse import ArgumentError, set_parsing_settings
@@ -17,25 +21,41 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
+from torch import nn
 from torch.distributed import is_torchelastic_launched
 
 from esper_lightning.callbacks import DEFAULT_CALLBACKS, Governor
-from esper_lightning.cli.sweep import sweep
 from esper_lightning.datamodules import HostPoolData
+from esper_lightning.envs import HostPool, StepResult
 from esper_lightning.envs.governor import GovernorConfig
+from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.vector_env import EVALUATION, episode_rng_seeds
 from esper_lightning.evaluation.checkpoints import find_controller
 from esper_lightning.evaluation.comparison import Comparison
-from esper_lightning.evaluation.networks import export_grown, grow_host
+from esper_lightning.evaluation.play import play_episode
+from esper_lightning.growth.export import SUFFIXES, Format, export, fold, load, save
+from esper_lightning.growth.lifecycle import count_parameters, slots_of
+from esper_lightning.growth.stages import Stage
 from esper_lightning.module import TamiyoModule
 from esper_lightning.runtime.console import print_status
-from esper_lightning.runtime.ranks import local_world
+from esper_lightning.runtime.nested import iter_tensors
+from esper_lightning.runtime.ranks import Ranks, local_world
 from esper_lightning.runtime.registry import config_paths, find_config, is_of_this_package
-from esper_lightning.telemetry.events import EVENTS_FILE, STACK_FILE
+from esper_lightning.telemetry.events import EVENTS_FILE, STACK_FILE, EventLog
+from esper_lightning.telemetry.observer import Observer, join, observe, started
 
 PROGRAM = "esper-lightning"
 CHECKPOINTS_FOLDER = "checkpoints"
 """Subfolder of a run folder in which Lightning saves checkpoints."""
+
+NETWORK_FILE, PROGRAM_FILE = "network.safetensors", "network.pt2"
+FOLDED_FOLDER, STEPS_FILE = "folded", "scores.csv"
+
+NUM_SAMPLES = 8
+"""Test samples on which an export is checked; the program keeps them."""
+
+PREDICTED_SAMPLES = 256
+"""Test samples in one forward pass."""
 
 THREADS_HELP = """Threads that torch may use for one operator on the CPU. Operators of a small policy and small hosts
 are too short to split: on a busy machine waiting threads made such a run ten times slower. Raise it for large hosts."""
@@ -201,14 +221,26 @@ def from_config(config: str | Path, *overrides: str) -> tuple[TamiyoModule, Host
     return made.model, made.datamodule
 
 
+def fossilized_copy(env: HostEnv) -> nn.Module:
+    """Return a copy of a host's network with its fossilized seeds only, in evaluation mode, on the CPU."""
+    network = deepcopy(env.network).cpu().eval()
+    for slot in slots_of(network).values():
+        if slot.stage is not Stage.FOSSILIZED:
+            slot.empty()
+    return network
+
+
 def grow(config: str, controller: str, *, out: str = "runs/grown") -> None:
     """Train one host of a config while a controller grows it, and save the network for use in other programs.
+
+    The folder gets the grown network and its `torch.export` program, both also with seeds folded into the host's
+    layers, test scores after each step, and the events of the seeds' lives, from which `report` makes a page.
 
     Args:
         config: Path of a config, or the name of one of the package, as `digits`.
         controller: A rule (`periodic`, `climbing`, `heuristic`, `wait` …), the import path of your own, the file of a
             schedule (.json), a trained policy (.ckpt or .safetensors), or `tamiyo`, the one of the package.
-        out: Folder for the network, its exported program, the network with folded seeds, scores and events.
+        out: Folder to write to.
     """
     made = load_config(config)
     data, rules = made.datamodule, Comparison(made.model.evaluation).make_controllers()
@@ -219,8 +251,84 @@ def grow(config: str, controller: str, *, out: str = "runs/grown") -> None:
         chosen = find_controller(controller, "--controller", others=list(rules), device=data.pool.device)
     pool = data.make_pool(1, sight=getattr(chosen, "sight", None))  # that of the policy's training
     (rng_seed,) = episode_rng_seeds(data.seed, EVALUATION, 0, n_envs=1)
-    grow_host(pool, controller, chosen, rng_seed=rng_seed, folder=Path(out))
+    folder = Path(out)
+    pool.reset([rng_seed])
+    before, epochs, ranks = fossilized_copy(pool.envs[0]), count(1), Ranks((1,))
+    observer = Observer(pool.space.slot, pool.space.blueprint, horizon=pool.horizon, n_envs=1)
+    (folder / FOLDED_FOLDER).mkdir(parents=True, exist_ok=True)
+    (folder / EVENTS_FILE).unlink(missing_ok=True)
+    log = EventLog(folder / EVENTS_FILE)
+    log.write([started(pool, tick=0, hosts=1)])
+
+    def tell(step: StepResult) -> None:
+        events, epoch = "".join(f"; {event}" for event in step.events), next(epochs)
+        log.write(observer.update(join([observe(pool, step, epoch)], ranks)))
+        print_status(
+            f"epoch {epoch} of {pool.config.horizon}: validation score {step.metrics.score[0]:.4f}, "
+            f"{step.metrics.parameters[0]} parameters{events}"
+        )
+
+    play_episode(pool, controller, chosen, rng_seeds=[rng_seed], on_step=tell)
+    log.close()
+    write_grown(pool, before, folder)
     print_status(f"written to {out}")
+
+
+def write_grown(pool: HostPool, before: nn.Module, folder: Path) -> None:
+    """Write the grown network of a pool of one, and test scores after each step; `before` is the bare host."""
+    env = pool.envs[0]
+    network = fossilized_copy(env)
+    test = pool.data.test.to(env.device).variant(env.context.variant_index).to(torch.device("cpu")).batch()
+    samples = test.inputs[:NUM_SAMPLES]
+
+    @torch.no_grad()
+    def predict(network: nn.Module) -> torch.Tensor:
+        return torch.cat([next(iter_tensors(network(part))) for part in test.inputs.split(PREDICTED_SAMPLES)])
+
+    expected, rows = predict(network), []
+
+    def measure(step: str, network: nn.Module) -> None:
+        outputs, parameters = predict(network), count_parameters(network)
+        measures = pool.task.measure(outputs, test.targets)
+        score, loss = (part.double().mean().item() for part in (measures.score, measures.loss))
+        rows.append([step, score, loss, parameters, (outputs.double() - expected.double()).abs().max().item()])
+        print_status(f"{step}: test score {score:.4f}, {parameters} parameters")
+
+    measure("before training", before)
+    measure("grown", network)
+    save(network, folder / NETWORK_FILE)
+    load(before, folder / NETWORK_FILE)
+    measure(f"loaded from {NETWORK_FILE}", before)
+    export(network, samples, folder / PROGRAM_FILE, "pt2")
+    measure(f"program {PROGRAM_FILE}", torch.export.load(folder / PROGRAM_FILE).module())
+    for fate in fold(network, samples):
+        told = f"folded into {fate.target_layer}" if fate.target_layer else f"not folded: {fate.reason}"
+        print_status(f"{fate.slot}: {told}")
+    save(network, folder / FOLDED_FOLDER / NETWORK_FILE)
+    export(network, samples, folder / FOLDED_FOLDER / PROGRAM_FILE, "pt2")
+    measure("folded", network)
+    with (folder / STEPS_FILE).open("w", newline="") as file:
+        # The last column is the largest difference of an output from those of the grown network.
+        header = ["step", "test_score", "test_loss", "parameters", "max_difference"]
+        csv.writer(file).writerows([header, *rows])
+
+
+def export_network(source: str, to: Format, *, out: str | None = None) -> None:
+    """Write a grown network as a file that other programs run, and check it on real inputs.
+
+    Args:
+        source: Folder that `grow` has written. Torch reads its program: name only folders that you trust.
+        to: onnx: a model of ONNX; needs the extra [onnx]. pt2: the program of torch.export that is in the folder.
+        out: File to write. None: `network` in the folder, with a suffix.
+    """
+    path = Path(source) / PROGRAM_FILE
+    if not is_zipfile(path):
+        raise ValueError(f"{path} is missing or damaged; name a folder that `grow` has written")
+    program = torch.export.load(path)
+    (samples,), _ = program.example_inputs
+    target = Path(source) / f"network{SUFFIXES[to]}" if out is None else Path(out)
+    difference = export(program, samples, target, to)
+    print_status(f"written to {target}: on {len(samples)} inputs its outputs differ by at most {difference:.2g}")
 
 
 def report(runs: Sequence[str | Path] = (), *, out: str | Path = "report.html") -> None:
@@ -283,8 +391,7 @@ def init(config: str) -> None:
 
 COMMANDS: dict[str, Callable[..., object]] = {
     "grow": grow,
-    "export": export_grown,
-    "sweep": sweep,
+    "export": export_network,
     "report": report,
     "configs": configs,
     "init": init,

@@ -1,7 +1,7 @@
 """Page of a run: one HTML file with what ran, what grew, and what it was worth. Needs the extra [report].
 
-A run is a folder of a Lightning logger. Its numbers are those of the files in it: `events.jsonl`, `stack.jsonl`,
-`run.json`, `evaluation/`, and the curves of TensorBoard or `metrics.csv`.
+A run is a folder of a Lightning logger, whose files have the numbers. Charts are of Vega-Altair; colours of text and
+lines are those of the page.
 """
 
 import csv
@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import altair as alt
 import jinja2
 import numpy as np
 import yaml
@@ -26,7 +27,6 @@ from esper_lightning.evaluation.statistics import mean_interval
 from esper_lightning.growth import SeedEvent, Stage
 from esper_lightning.growth.stages import LIVE
 from esper_lightning.runtime.serialization import replace_file
-from esper_lightning.telemetry import charts
 from esper_lightning.telemetry.events import (
     EVENTS_FILE,
     STACK_FILE,
@@ -56,6 +56,38 @@ HOST_FAULTS = {"rolled_back", "gradient_health", "dead_seeds"}
 
 MAX_METRICS = 6
 """Most metrics of a network of the user's that are shown."""
+
+
+STAGES = {
+    "DORMANT": ("#ffffff", ""),
+    "GERMINATED": ("#d9f0d3", "G"),
+    "TRAINING": ("#a6dba0", "T"),
+    "BLENDING": ("#fee08b", "B"),
+    "PROBATIONARY": ("#fdae61", "P"),
+    "FOSSILIZED": ("#9ecae1", "F"),
+    "CULLED": ("#f4a6a6", "×"),
+    "EMBARGOED": ("#e0e0e0", "E"),
+}
+"""Colour and mark of each stage."""
+
+OPS = {
+    "WAIT": ("#f2f2f2", "·"),
+    "GERMINATE": ("#74c476", "+"),
+    "CULL": ("#f4a6a6", "×"),
+    "FOSSILIZE": ("#9ecae1", "F"),
+}
+"""Colour and mark of each op."""
+
+LINE_COLOURS = ["#3182bd", "#e6550d", "#31a354", "#756bb1", "#d6616b", "#8c6d31", "#17becf", "#969696"]
+"""Colours of series, to be told apart on white and on black."""
+
+SHAPES = ["circle", "square", "triangle-up", "cross", "diamond", "triangle-right", "triangle-down", "triangle-left"]
+
+AXIS_WIDTH = 96
+"""Pixels left of every plot, so that plots below each other share their horizontal axis."""
+
+Row = Mapping[str, Any]
+"""One record of a chart's data: plain values by column."""
 
 
 class Moment(NamedTuple):
@@ -95,12 +127,6 @@ class Run:
     events: dict[type, list[Any]] = field(default_factory=lambda: defaultdict(list))
     """By class: rollbacks, validations, growth in depth, anomalies; contributions if there is one host."""
 
-    def worth(self) -> list[dict[str, Any]]:
-        """Return the rows of the chart of what blueprints were worth."""
-        if self.started is None or self.seeds is None:
-            return []
-        return charts.worth_rows(self.seeds, self.started.blueprints, self.started.slots)
-
 
 def write_page(folders: Sequence[Path], out: Path, changed_settings: Callable[[Mapping[str, Any]], str]) -> None:
     """Write the page of one run, or of several side by side. Raises ValueError if a folder holds no run.
@@ -109,13 +135,13 @@ def write_page(folders: Sequence[Path], out: Path, changed_settings: Callable[[M
     """
     runs = [read_run(folder) for folder in folders]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"ends": format_ends, "chart": embed, "worth": charts.worth}
-    environment.globals |= {part.__name__: part for part in (lead, anomalies, facts, cost, hosts, blocks)}
+    environment.filters |= {"ends": format_ends, "chart": embed, "worth": worth}
+    environment.globals |= {part.__name__: part for part in (lead, anomalies, facts, cost, hosts, blocks, worth_rows)}
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     text = template.render(
         title=" and ".join(run.name for run in runs),
         library=javascript_bundle(),  # pyright: ignore[reportCallIssue]  # its stub lacks the default
-        stages={stage: colour for stage, (colour, _) in charts.STAGES.items()},
+        stages={stage: colour for stage, (colour, _) in STAGES.items()},
         runs=runs,
         settings=[(run.name, text) for run in runs if (text := changed_settings(run.config))],
         curves=list(curves_of(runs)),
@@ -157,16 +183,11 @@ def read_run(folder: Path) -> Run:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the content of a file; nothing if there is none."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a file of values with commas; none if there is no file."""
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines())) if path.is_file() else []
 
 
 def read_growth(path: Path, run: Run) -> None:
@@ -230,11 +251,6 @@ def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 # What the page says of one run.
-
-
-def embed(chart: Any, description: str) -> str:
-    """Return the JSON of a chart, to be embedded in a page."""
-    return json.dumps(charts.styled(chart, description).to_dict(), separators=(",", ":")).replace("<", "\\u003c")
 
 
 def distinct(names: Iterable[str]) -> list[str]:
@@ -310,7 +326,8 @@ def facts(run: Run) -> Iterator[tuple[str, str]]:
     elif validations:
         first, last = validations[0], validations[-1]
         yield "seconds of training", f"{last.seconds:.0f} since the process began"
-        yield "parameters", f"{first.parameters:,} at first, {last.parameters:,} at last"
+        begun = min([first.parameters, *(change.parameters for change in run.events[Stacked])])
+        yield "parameters", f"{begun:,} at first, {last.parameters:,} at last"
         if last.flops:
             unit = "" if run.events[Stacked] else " for one sample in each batch"
             yield "training FLOPs", f"{last.flops:.4g}{unit}"
@@ -334,7 +351,7 @@ def cost(run: Run) -> Any:
             ends = {"x": x["mean"], "x_low": x["low"], "x_high": x["high"]}
             ends |= {"y": y["mean"], "y_low": y["low"], "y_high": y["high"]}
             rows.append({"name": name, **ends})
-    return charts.scatter(rows, x="training FLOPs of a host", y="test score")
+    return scatter(rows, x="training FLOPs of a host", y="test score")
 
 
 def hosts(run: Run) -> list[dict[str, Any]]:
@@ -344,7 +361,8 @@ def hosts(run: Run) -> list[dict[str, Any]]:
         has_seeds = run.started is not None and run.started.blueprints
         return [host_view(run, "the network", episode) for episode in episodes if has_seeds]
     last = [episode.moments[-1].objective for episode in episodes]
-    typical = charts.typical_hosts(np.array([-np.inf if objective is None else objective for objective in last]))
+    ranked = np.argsort([-np.inf if objective is None else objective for objective in last], kind="stable")
+    typical = {"worst": ranked[0], "median": ranked[len(ranked) // 2], "best": ranked[-1]}
     shown = [(f"{title} host of rollout {episodes[i].rollout}", episodes[i]) for title, i in typical.items()]
     others = [episode for episode in run.rolled_back if episode not in [episode for _, episode in shown]]
     shown += [(f"rolled back in rollout {episode.rollout}", episode) for episode in others]
@@ -362,16 +380,22 @@ def host_view(run: Run, title: str, episode: Episode) -> dict[str, Any]:
     rollbacks = {tick: moment.rollback for tick, moment in enumerate(moments, 1) if moment.rollback}
     label = started.score or "score"
 
-    def curve(columns: Mapping[str, str], y: str, description: str, **look: Any) -> str:
+    def curve_of(columns: Mapping[str, str], y: str, description: str, **look: Any) -> str:
         points = [
             {"x": tick, "y": value, "series": series}
             for column, series in columns.items()
             for tick, moment in enumerate(moments, 1)
             if (value := getattr(moment, column)) is not None
         ]
-        return embed(charts.curve(points, x="tick", y=y, ticks=ticks, **look), description)
+        return embed(curve(points, x="tick", y=y, ticks=ticks, **look), description)
 
-    life = charts.timeline(ops, states, slots, ticks=ticks, rolled_back=rollbacks)
+    contributions = [
+        {"x": event.tick, "y": points, "series": slot}
+        for event in run.events[Contributed]
+        for slot, points in zip(event.slot, event.points, strict=True)
+    ]
+    seeds = curve(contributions, x="tick", y="points", ticks=len(run.events[Validated]))
+    life = timeline(ops, states, slots, ticks=ticks, rolled_back=rollbacks)
     marks = [{"x": tick, "what": cause} for tick, cause in rollbacks.items()]
     behind = [started.flops, *started.behind.values(), 0]
     shares = [100 * (a - b) / max(1, started.flops) for a, b in pairwise(behind)]
@@ -379,28 +403,28 @@ def host_view(run: Run, title: str, episode: Episode) -> dict[str, Any]:
         "title": f"{title}: host {episode.host}" if ops else title,
         "told": tell(moments, label),
         "timeline": embed(life, f"Stages of the slots of {title}"),
-        "curve": curve({"score": label, "objective": "objective"}, label, f"{label} of {title}", shown="tick"),
+        "curve": curve_of({"score": label, "objective": "objective"}, label, f"{label} of {title}", shown="tick"),
         "slots": slots,
         "shares": [f"{share:.0f} %" for share in shares],
-        "contributions": contributions_chart(run),
-        "loss": curve({"loss": "loss"}, "loss", "validation loss", marks=marks) if marks else None,
+        "contributions": embed(seeds, "contribution of the seed in each slot") if contributions else None,
+        "loss": curve_of({"loss": "loss"}, "loss", "validation loss", marks=marks) if marks else None,
         "states": json.dumps(states),
         "parameters": json.dumps([moment.parameters for moment in moments]),
         "ticks": len(moments),
     }
 
 
-def contributions_chart(run: Run) -> str | None:
-    """Return the chart of the seeds' contributions in a network of the user's; None if there were none."""
-    points = [
-        {"x": event.tick, "y": points, "series": slot}
-        for event in run.events[Contributed]
-        for slot, points in zip(event.slot, event.points, strict=True)
-    ]
-    if not points:
-        return None
-    chart = charts.curve(points, x="tick", y="points", ticks=len(run.events[Validated]))
-    return embed(chart, "contribution of the seed in each slot")
+def worth_rows(run: Run) -> list[dict[str, Any]]:
+    """Return what the blueprints that were tried were worth in each slot; points are None where none were measured."""
+    rows, stats = [], run.seeds
+    if run.started is None or stats is None:
+        return []
+    for b, k in zip(*np.nonzero(stats.germinated), strict=True):
+        points = float(stats.mean_contribution[b, k])
+        seeds, kept = int(stats.germinated[b, k]), float(stats.fossilized[b, k] / stats.germinated[b, k])
+        row = {"blueprint": run.started.blueprints[b], "slot": run.started.slots[k], "seeds": seeds, "kept": kept}
+        rows.append(row | {"points": points if np.isfinite(points) else None})
+    return sorted(rows, key=lambda row: (row["blueprint"], row["slot"]))
 
 
 def tell(moments: Sequence[Moment], label: str) -> str:
@@ -467,7 +491,7 @@ def curves_of(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
             if points:
                 x = "ticks of the run" if is_of_policy else axis
                 description = f"{title} over {x}"
-                yield description, embed(charts.curve(points, x=x, y=title, marks=marks), description)
+                yield description, embed(curve(points, x=x, y=title, marks=marks), description)
 
 
 def points_of(run: Run, tag: str, axis: str) -> Sequence[tuple[float, float]]:
@@ -509,3 +533,149 @@ def outcomes_by_host(run: Run) -> dict[tuple[str, str], float]:
     for row in run.outcomes:
         objectives[row["controller"], row["host_seed"]].append(float(row["objective"]))
     return {key: float(np.mean(values)) for key, values in objectives.items()}
+
+
+# Charts.
+
+
+def embed(chart: Any, description: str) -> str:
+    """Return the JSON of a chart in the style of the page, with a description for readers who cannot see it."""
+    text = {"labelColor": "currentColor", "titleColor": "currentColor"}
+    lines = {"gridColor": "#8883", "domainColor": "#888", "tickColor": "#888"}
+    chart = chart.properties(description=description, background="transparent")
+    chart = chart.configure_axis(**text, **lines, labelLimit=AXIS_WIDTH - 16, titleFontWeight="normal")
+    chart = chart.configure_axisY(minExtent=AXIS_WIDTH - 24, maxExtent=AXIS_WIDTH - 24)
+    chart = chart.configure_legend(**text, orient="bottom", columns=4, symbolStrokeWidth=2)
+    chart = chart.configure_view(stroke="#8886").configure_title(color="currentColor")
+    return json.dumps(chart.to_dict(), separators=(",", ":")).replace("<", "\\u003c")
+
+
+def timeline(
+    ops: Sequence[str],
+    stages: Sequence[Sequence[tuple[str, str]]],
+    slots: Sequence[str],
+    *,
+    ticks: int,
+    rolled_back: Iterable[int] = (),
+) -> Any:
+    """Return the life of one host: op before each tick, and each slot's stage after it, by colour and by mark.
+
+    `ops` are empty if they are not known; `stages` are stage and blueprint in each slot, after each tick.
+    """
+    rows, looks = [*(["action"] if ops else []), *slots], {**STAGES, **OPS}
+    cells = [
+        {"tick": tick, "row": row, "state": state, "blueprint": blueprint, "mark": looks[state][1]}
+        for tick, of_slots in enumerate(stages, 1)
+        for row, (state, blueprint) in zip(rows, [*((op, "") for op in ops[tick - 1 : tick]), *of_slots], strict=True)
+    ]
+    seen = [name for name in looks if any(cell["state"] == name for cell in cells)]
+    x = alt.X("tick:O", title="tick", axis=alt.Axis(labelAngle=0, labelOverlap=True), scale=ordinal(ticks))
+    y = alt.Y("row:N", sort=rows, title=" ")  # as wide as a title
+    colour = alt.Color("state:N", title=None).scale(domain=seen, range=[looks[name][0] for name in seen])
+    base = plot(cells).encode(x=x, y=y, tooltip=["tick:O", "row:N", "state:N", "blueprint:N"])
+    layers = [
+        base.mark_rect(stroke="#8886", strokeWidth=1).encode(color=colour),
+        base.mark_text(fontSize=11, color="#222").encode(text="mark:N"),
+    ]
+    marks = [{"tick": tick, "row": rows[0], "what": "rolled back"} for tick in rolled_back]
+    if marks:
+        point = plot(marks).mark_point(shape="triangle-down", filled=True, size=90, yOffset=-12)
+        shape = alt.Shape("what:N", title=None, scale=alt.Scale(range=["triangle-down"]))
+        layers.append(point.encode(x=x, y=y, shape=shape, color=alt.value("#d62728"), tooltip="what:N"))
+    return alt.layer(*layers).properties(height=26 * len(rows), width="container")
+
+
+def plot(rows: Sequence[Row]) -> Any:
+    """Return an empty chart of these rows."""
+    return alt.Chart(alt.Data(values=list(rows)))
+
+
+def ordinal(ticks: int) -> Any:
+    """Return the horizontal scale of an episode, on which a tick is a cell."""
+    return alt.Scale(domain=list(range(1, ticks + 1)))
+
+
+def colours_of(names: Sequence[str]) -> Any:
+    """Return the colours of series in this order; they repeat."""
+    return alt.Scale(domain=list(names), range=LINE_COLOURS)
+
+
+def shapes_of(names: Sequence[str]) -> Any:
+    """Return the marks of series in this order; with the colours no two of 64 look alike."""
+    shapes = [SHAPES[(i + i // len(SHAPES)) % len(SHAPES)] for i in range(len(names))]
+    return alt.Scale(domain=list(names), range=shapes)
+
+
+def curve(
+    points: Sequence[Row],
+    *,
+    x: str,
+    y: str,
+    marks: Sequence[Row] = (),
+    ticks: int | None = None,
+    shown: str | None = None,
+) -> Any:
+    """Return lines over a common axis: points have `x`, `y` and `series`; `x` and `y` are the titles of the axes.
+
+    `marks`, with `x` and `what`, are vertical lines. `ticks` of an episode give the axis of `timeline`; None: it is a
+    number. The page moves a vertical line by the parameter called `shown`.
+    """
+    names = distinct(point["series"] for point in points)
+    axis = alt.Axis(labelAngle=0, labelOverlap=True) if ticks else alt.Axis(format="~s")
+    at = alt.X("x:O" if ticks else "x:Q", title=x, axis=axis, scale=ordinal(ticks) if ticks else alt.Scale(zero=False))
+    legend = alt.Legend(symbolType="stroke") if len(names) > 1 else None
+    lines = plot(points).encode(
+        x=at,
+        y=alt.Y("y:Q", title=y, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=4)),
+        color=alt.Color("series:N", title=None, sort=names, legend=legend, scale=colours_of(names)),
+        strokeDash=alt.StrokeDash("series:N", sort=names, legend=None),
+        tooltip=["series:N", alt.Tooltip("x:Q", title=x), alt.Tooltip("y:Q", title=y, format=".4~g")],
+    )
+    layers = [lines.mark_line(point={"size": 18} if len(points) <= 60 * len(names) else False)]
+    if marks:
+        rule = plot(marks).mark_rule(strokeDash=[2, 2], color="#888", strokeWidth=2)
+        layers.append(rule.encode(x=at, tooltip="what:N"))
+    if shown:
+        chosen = alt.param(name=shown, value=ticks)
+        place = alt.Chart(alt.sequence(1, (ticks or 0) + 1, as_="x")).mark_rule(color="currentColor", opacity=0.6)
+        layers.append(place.encode(x=at).transform_filter(f"datum.x == {shown}").add_params(chosen))
+    return alt.layer(*layers).properties(height=150, width="container")
+
+
+def worth(rows: Sequence[Row]) -> Any:
+    """Return the chart of `worth_rows`: a larger mark stands for more seeds."""
+    slots, blueprints = (distinct(row[column] for row in rows) for column in ("slot", "blueprint"))
+    return (
+        plot(rows)
+        .mark_point(filled=True, opacity=0.9)
+        .encode(
+            x=alt.X("points:Q", title="mean contribution of a seed, in points", axis=alt.Axis(format="+~g")),
+            y=alt.Y("blueprint:N", title=" "),
+            color=alt.Color("slot:N", title=None, scale=colours_of(slots)),
+            shape=alt.Shape("slot:N", title=None, scale=shapes_of(slots)),
+            size=alt.Size("seeds:Q", scale=alt.Scale(range=[30, 260], type="sqrt"), legend=None),
+            tooltip=["blueprint:N", "slot:N", "seeds:Q", alt.Tooltip("kept:Q", format=".0%"), "points:Q"],
+        )
+        .properties(height=24 * len(blueprints), width="container")
+    )
+
+
+def scatter(rows: Sequence[Row], *, x: str, y: str) -> Any:
+    """Return means with intervals both ways, on a logarithmic horizontal axis.
+
+    Rows have `name`, `x`, `x_low`, `x_high`, `y`, `y_low` and `y_high`.
+    """
+    names = [row["name"] for row in rows]
+    scale = alt.Scale(type="log", nice=False, padding=12)
+    base = plot(rows).encode(
+        x=alt.X("x:Q", title=x, scale=scale, axis=alt.Axis(format="~s", tickCount=4)),
+        y=alt.Y("y:Q", title=y, scale=alt.Scale(zero=False)),
+        color=alt.Color("name:N", title=None, scale=colours_of(names)),
+        tooltip=["name:N", alt.Tooltip("x:Q", format=".4~s"), alt.Tooltip("y:Q", format=".4f")],
+    )
+    shape = alt.Shape("name:N", title=None, scale=shapes_of(names))
+    return alt.layer(
+        base.mark_rule(opacity=0.6).encode(y="y_low:Q", y2="y_high:Q"),
+        base.mark_rule(opacity=0.6).encode(x=alt.X("x_low:Q", scale=scale), x2="x_high:Q"),
+        base.mark_point(size=80, strokeWidth=2).encode(shape=shape),
+    ).properties(height=280, width="container")

@@ -112,15 +112,21 @@ class LearnedController:
     """Takes the policy's most likely action: the most likely op, then the most likely choice of each further head.
 
     `normalise` makes the features that the network knows of raw ones. `training` are the hosts of its training, with
-    which those of an episode are compared. None: they are the same.
+    which those of an episode are compared. None: they are the same. `source`, a path, and `training_seed` (None:
+    unknown) tell policies from each other.
     """
 
     def __init__(
-        self, policy: Policy, normalise: Callable[[Tensor], Tensor], training: TrainingHosts | None = None
+        self,
+        policy: Policy,
+        normalise: Callable[[Tensor], Tensor],
+        training: TrainingHosts | None = None,
+        *,
+        source: str = "the policy of this run",
+        training_seed: int | None = None,
     ) -> None:
-        self.policy = policy
-        self.normalise = normalise
-        self.training = training
+        self.policy, self.normalise, self.training = policy, normalise, training
+        self.source, self.training_seed = source, training_seed
 
     @property
     def sight(self) -> ObservationConfig | None:

@@ -1,24 +1,30 @@
-"""Hand-written rules: a heuristic, seeds at fixed intervals, hill climbing with rent; and two trivial lower bounds."""
+"""Hand-written rules: waiting, random actions, a heuristic, seeds at fixed intervals, and hill climbing with rent.
+
+`StaticController` waits on hosts that have their final network from the first tick.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise, product
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from esper_lightning.controllers.learned import Hosts
-from esper_lightning.controllers.schedules import WAIT_ACTION, is_possible
+from esper_lightning.controllers.schedules import is_possible
 from esper_lightning.envs import Action, Op
 from esper_lightning.envs.actions import to_action
-from esper_lightning.envs.host_env import GrowthRecord
+from esper_lightning.envs.host_env import GrowthRecord, HostEnv
+from esper_lightning.envs.host_pool import WAIT_ACTION
 from esper_lightning.envs.measurements import copy_to_device
 from esper_lightning.envs.rewards import rent
-from esper_lightning.growth.blueprints import STACK, suggest_name
+from esper_lightning.growth.blend import Ramp
+from esper_lightning.growth.blueprints import STACK, initialise, suggest_name
+from esper_lightning.growth.depth import DepthSlot
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.stages import Stage
+from esper_lightning.growth.stages import STAGES_TO_FOSSILIZED, Stage
 from esper_lightning.ppo.distribution import uniform_distribution
 
 
@@ -36,6 +42,45 @@ class WaitOnly:
 
     def load_state_dict(self, pool: Hosts, state: Mapping[str, Any]) -> None:
         pass
+
+
+class FossilizedSeed(NamedTuple):
+    """One fossilized seed, described without its weights."""
+
+    slot: str
+    blueprint: str
+
+
+Topology = tuple[FossilizedSeed, ...]
+"""All fossilized seeds of one host, in the order of its slots."""
+
+
+class StaticController(WaitOnly):
+    """Gives every host its final network, the topology with its index, before the first tick and then only waits.
+
+    The weights of seeds and of further blocks are drawn from the host's own generator. Every seed is fossilized, so all
+    of the network learns from the first minibatch, on the same data as in any other episode.
+    """
+
+    def __init__(self, topologies: Sequence[Topology]) -> None:
+        self.topologies = topologies
+
+    def reset(self, pool: Hosts) -> None:
+        for env, topology in zip(pool.envs, self.topologies, strict=True):
+            for name, blueprint in topology:
+                env.growing.germinate(name, blueprint)
+                slot = env.growing.slots[name]
+                if isinstance(slot, DepthSlot):  # weights as the host gives them to its blocks
+                    for block in slot.grown:
+                        initialise(block, env.growing.generator)
+                    if (of_host := getattr(env.growing.module, "initialise", None)) is not None:
+                        of_host(env.growing.generator)
+                    continue
+                slot.start_ramp(Ramp())
+                for stage in STAGES_TO_FOSSILIZED:
+                    slot.move_to(stage)
+            if isinstance(env, HostEnv) and env.monitor is not None:
+                env.take_snapshot()  # a rollback restores this network, not the bare host
 
 
 class RandomValid:
@@ -106,8 +151,9 @@ class Heuristic(Rule):
             after > (1.0 - self.stable_loss) * before for before, after in pairwise(losses)
         )
         for k, slot in enumerate(env.slots):
-            contribution = env.records[k].contribution
-            if allowed[Op.FOSSILIZE][k] and is_worth_fossilizing(contribution, env.lifecycle):
+            contribution, least = env.records[k].contribution, env.lifecycle.min_contribution
+            is_worth = contribution is not None and (contribution > 0.0 if least is None else contribution >= least)
+            if allowed[Op.FOSSILIZE][k] and is_worth:
                 return Op.FOSSILIZE, k
             if allowed[Op.CULL][k]:
                 change = score - memory["score_before"][k]
@@ -128,12 +174,6 @@ class Heuristic(Rule):
                         memory["score_before"][k] = score
                         return Op.GERMINATE, k, blueprint
         return WAIT_ACTION
-
-
-def is_worth_fossilizing(contribution: float | None, lifecycle: LifecycleConfig) -> bool:
-    """Return True if the contribution reaches the gate's threshold, or is positive if the gate has none."""
-    threshold = lifecycle.min_contribution
-    return contribution is not None and (contribution > 0.0 if threshold is None else contribution >= threshold)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,9 +272,14 @@ class HillClimbing(Rule):
         env, tried = pool.envs[host], memory["tried"]
         live = [k for k, slot in enumerate(env.slots) if slot.live]
         for k in live:
-            for op in self._preferred_ops(env, k):
-                action = make_action(op, k)
-                if is_possible(pool, host, action):
+            slot = env.slots[k]
+            is_blended = slot.stage is Stage.PROBATIONARY and env.growing.evidence(slot.name).alpha == 1.0
+            if not is_blended or env.records[k].contribution is None:
+                continue
+            # A seed that is worth its rent is overdue, too, if the gate asks for more.
+            is_overdue = slot.ticks_in_stage >= self.config.patience
+            for op in [Op.FOSSILIZE] * (net_gain(env, k) > 0.0) + [Op.CULL] * is_overdue:
+                if is_possible(pool, host, action := make_action(op, k)):
                     return action
         if len(live) >= self.config.at_once or env.tick >= env.horizon - self.ticks_to_judge:
             return WAIT_ACTION
@@ -247,15 +292,6 @@ class HillClimbing(Rule):
         chosen = next(pair for pair in available if pair not in tried)
         tried.append(chosen)
         return actions[chosen]
-
-    def _preferred_ops(self, env: GrowthRecord, k: int) -> list[Op]:
-        """Return the desired ops for the seed in slot k, in order of preference."""
-        slot, record = env.slots[k], env.records[k]
-        is_blended = slot.stage is Stage.PROBATIONARY and env.growing.evidence(slot.name).alpha == 1.0
-        if not is_blended or record.contribution is None:
-            return []
-        is_overdue = slot.ticks_in_stage >= self.config.patience  # also reached if the gate asks for more than the rent
-        return [Op.FOSSILIZE] * (net_gain(env, k) > 0.0) + [Op.CULL] * is_overdue
 
 
 class Scaling(Rule):
@@ -304,16 +340,8 @@ def list_candidates(pool: Hosts, config: ClimbingConfig, host: int = 0) -> list[
     growable, slots = pool.masks_on_cpu.blueprint[host].tolist(), pool.envs[host].slots
     places = range(len(slots))[:: -1 if config.last_slot_first else 1]
     pairs = [(k, b) for b in chosen for k in places if growable[k][b]]
-
-    def parameters(pair: tuple[int, int]) -> int:
-        return slots[pair[0]].seed_parameters(pool.space.blueprint[pair[1]])
-
-    keys: dict[str, Callable[[tuple[int, int]], int]] = {
-        "listed": lambda pair: 0,
-        "cheapest": parameters,
-        "dearest": lambda pair: -parameters(pair),
-    }
-    return sorted(pairs, key=keys[config.order])
+    sign = {"listed": 0, "cheapest": 1, "dearest": -1}[config.order]
+    return sorted(pairs, key=lambda pair: sign * slots[pair[0]].seed_parameters(pool.space.blueprint[pair[1]]))
 
 
 def fastest_tempo(pool: Hosts) -> tuple[int, int]:

@@ -5,19 +5,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+import numpy as np
 
-from esper_lightning.controllers.learned import Controller, Hosts
-from esper_lightning.envs import HEADS, Action, HostPool, Op
+from esper_lightning.controllers.learned import Hosts
+from esper_lightning.envs import HEADS, Action, ActionSpace, Op
 from esper_lightning.envs.actions import RELEVANT_OPS, to_action
-from esper_lightning.envs.measurements import download
+from esper_lightning.envs.host_pool import WAIT_ACTION
 from esper_lightning.growth.blueprints import suggest_name
 from esper_lightning.runtime.serialization import replace_file
 
 FORMAT_VERSION = 1
 """Version of the file format; other versions are refused."""
-
-WAIT_ACTION = (0,) * len(HEADS)
 
 
 class ScheduledAction(NamedTuple):
@@ -165,31 +163,19 @@ class FixedSchedule:
         self.remaining = list(state["remaining"])
 
 
-class RecordingController:
-    """Records the actions of another controller: `schedules` holds one schedule per host of the last episode."""
-
-    def __init__(self, controller: Controller) -> None:
-        self.controller = controller
-
-    def reset(self, pool: HostPool) -> None:
-        self.controller.reset(pool)
-        self.slots = tuple(pool.space.slot)
-        self.entries: list[list[ScheduledAction]] = [[] for _ in range(pool.n_envs)]
-
-    def act(self, pool: HostPool) -> Action:
-        action = self.controller.act(pool)
-        rows = zip(*download(torch.stack(action)).tolist(), strict=True)
-        for i, (env, row) in enumerate(zip(pool.envs, rows, strict=True)):
-            # Actions that are impossible or vetoed by the Governor are not carried out.
-            if (op := Op(row[0])) is not Op.WAIT and is_possible(pool, i, row):
-                chosen = pool.space.decode(row)._asdict().items()
-                relevant = {head: value for head, value in chosen if op in RELEVANT_OPS[head]}
-                self.entries[i].append(ScheduledAction(env.tick, **relevant))
-        return action
-
-    @property
-    def schedules(self) -> list[Schedule]:
-        return [Schedule(self.slots, tuple(entries)) for entries in self.entries]
+def recorded_schedules(space: ActionSpace, actions: np.ndarray) -> list[Schedule]:  # actions [T, heads, H]
+    """Return the actions of an episode as one schedule per host."""
+    schedules = []
+    for rows in actions.transpose(2, 0, 1).tolist():
+        entries = []
+        for tick, row in enumerate(rows):
+            if (op := Op(row[0])) is not Op.WAIT:
+                choices = space.decode(row)._asdict().items()
+                entries.append(
+                    ScheduledAction(tick, **{head: one for head, one in choices if op in RELEVANT_OPS[head]})
+                )
+        schedules.append(Schedule(tuple(space.slot), tuple(entries)))
+    return schedules
 
 
 def yoke_schedules(schedules: Sequence[Schedule], kinds: Sequence[str], prices: Sequence[float]) -> list[Schedule]:

@@ -41,10 +41,8 @@ from esper_lightning.envs.vector_env import Observation
 from esper_lightning.growth.growing_network import RefusalReasons
 from esper_lightning.growth.lifecycle import SeedEvent
 from esper_lightning.growth.stages import Stage
-from esper_lightning.runtime.profiling import PhaseClock
-from esper_lightning.tasks import Task, TaskData, check_split
 from esper_lightning.runtime.machine import PhaseClock
-from esper_lightning.tasks import Split, Stream, Task, TaskData, check_split
+from esper_lightning.tasks import Task, TaskData, check_split
 
 SMALL_HOST, SMALL_HOST_ON_ONE_CORE = 5_000_000, 20_000_000
 """Largest product of the parameters and the inputs of a host for which `auto` stands for `fused` on the CPU.

@@ -1,12 +1,11 @@
-"""Trained policies loaded from checkpoints, and controllers found by their names."""
+"""Controllers by their names, and trained policies from checkpoints."""
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 
 from esper_lightning.controllers import CONTROLLERS, make_controller
 from esper_lightning.controllers.learned import LearnedController, TrainingHosts, TrainingRules
@@ -35,31 +34,8 @@ from esper_lightning.runtime.machine import CPU
 from esper_lightning.runtime.serialization import load_settings
 
 
-class TrainedPolicy(NamedTuple):
-    """Trained policy with its observation normalisation."""
-
-    training_seed: int | None  # None: unknown
-    source: str
-    """Path of the checkpoint, or a name for the run that has just ended."""
-    policy: Policy
-    normalise: nn.Module
-    training: TrainingHosts | None = None
-    """Hosts of the training. None: those on which it plays."""
-
-    @property
-    def sight(self) -> ObservationConfig | None:
-        """Observation of the training. None: the one that is set for the hosts."""
-        return self.training and self.training.sight
-
-    def greedy(self) -> LearnedController:
-        """Return a controller that takes the most likely actions."""
-        return LearnedController(self.policy, self.normalise, self.training)
-
-
-def restore_policy(
-    checkpoint: Mapping[str, Any], source: str = "a checkpoint", device: torch.device = CPU
-) -> TrainedPolicy:
-    """Return the policy in the content of a checkpoint, with its observation normaliser.
+def restore_policy(checkpoint: Mapping[str, Any], source: str, device: torch.device) -> LearnedController:
+    """Return a controller of the policy in the content of a checkpoint, with its observation normaliser.
 
     Raises ValueError, RuntimeError, LookupError or TypeError if its settings or weights are damaged.
     """
@@ -85,10 +61,11 @@ def restore_policy(
                 load_settings(ActionConfig, rules["actions"] | {"blueprints": None}),
             ),
         )
-    return TrainedPolicy(checkpoint[MODULE_KEY].get("seed"), source, policy, normalise, training)
+    seed = checkpoint[MODULE_KEY].get("seed")
+    return LearnedController(policy, normalise, training, source=source, training_seed=seed)
 
 
-def load_policies(paths: Sequence[str], data: HostPoolData) -> list[TrainedPolicy]:
+def load_policies(paths: Sequence[str], data: HostPoolData) -> list[LearnedController]:
     """Load policies by path or name to compare them, each with its own observation of the hosts.
 
     Raises ValueError, naming the checkpoint, if it is damaged or foreign, or if the hosts do not fit its policy.
@@ -100,12 +77,12 @@ def load_policies(paths: Sequence[str], data: HostPoolData) -> list[TrainedPolic
             loaded = restore_policy(checkpoint, path, data.pool.device)
             for task, pool in data.pools.items():
                 sees_the_same = loaded.sight in (None, pool.config.sight)
-                loaded.greedy().reset(pool if sees_the_same else data.make_pool(1, task=task, sight=loaded.sight))
+                loaded.reset(pool if sees_the_same else data.make_pool(1, task=task, sight=loaded.sight))
             policies.append(loaded)
     return policies
 
 
-def check_training_seeds(policies: Sequence[TrainedPolicy]) -> None:
+def check_training_seeds(policies: Sequence[LearnedController]) -> None:
     """Raise ValueError unless policies are of one kind of training: different seeds, the same observed features."""
     for one, other in combinations(policies, 2):
         both = f"checkpoints {one.source!r} and {other.source!r}"
@@ -125,15 +102,14 @@ def load_controller(path: str | Path, device: torch.device = CPU) -> LearnedCont
         path: Checkpoint of a run on hosts, policy as safetensors, or `tamiyo`, the policy that comes with the package.
         device: Device of the pool that the controller acts on.
 
-    Raises ValueError, in one line, if the file is damaged or foreign, or its policy was not trained on hosts. The
-    controller's `reset` raises ValueError if a pool does not fit.
+    Raises ValueError, in one line, if the file is damaged or foreign, or its policy was not trained on hosts.
     """
     checkpoint = read_policy(path)
     with checkpoint_errors(path, "loaded"):
         loaded = restore_policy(checkpoint, str(path), device)
         if loaded.training is None:
             raise ValueError("its policy was not trained on hosts")
-    return loaded.greedy()
+    return loaded
 
 
 def find_controller(name: str, setting: str, *, others: Sequence[str] = (), device: torch.device = CPU) -> Any:

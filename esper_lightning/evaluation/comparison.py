@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -10,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from esper_lightning.controllers import CONTROLLERS, make_controller
-from esper_lightning.controllers.learned import Controller
+from esper_lightning.controllers.learned import Controller, LearnedController
 from esper_lightning.controllers.rules import (
     ClimbingConfig,
     Heuristic,
@@ -22,7 +21,6 @@ from esper_lightning.controllers.rules import (
 )
 from esper_lightning.controllers.schedules import (
     FixedSchedule,
-    RecordingController,
     Schedule,
     actions_by_tick,
     read_schedule,
@@ -31,12 +29,11 @@ from esper_lightning.controllers.schedules import (
 from esper_lightning.datamodules import HostPoolData
 from esper_lightning.envs import HostPool, Op, check_host_count
 from esper_lightning.envs.vector_env import EVALUATION, check_rng_seed, episode_rng_seeds
-from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.play import Outcome, named_controller, play_episode, play_static
 from esper_lightning.evaluation.search import SearchConfig, check_budget, search
 from esper_lightning.evaluation.statistics import Interval, mean_interval
 from esper_lightning.runtime.checkpoint import NAMED_POLICIES, names_policy
-from esper_lightning.runtime.parallel import check_jobs, run_all
+from esper_lightning.runtime.generators import seeded_generators
 
 TAMIYO = "tamiyo"
 """Name of the compared policy, taking its most likely action."""
@@ -94,10 +91,6 @@ class EvaluationConfig:
     """Files of schedules to add to the comparison, by the names under which they appear in the table. One named `best
     fixed`, from an earlier comparison, takes the place of a search."""
 
-    jobs: int = 1
-    """Processes that play the controllers side by side; each has its own copy of the data. The number does not change
-    the result."""
-
     climbing: ClimbingConfig = ClimbingConfig()
     """Settings of hill climbing."""
 
@@ -109,7 +102,6 @@ class EvaluationConfig:
             raise ValueError(f"model.evaluation.hosts must be 0 or at least 2 (for an interval), got {self.hosts}")
         check_host_count("model.evaluation.hosts", self.hosts, least=0)
         check_rng_seed("model.evaluation.seed", self.seed)
-        check_jobs(self.jobs)
 
 
 class Entry(NamedTuple):
@@ -134,7 +126,7 @@ class Entry(NamedTuple):
 class ComparisonResult(NamedTuple):
     """Result of a comparison, ready to be reported."""
 
-    policies: list[TrainedPolicy]
+    policies: list[LearnedController]
     """Trained policies, one per training seed; empty if rules and schedules were compared alone."""
     rng_seeds: list[int]
     """RNG seeds of the hosts."""
@@ -162,26 +154,6 @@ class ComparisonResult(NamedTuple):
     def mean_lead(self, other: Entry) -> Interval:
         """Return the mean lead over `other` with its interval."""
         return mean_interval(self.lead(other))
-
-
-class Played(NamedTuple):
-    """An episode, and what is kept of the hosts as it left them."""
-
-    outcome: Outcome
-    schedules: Sequence[Schedule] = ()  # [H] that a trained policy chose; empty for other controllers
-    prices: Sequence[float] = ()  # [H] of parameters
-
-
-def play(pool: HostPool, name: str, controller: Controller, *, rng_seeds: Sequence[int]) -> list[Played]:
-    """Play one episode, and record the actions of the policy."""
-    recording = RecordingController(controller)
-    outcome = play_episode(pool, name, recording if name == TAMIYO else controller, rng_seeds=rng_seeds)
-    return [Played(outcome, recording.schedules if name == TAMIYO else (), [env.price for env in pool.envs])]
-
-
-def play_twin(pool: HostPool, name: str, grown: Outcome, *, rng_seeds: Sequence[int]) -> list[Played]:
-    """Play the static controls of an episode: two rows."""
-    return [Played(outcome) for outcome in play_static(pool, name, grown, rng_seeds=rng_seeds)]
 
 
 class Comparison:
@@ -264,116 +236,111 @@ class Comparison:
     def run(
         self,
         data: HostPoolData,
-        policies: Sequence[TrainedPolicy],
-        rivals: Sequence[TrainedPolicy] = (),
+        policies: Sequence[LearnedController],
+        rivals: Sequence[LearnedController] = (),
         *,
         task: str | None = None,
-        executor: ProcessPoolExecutor | None = None,
     ) -> ComparisonResult:
         """Run the comparison on hosts of one task (None: the first), in pools of its own.
 
         There is one of the `policies` per training seed, or none: then rules and schedules are compared alone. Each of
-        the `rivals`, policies that `against` names, has a row. `executor` plays episodes in other processes.
+        the `rivals`, policies that `against` names, has a row.
         """
         config = self.config
-        if not policies:
-            for name in config.against or ():
-                if name in DERIVED:
-                    raise ValueError(f"model.evaluation.against: {name!r} needs a trained policy; name one in policies")
-            if config.against == []:
-                raise ValueError(
-                    "model.evaluation.against is empty and there is no policy, so nothing is compared; name controllers"
-                )
+        if not policies and (needed := [name for name in config.against or () if name in DERIVED]):
+            raise ValueError(f"model.evaluation.against: {needed[0]!r} needs a trained policy; name one in policies")
+        if not policies and config.against == []:
+            raise ValueError(
+                "model.evaluation.against is empty and there is no policy, so nothing is compared; name controllers"
+            )
         make_pool = partial(data.make_pool, task=task, sight=policies[0].sight if policies else None)
         pool = make_pool(config.hosts, held_out=config.held_out)
         rng_seeds = episode_rng_seeds(config.seed, EVALUATION, 0, n_envs=config.hosts)
-        rows_of_rivals = {RIVAL_PREFIX + rival.source: rival for rival in rivals}
-        reference = TAMIYO if policies else (config.against or [UNGROWN_HOST])[0]
-        reference = RIVAL_PREFIX + reference if reference in self.rivals else reference
+        entries: dict[str, Entry] = {}
 
-        def episode(name: str, controller: Controller, *, own: HostPool = pool) -> partial:
-            return partial(play, own, name, controller, rng_seeds=rng_seeds)
+        def play(
+            name: str,
+            controllers: Sequence[Controller],
+            training_seeds: Sequence[int | None] = (None,),
+            *,
+            own: HostPool = pool,
+        ) -> None:
+            """Play a controller, or one for each training seed, and add the row. Global generators begin alike."""
+            outcomes = []
+            for controller in controllers:
+                with seeded_generators(0):
+                    outcomes.append(play_episode(own, name, controller, rng_seeds=rng_seeds))
+            entries[name] = Entry(name, outcomes, list(training_seeds))
 
         # First everything that needs nothing else: the policies, rivals, each in a pool that it can see, and rules.
-        work = {TAMIYO: [episode(TAMIYO, one.greedy()) for one in policies]}
-        for name, rival in rows_of_rivals.items():
-            sees_other = rival.sight != pool.config.sight
-            own = make_pool(config.hosts, held_out=config.held_out, sight=rival.sight) if sees_other else pool
-            work[name] = [episode(name, rival.greedy(), own=own)]
-        rules = {name: made for name, made in self.make_controllers().items() if self.includes(name)}
-        played = run_all(work | {name: [episode(name, made)] for name, made in rules.items()}, executor)
+        seeds = [policy.training_seed for policy in policies]
+        if policies:
+            play(TAMIYO, policies, seeds)
+        for rival in rivals:
+            own = pool
+            if rival.sight != pool.config.sight:
+                own = make_pool(config.hosts, held_out=config.held_out, sight=rival.sight)
+            play(RIVAL_PREFIX + rival.source, [rival], [rival.training_seed], own=own)
+        for name, rule in self.make_controllers().items():
+            if self.includes(name):
+                play(name, [rule])
 
         # Then schedules, with those of the policies among the candidates of the search.
-        of_policies = [one for (one,) in played[TAMIYO]]
-        common, notes = self._common_schedules(policies, of_policies)
-        best: list[Schedule] = []
+        grown = entries[TAMIYO].outcomes if policies else []
+        schedules, notes = self._common_schedules(policies, grown)
+        common = list(schedules.values())
         if config.search is not None and self.includes(BEST_FIXED):
-            known = [*self.schedules.values(), *common.values()]
-            searching = partial(search, make_pool(SEARCH_ENVS), config.search, known)
-            best = run_all({BEST_FIXED: [searching]}, executor)[BEST_FIXED]
+            with seeded_generators(0):
+                best = search(make_pool(SEARCH_ENVS), config.search, [*self.schedules.values(), *common])
+            schedules[BEST_FILE] = best
+            play(BEST_FIXED, [FixedSchedule(best)])
         # What never acts is the ungrown host, whatever replays it: unless asked for by name, its controls are left out.
-        acts = config.against is not None or any((one.outcome.ops != Op.WAIT).any() for one in of_policies)
-        if of_policies and not acts:
+        acts = config.against is not None or any((outcome.ops != Op.WAIT).any() for outcome in grown)
+        if grown and not acts:
             notes.append(f"{TAMIYO} grew nothing on any host: its controls would be {UNGROWN_HOST} and are left out")
-        derived: dict[str, list[Controller]] = {
-            BEST_FIXED: [FixedSchedule(schedule) for schedule in best],
-            REPLAYED: [FixedSchedule(schedule) for schedule in common.values() if acts],
-            YOKED: [
-                FixedSchedule(yoke_schedules(one.schedules, one.outcome.contexts, one.prices))
-                for one in of_policies
-                if acts
-            ],
-        }
-        twinned = [TAMIYO] * acts if config.controls else []
-        hand_written = [name for name in (*HAND_WRITTEN, *self.own) if name in played]
-        if config.controls and hand_written:
-            twinned.append(max(hand_written, key=lambda name: played[name][0][0].outcome.objective.mean()))
-        derived = {name: made for name, made in derived.items() if made and self.includes(name)}
-        work = {name: [episode(name, one) for one in made] for name, made in derived.items()}
-        for name in twinned:
-            twin = TWIN_PREFIX + name
-            work[twin] = [
-                partial(play_twin, pool, twin, grown.outcome, rng_seeds=rng_seeds) for (grown,) in played[name]
-            ]
-        played |= run_all(work, executor)
+        if grown and acts and self.includes(REPLAYED):
+            play(REPLAYED, [FixedSchedule(schedule) for schedule in common], seeds)
+        if grown and acts and self.includes(YOKED):
+            yoked = [yoke_schedules(one.schedules, one.contexts, one.prices) for one in grown]
+            play(YOKED, [FixedSchedule(each) for each in yoked], seeds)
 
-        seeds_of = {name: [rival.training_seed] for name, rival in rows_of_rivals.items()}
-        for name in (TAMIYO, *DERIVED, TWIN_PREFIX + TAMIYO):
-            seeds_of[name] = [policy.training_seed for policy in policies]
-        order = [TAMIYO, *rows_of_rivals, *rules, *derived, *(TWIN_PREFIX + name for name in twinned)]
-        entries = [
-            Entry(row[0].outcome.controller, [one.outcome for one in row], seeds_of.get(name, [None]))
-            for name in order
-            for row in zip(*played.get(name, ()), strict=True)
-        ]
-        return ComparisonResult(
-            list(policies),
-            rng_seeds,
-            sorted(entries, key=lambda entry: entry.name != reference),
-            common | dict(zip([BEST_FILE], best, strict=False)),
-            notes,
-            pool.task.score_name,
-        )
+        # Last the static twins of the policy and of the best of the rules, two rows each.
+        hand_written = [name for name in (*HAND_WRITTEN, *self.own) if name in entries]
+        twinned = [TAMIYO] if grown and acts else []
+        if hand_written:
+            twinned.append(max(hand_written, key=lambda name: entries[name].values("objective").mean()))
+        for name in twinned if config.controls else ():
+            twins = []
+            for outcome in entries[name].outcomes:
+                with seeded_generators(0):
+                    twins.append(play_static(pool, TWIN_PREFIX + name, outcome, rng_seeds=rng_seeds))
+            for row in zip(*twins, strict=True):
+                twin = row[0].controller
+                entries[twin] = Entry(twin, list(row), entries[name].training_seeds)
+
+        reference = TAMIYO if policies else (config.against or [UNGROWN_HOST])[0]
+        reference = RIVAL_PREFIX + reference if reference in self.rivals else reference
+        rows = sorted(entries.values(), key=lambda entry: entry.name != reference)
+        return ComparisonResult(list(policies), rng_seeds, rows, schedules, notes, pool.task.score_name)
 
     def _common_schedules(
-        self, policies: Sequence[TrainedPolicy], episodes: Sequence[Played]
+        self, policies: Sequence[LearnedController], grown: Sequence[Outcome]
     ) -> tuple[dict[str, Schedule], list[str]]:
         """Return the most frequent schedule of each policy, by file name without suffix, and notes for the reader."""
         schedules, notes, hosts = {}, [], self.config.hosts
-        for number, (policy, played) in enumerate(zip(policies, episodes, strict=True)):
-            ((common, frequency),) = Counter(played.schedules).most_common(1)
+        for number, (policy, outcome) in enumerate(zip(policies, grown, strict=True)):
+            ((common, frequency),) = Counter(outcome.schedules).most_common(1)
             name, suffix = "schedule", ""
             if len(policies) > 1:
                 name, suffix = f"schedule{number}", f" of training seed {policy.training_seed}"
             schedules[name] = common
             notes.append(
                 f"{frequency} of {hosts} hosts{suffix} grew by the same schedule: {name}.json; "
-                f"different schedules: {len(set(played.schedules))}"
+                f"different schedules: {len(set(outcome.schedules))}"
             )
-        contexts = episodes[0].outcome.contexts if episodes else []
-        n_alone = sum(number == 1 for number in Counter(contexts).values())
-        if n_alone and self.includes(YOKED):
+        alone = sum(number == 1 for number in Counter(grown[0].contexts if grown else ()).values())
+        if alone and self.includes(YOKED):
             notes.append(
-                f"{n_alone} of {hosts} hosts were the only ones of their kind: {YOKED} plays their own schedules"
+                f"{alone} of {hosts} hosts were the only ones of their kind: {YOKED} plays their own schedules"
             )
         return schedules, notes

@@ -18,9 +18,11 @@ from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from esper_lightning.controllers.learned import Controller
-from esper_lightning.controllers.static import FossilizedSeed, StaticController, Topology
+from esper_lightning.controllers.rules import FossilizedSeed, StaticController, Topology
+from esper_lightning.controllers.schedules import Schedule, recorded_schedules
 from esper_lightning.envs import HostPool, StepResult
 from esper_lightning.envs.actions import ActionError
 from esper_lightning.envs.measurements import download
@@ -49,6 +51,8 @@ class Outcome(NamedTuple):
     ops: np.ndarray  # [T, H] int: Op carried out before each host epoch, up to the horizon
     contexts: list[str]  # variables of each host's context, as text
     metrics: dict[str, np.ndarray]  # further test metrics by name, see Task.test_metrics; NaN where undefined
+    schedules: list[Schedule]  # actions carried out
+    prices: list[float]  # of parameters
 
 
 def play_episode(
@@ -67,7 +71,7 @@ def play_episode(
     """
     started, horizon = perf_counter(), pool.config.horizon
     flops, ticks, rollbacks = (np.zeros(pool.n_envs, dtype=np.int64) for _ in range(3))
-    ops = []
+    actions = []
     pool.reset(rng_seeds)
 
     def count_epoch(host: int, batches: Batches) -> None:
@@ -91,7 +95,7 @@ def play_episode(
             on_step(step)
             for verdict in step.verdicts:
                 rollbacks[verdict.host] += verdict.decision.diverged
-            ops.append(download(step.action.op).numpy().copy())
+            actions.append(download(torch.stack(step.action)).numpy().copy())
     finally:
         for env in pool.envs:
             env.data_order = env.on_batches = None
@@ -113,9 +117,11 @@ def play_episode(
         rollbacks=rollbacks,
         seconds=seconds,
         topologies=topologies,
-        ops=np.array(ops),
+        ops=np.array(actions)[:, 0],
         contexts=[str(env.context.context) for env in pool.envs],
         metrics={name: values.numpy() for name, values in pool.test_metrics().items()},
+        schedules=recorded_schedules(pool.space, np.array(actions)),
+        prices=[env.price for env in pool.envs],
     )
 
 

@@ -7,21 +7,20 @@ import csv
 import json
 import re
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.controllers.schedules import write_schedule
 from esper_lightning.datamodules import HostPoolData
 from esper_lightning.evaluation import statistics
-from esper_lightning.evaluation.checkpoints import TrainedPolicy, check_training_seeds, load_policies
+from esper_lightning.evaluation.checkpoints import check_training_seeds, load_policies
 from esper_lightning.evaluation.comparison import Comparison, ComparisonResult, EvaluationConfig
 from esper_lightning.evaluation.statistics import Interval, mean_interval
 from esper_lightning.runtime.console import print_status, wide_console
 from esper_lightning.runtime.machine import provenance
-from esper_lightning.runtime.parallel import processes
 from esper_lightning.runtime.serialization import replace_file
 from esper_lightning.telemetry.events import to_plain
 
@@ -43,7 +42,7 @@ INTERVAL_METHOD = (
 def compare(
     config: EvaluationConfig,
     data: HostPoolData,
-    own: TrainedPolicy,
+    own: LearnedController,
     *,
     folder: Path,
     settings: Mapping[str, Any],
@@ -67,21 +66,20 @@ def compare(
         "run": provenance(data.seed, data.pool.device, data.pool.executor_choice, precision=data.precision),
     }
     results = {}
-    with processes(config.jobs) if config.jobs > 1 else nullcontext() as executor:
-        for task in data.pools:
-            out = folder
-            if len(data.pools) > 1:
-                print_status(f"hosts of {task}")
-                out = folder / task
-            if (out / RESULTS_FILE).is_file():
-                print_status(f"this comparison will replace the earlier one in {out}")
-            results[task] = result = comparison.run(data, policies, rivals, task=task, executor=executor)
-            for note in result.notes:
-                wide_console().print(note, soft_wrap=True)
-            for table in make_tables(result):
-                wide_console().print(table)
-            written = write_report(result, out, record)
-            wide_console().print(f"written to {out}: {', '.join(written)}", soft_wrap=True)
+    for task in data.pools:
+        out = folder
+        if len(data.pools) > 1:
+            print_status(f"hosts of {task}")
+            out = folder / task
+        if (out / RESULTS_FILE).is_file():
+            print_status(f"this comparison will replace the earlier one in {out}")
+        results[task] = result = comparison.run(data, policies, rivals, task=task)
+        for note in result.notes:
+            wide_console().print(note, soft_wrap=True)
+        for table in make_tables(result):
+            wide_console().print(table)
+        written = write_report(result, out, record)
+        wide_console().print(f"written to {out}: {', '.join(written)}", soft_wrap=True)
     return results
 
 

@@ -11,6 +11,7 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from esper_lightning.growth.attach import attach_from_state_dict
 from esper_lightning.growth.blueprints import suggest_name
@@ -68,12 +69,12 @@ def load(network: nn.Module, path: str | Path) -> None:
             raise ValueError(f"{path} is of another network: {reason:.300}") from None
 
 
-def export(network: nn.Module, inputs: Tensor, path: str | Path, to: Format) -> float:
+def export(network: nn.Module | ExportedProgram, inputs: Tensor, path: str | Path, to: Format) -> float:
     """Write a network to a file of another format, and check that the file gives the same outputs.
 
     Args:
-        network: Network that takes one tensor and returns tensors. It is exported in evaluation mode, for batches of
-            any size, on the CPU.
+        network: Network that takes one tensor and returns tensors, or a program of `torch.export`. A network is
+            exported in evaluation mode, for batches of any size, on the CPU.
         inputs: Real inputs, at least two, on which the outputs are compared.
         path: File to write. It is replaced in one step, and only if the check is passed.
         to: Format. pt2: a program of `torch.export`, which `torch.export.load` runs without the network's code. onnx:
@@ -90,7 +91,12 @@ def export(network: nn.Module, inputs: Tensor, path: str | Path, to: Format) -> 
         raise ValueError(f"to onnx: packages are missing; install them: pip install {' '.join(missing)}")
     if len(inputs) < 2:
         raise ValueError(f"an export is checked on at least 2 inputs, got {len(inputs)}; give more")
-    path, network, inputs = _file_path(path, f"network{SUFFIXES[to]}"), copy_module(network).cpu().eval(), inputs.cpu()
+    path, inputs = _file_path(path, f"network{SUFFIXES[to]}"), inputs.cpu()
+    if isinstance(network, ExportedProgram):
+        program, network = network, network.module()
+    else:
+        network = copy_module(network).cpu().eval()
+        program = _export_program(network, inputs)
     with torch.no_grad():
         expected = list(iter_tensors(network(inputs)))
         largest_output = max((float(output.abs().max()) for output in expected if output.numel()), default=0.0)
@@ -98,7 +104,7 @@ def export(network: nn.Module, inputs: Tensor, path: str | Path, to: Format) -> 
 
         def write_and_check(draft: Path) -> None:
             nonlocal difference
-            run_file = (_write_pt2 if to == "pt2" else _write_onnx)(network, inputs, draft)
+            run_file = (_write_pt2 if to == "pt2" else _write_onnx)(program, draft)
             difference = max_difference(list(iter_tensors(run_file(inputs))), expected)
             if not isfinite(difference) or difference > TOLERANCE * largest_output:
                 raise ValueError(
@@ -123,7 +129,7 @@ def _file_path(path: str | Path, example: str) -> Path:
     return path
 
 
-def _export_program(network: nn.Module, inputs: Tensor) -> torch.export.ExportedProgram:
+def _export_program(network: nn.Module, inputs: Tensor) -> ExportedProgram:
     """Return the program of a network in its present mode, for batches of any size."""
     try:
         return torch.export.export(network, (inputs,), dynamic_shapes=({0: torch.export.Dim("batch")},))
@@ -131,24 +137,23 @@ def _export_program(network: nn.Module, inputs: Tensor) -> torch.export.Exported
         raise _not_exported(error) from error
 
 
-def _write_pt2(network: nn.Module, inputs: Tensor, path: Path) -> Callable[[Tensor], Any]:
+def _write_pt2(program: ExportedProgram, path: Path) -> Callable[[Tensor], Any]:
     with path.open("wb") as file:
-        torch.export.save(_export_program(network, inputs), file)
+        torch.export.save(program, file)
     with path.open("rb") as file:
         return torch.export.load(file).module()
 
 
-def _write_onnx(network: nn.Module, inputs: Tensor, path: Path) -> Callable[[Tensor], Any]:
-    exported = _export_program(network, inputs)
+def _write_onnx(program: ExportedProgram, path: Path) -> Callable[[Tensor], Any]:
     try:
-        program = torch.onnx.export(exported, dynamo=True, verbose=False)
+        model = torch.onnx.export(program, dynamo=True, verbose=False)
     except EXPORT_ERRORS as error:  # an operation without a form in ONNX, which the first cause names
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
         raise _not_exported(cause) from error
-    assert program is not None, "dynamo=True returns one"
-    path.write_bytes(program.model_proto.SerializeToString())
+    assert model is not None, "dynamo=True returns one"
+    path.write_bytes(model.model_proto.SerializeToString())
     session = import_module("onnxruntime").InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
     return lambda x: [torch.from_numpy(output) for output in session.run(None, {name: x.numpy()})]

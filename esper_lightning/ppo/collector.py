@@ -11,10 +11,6 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs.vector_env import TRAINING, VectorEnv, episode_rng_seeds
-from esper_lightning.ppo.gae import discounted_sums, gae, normalise
-from esper_lightning.ppo.losses import PPOConfig
-from esper_lightning.envs.seeding import TRAINING, episode_rng_seeds
-from esper_lightning.envs.vector_env import VectorEnv
 from esper_lightning.ppo.losses import PPOConfig, discounted_sums, gae, normalise
 from esper_lightning.ppo.policy import Policy, RecurrentState
 from esper_lightning.ppo.rollout_buffer import Rollout, RolloutBuffer, Steps

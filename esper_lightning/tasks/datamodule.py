@@ -9,7 +9,7 @@ from lightning import LightningDataModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from esper_lightning.runtime.parallel import seeded_generators
+from esper_lightning.runtime.generators import seeded_generators
 from esper_lightning.runtime.registry import import_object
 from esper_lightning.tasks.stream import Stream
 from esper_lightning.tasks.task import Score, Split, Task, TaskData

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from esper_lightning.runtime.parallel import seeded_generators
+from esper_lightning.runtime.generators import seeded_generators
 from esper_lightning.tasks.task import Split
 
 

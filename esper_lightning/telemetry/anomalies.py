@@ -142,15 +142,18 @@ class AnomalyState(NamedTuple):
     raised: bool = False
     contradictions: int = 0
     """PPO updates in a row that contradict it: out of bounds while it is not raised, within bounds while it is."""
+    occurred: bool = False
+    """The anomaly was raised before, or is raised."""
 
 
 def next_state(state: AnomalyState, out_of_bounds: bool, updates: int) -> AnomalyState:
     """Return the state after one more PPO update; an anomaly is raised after `updates` in a row."""
     if out_of_bounds == state.raised:
-        return AnomalyState(state.raised)
+        return state._replace(contradictions=0)
     contradictions = state.contradictions + 1
-    is_enough = contradictions >= (CLEARING_UPDATES if state.raised else updates)
-    return AnomalyState(not state.raised) if is_enough else AnomalyState(state.raised, contradictions)
+    if contradictions < (CLEARING_UPDATES if state.raised else updates):
+        return state._replace(contradictions=contradictions)
+    return AnomalyState(not state.raised, occurred=True)
 
 
 class AnomalyDetector:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 from esper_lightning.envs import HostVerdict, HostVeto
 from esper_lightning.growth import SeedEvent, Stage
 
-SCHEMA = 4
+SCHEMA = 5
 """Version of the records' format; raised whenever a reader of the old format cannot read the new one."""
 
 EVENTS_FILE = "events.jsonl"
@@ -67,6 +67,7 @@ class Stacked(NamedTuple):
     blocks: str
     before: int
     after: int
+    parameters: int  # of the module before
 
 
 class GateRefused(NamedTuple):

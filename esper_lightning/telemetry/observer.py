@@ -239,7 +239,17 @@ class Observer:
         self._watch_gradients(tick)
         for name, paid in tick.terms.items():
             self.terms[name] = self.terms.get(name, 0.0) + float(paid.mean())
-        return [*self._new_events(tick), *contributions(tick, self.slots), measurements(tick)]
+        events = self._new_events(tick)
+        known &= ~tick.hosts["ended"][:, None]
+        if known.any():
+            numbers, places = np.nonzero(known)
+            names = [self.slots[k] for k in places.tolist()]
+            events.append(Contributed(tick.run_tick, numbers.tolist(), names, slots["contribution"][known].tolist()))
+        ops = [Op(op).name for op in tick.hosts["op"]]
+        # Rounded, since there is one such event in every tick.
+        measured = (np.round(tick.hosts[name], 4).tolist() for name in ("score", "loss", "objective"))
+        parameters = tick.hosts["parameters"].astype(int).tolist()
+        return [*events, HostsMeasured(tick.run_tick, ops, *measured, parameters)]
 
     def _watch_gradients(self, tick: Tick) -> None:
         """Find seeds that have had no gradient since they were germinated in this rollout."""
@@ -304,19 +314,3 @@ class Observer:
             self.terms, self.seen = dict(state["terms"]), seen
         else:
             self.earlier[:] = state["earlier"] + (state["sums"] if seen == self.horizon else 0.0)
-
-
-def measurements(tick: Tick) -> HostsMeasured:
-    """Return one event with the measurements of all hosts, rounded: there is one in every tick."""
-    score, loss, objective = (np.round(tick.hosts[name], 4).tolist() for name in ("score", "loss", "objective"))
-    parameters = tick.hosts["parameters"].astype(int).tolist()
-    return HostsMeasured(tick.run_tick, [Op(op).name for op in tick.hosts["op"]], score, loss, objective, parameters)
-
-
-def contributions(tick: Tick, slots: Sequence[str]) -> list[Event]:
-    """Return one event with the contributions of the blended seeds that have one; no event if there are none."""
-    of_slots = tick.slots
-    known = of_slots["blended"] & ~np.isnan(of_slots["contribution"]) & ~tick.hosts["ended"][:, None]
-    hosts, places = np.nonzero(known)
-    points = of_slots["contribution"][known].tolist()
-    return [Contributed(tick.run_tick, hosts.tolist(), [slots[k] for k in places.tolist()], points)] if points else []

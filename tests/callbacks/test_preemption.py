@@ -10,7 +10,7 @@ from lightning import Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from esper_lightning.callbacks import Preemption
-from esper_lightning.callbacks.preemption import STOP_SIGNALS
+from esper_lightning.callbacks.resume import STOP_SIGNALS
 from esper_lightning.datamodules import HostPoolData
 from esper_lightning.envs import EnvConfig
 from esper_lightning.module import TamiyoModule

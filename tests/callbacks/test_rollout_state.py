@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from lightning import Trainer
 
-from esper_lightning.callbacks.rollout_state import RolloutState, random_states, set_random_states
+from esper_lightning.callbacks.resume import RolloutState, random_states, set_random_states
 from esper_lightning.ppo.collector import RolloutCollector
 from tests.runs import differences, fit, load, only_run
 

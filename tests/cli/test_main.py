@@ -1,7 +1,5 @@
 """Command line: every config runs, a run writes its files, and bad input ends in one line."""
 
-import csv
-import json
 import math
 import os
 import re
@@ -16,11 +14,11 @@ import yaml
 
 from esper_lightning.__main__ import main
 from esper_lightning.growth.stages import Stage
-from esper_lightning.runtime.checkpoint import SCHEMA
 from esper_lightning.runtime.machine import PHASES
 from tests.runs import (
     CONFIGS,
     EPOCHS,
+    TINY,
     Run,
     cli,
     fit,
@@ -32,7 +30,6 @@ from tests.tasks.stored import write_cifar10
 from tests.tiers import rest_is_slow
 
 ONE_ROLLOUT = ("--trainer.max_epochs=1", "--model.evaluation.hosts=0", "--trainer.enable_progress_bar=false")
-CONTROLLERS = ["tamiyo", "random", "small static", "heuristic", "periodic", "climbing"]
 SMOKE_TICKS = range(1, 25)  # 2 rollouts of 12
 ROLLOUT_ENDS = [12, 24]
 ROLLOUT_TAGS = {
@@ -48,7 +45,7 @@ TICK_TAGS = {
     *(f"growth/{slot}/{stage.name}" for slot in ("block1.pool", "block2.pool", "block3") for stage in Stage),
     *(f"time/perf_counter.{phase}" for phase in PHASES),
 }
-SOMETIMES = ("blueprint/", "gradients/seed")
+SOMETIMES = ("blueprint/", "gradients/seed", "anomaly/")
 ONCE = ("test/", "epoch")
 PER_TICK = ("hosts/", "reward/", "growth/", "governor/", "gradients/", "time/perf_counter.")
 
@@ -59,28 +56,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Run:
     root = tmp_path_factory.mktemp("smoke")
     done = process("--config", str(CONFIGS / "smoke.yaml"), "--trainer.default_root_dir", str(root))
     assert done.returncode == 0, done.stderr
-    assert all(f" {controller} " in done.stdout for controller in CONTROLLERS)
     return only_run(root)
-
-
-@pytest.mark.slow
-def test_the_smoke_run_leaves_checkpoints_and_compares_all_controllers_with_intervals(smoke: Run) -> None:
-    saved = {path.name: load(path)["esper_schema"] for path in smoke.checkpoints.iterdir()}
-    assert saved == {"best.ckpt": SCHEMA, "last.ckpt": SCHEMA}
-    with (smoke.folder / "evaluation" / "evaluation.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    summary = json.loads((smoke.folder / "evaluation" / "evaluation.json").read_text())["controllers"]
-
-    assert list(summary)[: len(CONTROLLERS)] == CONTROLLERS
-    assert len(summary) == len(CONTROLLERS) + 2, "and static twins of the best rule"
-    for controller, found in summary.items():
-        worth = [float(row["objective"]) for row in rows if row["controller"] == controller]
-        assert len(worth) == 4
-        assert found["objective"]["mean"] == pytest.approx(sum(worth) / 4, rel=1e-5)
-        for column in ("score", "parameters", "objective", "ahead"):
-            low, mean, high = (found[column][end] for end in ("low", "mean", "high"))
-            assert low <= mean <= high
-    assert summary["tamiyo"]["ahead"]["mean"] == summary["tamiyo"]["ahead"]["low"] == 0.0  # of the policy
 
 
 @pytest.mark.slow
@@ -93,8 +69,6 @@ def test_the_smoke_run_writes_finite_points_over_ticks(smoke: Run) -> None:
         if tag.startswith((*SOMETIMES, "hp_metric")):
             continue  # only where a seed lived or was fossilized: tests/telemetry/test_tensorboard.py
         steps = list(SMOKE_TICKS) if tag.startswith(PER_TICK) else ROLLOUT_ENDS
-        if tag == "anomaly/grad_norm_high" or tag == "anomaly/grad_norm_low":
-            steps = steps[1:]  # only after an earlier norm for comparison
         if tag.startswith(ONCE):
             steps = steps[-1:]  # measured when training has ended
         assert [step for step, _ in points] == steps, tag
@@ -180,9 +154,7 @@ def test_configs_lists_them_with_their_purpose_and_init_copies_one(
         assert answer in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "args", [[], ["fit"], ["test"], ["grow"], ["export"], ["sweep"]], ids=lambda args: "-".join(args)
-)
+@pytest.mark.parametrize("args", [[], ["fit"], ["test"], ["grow"], ["export"]], ids=lambda args: "-".join(args))
 def test_every_command_has_a_help(
     args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,3 +176,19 @@ def test_last_is_the_checkpoint_that_was_written_last(tmp_path: Path) -> None:
 
     assert load(first.last)["callbacks"]["RolloutState"]["loop"]["episode"] == EPOCHS
     assert load(second.last)["callbacks"]["RolloutState"]["loop"]["episode"] == 1
+
+
+@pytest.mark.parametrize("name", ["last", "best"])
+def test_validate_repeats_what_fit_has_logged(name: str, tmp_path: Path) -> None:
+    fit(tmp_path, "--trainer.max_epochs=2")
+    run = only_run(tmp_path)
+    logged = [value for _, value in run.scalars()["val/objective"]]
+
+    other = ("--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={tmp_path / 'other'}")
+    with patch.object(sys, "argv", sys.argv[:1]):
+        main(["validate", *TINY, "--ckpt_path", str(run.checkpoints / f"{name}.ckpt"), *other])
+
+    (table,) = (tmp_path / "other").rglob("metrics.csv")
+    header, values = (line.split(",") for line in table.read_text().splitlines()[:2])
+    found = float(dict(zip(header, values, strict=True))["val/objective"])
+    assert found == pytest.approx(logged[-1] if name == "last" else max(logged), abs=1e-6)

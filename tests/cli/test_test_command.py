@@ -2,7 +2,6 @@
 
 import csv
 import json
-import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -12,14 +11,10 @@ import numpy as np
 import pytest
 
 from esper_lightning.__main__ import main
-from esper_lightning.cli.commands import make_cli
 from esper_lightning.controllers.schedules import Schedule, write_schedule
-from esper_lightning.hosts import CNN
-from esper_lightning.runtime.registry import find_config
 from tests.runs import TINY, Run, fit, only_run, process
 
 FEW = ("--model.evaluation.hosts=2",)
-JOBS = "model.evaluation.jobs"
 LITTLE = (*FEW, "--model.evaluation.controls=false", "--model.evaluation.against=[climbing]")
 SLOTS = ("block1.pool", "block2.pool", "block3")
 
@@ -160,21 +155,3 @@ def test_what_cannot_be_compared_ends_in_one_line(
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and said in line
-
-
-def test_hosts_of_a_config_can_be_sent_to_another_process() -> None:
-    built = make_cli(["--config", str(find_config("smoke"))], run=False)
-    (config,) = built.datamodule.task_configs.values()
-
-    sent = pickle.loads(pickle.dumps(config.host))
-
-    assert sent.func is CNN and sent.keywords == config.host.keywords and sent.keywords["base"] == 4
-
-
-@pytest.mark.slow
-def test_two_processes_compare_as_one_does(trained: list[Run], tmp_path: Path) -> None:
-    one, two = (
-        compare(tmp_path / str(jobs), *TINY, *FEW, "--ckpt_path", lone(trained[0], tmp_path), f"--{JOBS}={jobs}")
-        for jobs in (1, 2)
-    )
-    assert rows_of(one) == rows_of(two)

@@ -12,7 +12,6 @@ from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.rules import RandomValid, WaitOnly
 from esper_lightning.controllers.schedules import (
     FixedSchedule,
-    RecordingController,
     Schedule,
     ScheduledAction,
     actions_by_tick,
@@ -24,6 +23,7 @@ from esper_lightning.controllers.schedules import (
 from esper_lightning.envs import Action, HostPool
 from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.envs.governor import GovernorConfig
+from esper_lightning.evaluation.play import play_episode
 from esper_lightning.growth.stages import Stage
 from tests.conftest import FREE
 from tests.decisions import WAIT, Row, act, cull, fossilize, germinate
@@ -51,12 +51,7 @@ def grow(tick: int, slot: str, blueprint: str = "norm") -> ScheduledAction:
 
 def record(pool: HostPool, controller: Controller, rng_seeds: Sequence[int]) -> list[Schedule]:
     """Return the actions of `controller` in an episode, as one schedule per host."""
-    recording = RecordingController(controller)
-    pool.reset(rng_seeds)
-    recording.reset(pool)
-    for _ in range(pool.config.horizon):
-        pool.step(recording.act(pool))
-    return recording.schedules
+    return play_episode(pool, "recorded", controller, rng_seeds=rng_seeds).schedules
 
 
 def actions_taken(pool: HostPool, controller: FixedSchedule, host: int = 0) -> list[Row]:

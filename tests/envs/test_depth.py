@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from esper_lightning import from_config
 from esper_lightning.callbacks import Grow
 from esper_lightning.controllers.learned import TrainingHosts, TrainingRules
-from esper_lightning.controllers.rules import RandomValid, Scaling
-from esper_lightning.controllers.static import FossilizedSeed, StaticController
+from esper_lightning.controllers.rules import FossilizedSeed, RandomValid, Scaling, StaticController
 from esper_lightning.envs import HostPool, Op
 from esper_lightning.envs.flops import FlopCounter, plain_operators
 from esper_lightning.envs.host_env import HostEnv

@@ -13,14 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from esper_lightning.cli.commands import fossilized_copy
 from esper_lightning.controllers.learned import Controller
-from esper_lightning.controllers.rules import RandomValid, WaitOnly
-from esper_lightning.controllers.static import FossilizedSeed, StaticController, Topology
+from esper_lightning.controllers.rules import FossilizedSeed, RandomValid, StaticController, Topology, WaitOnly
 from esper_lightning.envs import Action, HostPool, Op
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.rewards import ObjectiveConfig
-from esper_lightning.evaluation.networks import fossilized_copy
 from esper_lightning.evaluation.play import (
     affordable_ticks,
     epoch_rng_seed,

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 from torch import nn
 
+from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.controllers.schedules import Schedule, read_schedule
-from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.comparison import ComparisonResult, Entry
 from esper_lightning.evaluation.play import Outcome
 from esper_lightning.evaluation.report import (
@@ -34,12 +34,12 @@ def outcome(name: str, score: np.ndarray, parameters: float) -> Outcome:
     return Outcome(
         name, score, 1 - score, whole + parameters, score - 0.01, 1000 * whole + 1, whole, whole, whole, 1.5,
         [()] * HOSTS, ops, ["as configured"] * HOSTS,
-        {"calibration_error": 0.1 * score, "accuracy.0": score, "accuracy.1": score - 0.1},
+        {"calibration_error": 0.1 * score, "accuracy.0": score, "accuracy.1": score - 0.1}, [], [],
     )  # fmt: skip
 
 
-def untrained(training_seed: int | None, source: str) -> TrainedPolicy:
-    return TrainedPolicy(training_seed, source, nn.Identity(), nn.Identity())
+def untrained(training_seed: int | None, source: str) -> LearnedController:
+    return LearnedController(nn.Identity(), nn.Identity(), source=source, training_seed=training_seed)
 
 
 def contest(training_seeds: Sequence[int | None]) -> ComparisonResult:

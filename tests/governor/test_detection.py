@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.governor.kinds import KINDS
+from benchmarks.governor.kinds import DETECTION_TICKS, KINDS, DetectionCount
 from benchmarks.governor.live import break_live
 from benchmarks.governor.recorded import FAULTS, Fault, count_detections, first_rollback
-from benchmarks.governor.report import DETECTION_TICKS, DetectionCount
 from benchmarks.governor.traces import Trace, load, record, save
 from esper_lightning.envs.governor import EpochStats, GovernorConfig, GovernorState, Verdict, judge
 

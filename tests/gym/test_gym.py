@@ -25,10 +25,10 @@ from esper_lightning.envs.rewards import RewardConfig
 from esper_lightning.envs.vector_env import ChoiceAction
 from esper_lightning.gym import GrowthVectorEnv, make_vector_env
 from esper_lightning.runtime.registry import config_paths
+from tests.cli.test_export import write_config
 from tests.conftest import FREE
 from tests.decisions import WAIT, fossilize, germinate
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
-from tests.gym.configs import write_config
 
 MakePool = Callable[..., HostPool]
 

@@ -8,12 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from esper_lightning.envs import HostPool, Observation, Op
+from esper_lightning.envs import Observation, Op
 from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.envs.vector_env import EVALUATION, TRAINING, episode_rng_seeds
-from esper_lightning.envs import Observation, Op
-from esper_lightning.envs.governor.judge import GovernorConfig
-from esper_lightning.envs.seeding import EVALUATION, TRAINING, episode_rng_seeds
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms
 from esper_lightning.ppo.rollout_buffer import Rollout

@@ -32,6 +32,7 @@ def test_it_takes_updates_in_a_row_to_raise_and_to_clear(updates: int, out_of_bo
         found += "x" if state.raised else "."
 
     assert found == raised
+    assert state.occurred == ("x" in raised)
 
 
 def observe(detector: AnomalyDetector, *rows: Row, progress: float = 0.0) -> list[list[str]]:

@@ -72,8 +72,8 @@ def test_going_on_forgets_what_came_later_and_the_line_that_a_crash_has_cut(tmp_
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"type":"nonsense","tick":1}', "no event of schema 4"),
-        ('{"type":"seed","tick":1}', "no event of schema 4"),
+        ('{"type":"nonsense","tick":1}', "no event of schema 5"),
+        ('{"type":"seed","tick":1}', "no event of schema 5"),
         (to_line(BORN).replace("DORMANT", "ASLEEP"), "ASLEEP"),
         (to_line(START._replace(schema=2)), "events of schema 2; use the version of this package that wrote them"),
         ("x" * 1_000_000, "Expecting value"),

@@ -16,6 +16,7 @@ from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.lifecycle import SeedEvent
 from esper_lightning.growth.stages import Stage
 from esper_lightning.runtime.ranks import ALONE, Ranks
+from esper_lightning.telemetry.events import Contributed
 from esper_lightning.telemetry.metrics import episode_metrics
 from esper_lightning.telemetry.observer import HOST, SLOT, Observer, Tick, join, observe
 from tests.runs import load
@@ -215,3 +216,12 @@ def test_a_host_relies_on_a_seed_that_contributes_far_more_than_was_gained(
 
     assert found["rollout/reliance"] == reliance
     assert found["rollout/fossils"] == found["rollout/rolled_back"] == 0.5
+
+
+def test_contributions_of_hosts_whose_episode_has_ended_are_not_told() -> None:
+    hosts, slots = np.zeros(2, HOST), np.zeros((2, 1), SLOT)
+    hosts["ended"], slots["blended"], slots["contribution"] = [True, False], True, [[3.0], [4.0]]
+
+    told = Observer(["a"], ["norm"], horizon=4, n_envs=2).update(Tick(2, 2, hosts, slots, {}, []))
+
+    assert [event for event in told if isinstance(event, Contributed)] == [Contributed(2, [1], ["a"], [4.0])]

@@ -23,7 +23,7 @@ SMALL = (
 class Report(NamedTuple):
     """Anomalies that a run reported."""
 
-    levels: dict[str, list[int]]  # by name, 1 while it is raised, after each update
+    levels: dict[str, list[int]]  # by name, 1 while it is raised, after each update from the first occurrence on
     raised: set[str]  # those that were ever raised
     lines: dict[str, str]  # with which each was first raised
 
@@ -115,8 +115,8 @@ def test_a_policy_that_only_waits_is_told_from_one_that_has_nothing_left_to_do(
     monkeypatch.setattr(RolloutCollector, "reset", saturated)
     found = run("--trainer.max_epochs=4")
 
-    assert found.levels["waiting"] == [0, 0, 1, 1]
-    assert found.levels["entropy.op"][:3] == [0, 0, 1]
+    assert found.levels["waiting"] == [1, 1], "from the third update on"
+    assert found.levels["entropy.op"][0] == 1
     assert "collapsed to WAIT" in found.lines["waiting"] and "data.env.objective.price" in found.lines["waiting"]
     assert not found.raised & {"entropy.slot", "entropy.blueprint"}, "heads that never mattered"
 
@@ -148,8 +148,7 @@ def test_a_healthy_run_raises_nothing(run: Callable[..., Report], seed: int) -> 
     )
 
     # A critic after five updates may still be no better than the mean.
-    assert found.raised <= {"explained_variance"}
-    assert {"kl", "ratio_low", "entropy.op", "entropy.slot", "gradient_health", "memory"} <= set(found.levels)
+    assert found.levels.keys() <= {"explained_variance"}, "what never occurred has no plot"
 
 
 @pytest.mark.slow
@@ -160,5 +159,5 @@ def test_a_resumed_run_goes_on_in_the_same_states(run: Callable[..., Report], tm
 
     found = run(frozen, "--trainer.max_epochs=3", "--ckpt_path", str(last))
 
-    assert found.levels["frozen_policy"] == [0, 1, 1], "the first update was counted"
+    assert found.levels["frozen_policy"] == [1, 1], "the first update was counted"
     assert found.lines["frozen_policy"].startswith("anomaly frozen_policy: raised at update 2: 0, bound 1e-06")

@@ -17,6 +17,7 @@ from tests.runs import CONFIGS, ROOT, cli, continuation, differences, fit, fit_s
 RICH = (
     *("--config", str(CONFIGS / "smoke.yaml"), "--model.evaluation.hosts=0", "--trainer.enable_progress_bar=false"),
     "--data.env.training.precision=fp16",
+    *("--model.ppo.epochs=1", "--model.ppo.minibatches=1"),  # raises an anomaly
     *("--data.n_envs=6", "--model.ppo.normalize_rewards=true", "--seed_everything=3"),
     *with_callback(Telemetry),
 )

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from esper_lightning.growth import slots_of
 from esper_lightning.growth.stages import Stage
-from tests.callbacks.grow.modules import Classifier
-from tests.callbacks.grow.trainings import LIFE, classifier, equal, grow, train
+from tests.callbacks.grow.trainings import LIFE, Classifier, classifier, equal, grow, train
 
 
 class Whole(nn.Module):

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.callbacks.grow.modules import Classifier, DigitsData
-from tests.callbacks.grow.trainings import classifier, grow, train, trainer
+from tests.callbacks.grow.trainings import Classifier, DigitsData, classifier, grow, train, trainer
 from tests.decisions import germinate
 
 

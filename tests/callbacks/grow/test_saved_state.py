@@ -8,8 +8,7 @@ import pytest
 from esper_lightning.callbacks import Grow
 from esper_lightning.growth import attach_from_state_dict
 from esper_lightning.growth.stages import Stage
-from tests.callbacks.grow.modules import Classifier, DigitsData
-from tests.callbacks.grow.trainings import classifier, equal, grow, train, trainer
+from tests.callbacks.grow.trainings import Classifier, DigitsData, classifier, equal, grow, train, trainer
 from tests.decisions import cull, germinate
 
 LIFE = {0: germinate(0, 0), 1: germinate(1, 1), 7: cull(1)}

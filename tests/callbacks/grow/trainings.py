@@ -12,7 +12,7 @@ from esper_lightning.envs.actions import to_action
 from esper_lightning.envs.host_pool import SinglePool
 from esper_lightning.growth.gates import LifecycleConfig
 from tests.callbacks import gpt
-from tests.callbacks.grow.modules import Classifier, DigitsData
+from tests.callbacks.grow.trainings import Classifier, DigitsData
 from tests.decisions import WAIT, Row, cull, decide, germinate
 
 QUICK = LifecycleConfig(training_ticks=1, min_contribution=None, auto_cull=False, min_gradient_health=0.0)
