@@ -338,7 +338,7 @@ class TamiyoModule(LightningModule):
         if not self.trainer.is_global_zero:
             return  # one process compares; the others wait for it
         with self._hosts(batch) as data:
-            own = LearnedController(self.policy, self.observation_norm, training_seed=data.seed)
+            trained = LearnedController(self.policy, self.observation_norm, training_seed=data.seed)
             settings = {**self.hparams, **data.hparams}
             self.results = compare(self.evaluation, data, trained, folder=folder, settings=settings)
         for task, result in self.results.items():
