@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.optim import Optimizer
 
-from esper_lightning.callbacks.rerun import kept_attributes
+from esper_lightning.callbacks.measuring import kept_attributes
 from esper_lightning.envs.flops import FlopCounter
 from esper_lightning.growth.blocks import find_blocks
 from esper_lightning.growth.slot import pass_on

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from esper_lightning.callbacks import Grow
-from esper_lightning.callbacks.measuring import Decider
+from esper_lightning.callbacks.grow import Decider
 from esper_lightning.growth.stages import OCCUPIED
 from esper_lightning.runtime.console import print_status, quieter_lightning
 from esper_lightning.runtime.nested import copy_module

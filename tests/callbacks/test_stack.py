@@ -213,6 +213,16 @@ def test_the_change_is_told_with_the_losses_of_the_batches_around_it(
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("Stack, ")] == [told]
 
 
+def test_blocks_are_not_counted_as_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+    growing = seeds()
+    train(make(), growing, stacked())
+
+    assert growing.pool is not None and growing.pool.env.flops.host > 0
+    whole, host = (sum(p.numel() for p in module.parameters()) for module in (growing.network, make().net))
+    assert whole > host == growing.pool.env.host_parameters
+    assert f"Grow: net has {whole:,} parameters, {host:,} of them without seeds" in capsys.readouterr().out
+
+
 def test_the_loggers_get_the_number_of_blocks_at_each_change(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
 

@@ -64,7 +64,6 @@ REFUSED: dict[str, tuple[Change, dict[str, Any], dict[str, Any], str]] = {
     "two networks": (OTHER, {}, {}, r"'net', 'other'; give Grow\(network=…\)"),
     "unknown network": (nothing, {}, {"network": "nett"}, "unknown network 'nett'; did you mean 'net'"),
     "unknown slot": (nothing, {}, {"slots": ["33"]}, "in 'net', the network has no module '33'"),
-    "slot with the name of its network": (nothing, {}, {"slots": ["net.3"]}, "no module 'net.3'.*within the network"),
     "LBFGS": (LBFGS, {}, {}, "LBFGS cannot hold parameter groups that come and go; use SGD"),
     "fused": (FUSED, {"plugins": SCALED}, {}, "fused optimizer under 16-mixed hides .* make it with fused=False"),
     "depth": (deepening, {}, {}, "'stack1' is for depth, which the callback Stack grows"),
