@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from esper_lightning.__main__ import main
-from esper_lightning.callbacks.preemption import STOP_SIGNALS
+from esper_lightning.callbacks.resume import STOP_SIGNALS
 from esper_lightning.cli.commands import EsperCLI
 from esper_lightning.controllers import CONTROLLERS
 from esper_lightning.envs.executors import EXECUTORS

@@ -1,19 +1,27 @@
-"""Callback that adds the unfinished rollout and all random states to a checkpoint."""
+"""Callbacks by which a run that was stopped goes on: all of its state is saved, also when it is asked to stop."""
 
 import random
+import signal
+import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from lightning import Callback, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from torch import Tensor
 
 from esper_lightning.runtime.checkpoint import OTHER_RANKS_KEY
+from esper_lightning.runtime.console import print_status
 
 if TYPE_CHECKING:
     from esper_lightning.module import TamiyoModule
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that ask the process to stop: `kill`, Ctrl-C, and a terminal that was closed."""
 
 
 class RolloutState(Callback):
@@ -36,16 +44,16 @@ class RolloutState(Callback):
         if not hasattr(self._module, "collector"):  # nothing has been trained: the policy alone is saved
             return {}
         collector = self._module.collector
-        ranks, collector_state, own = collector.ranks, collector.state_dict(), random_states()
+        ranks, collector_state, randoms = collector.ranks, collector.state_dict(), random_states()
         if ranks.world == 1:
-            return {"loop": collector_state, "random": own}
+            return {"loop": collector_state, "random": randoms}
         rows: list[Tensor] = []  # the parts with a row per environment, in the order of `map_rows`
         map_rows(collector_state, lambda part, _: rows.append(part) or part)
-        of_ranks = ranks.gather({"rows": rows, "random": own})
+        of_ranks = ranks.gather({"rows": rows, "random": randoms})
         if ranks.rank == 0:
-            columns = zip(*(one["rows"] for one in of_ranks), strict=True)
+            columns = zip(*(sent["rows"] for sent in of_ranks), strict=True)
             collector_state |= map_rows(collector_state, lambda _, axis: ranks.join(next(columns), axis))
-        return {"loop": collector_state, "random": own, OTHER_RANKS_KEY: [one["random"] for one in of_ranks[1:]]}
+        return {"loop": collector_state, "random": randoms, OTHER_RANKS_KEY: [sent["random"] for sent in of_ranks[1:]]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._pending = state_dict  # Lightning calls this before the loop exists
@@ -105,3 +113,57 @@ def set_random_states(states: dict[str, Any]) -> None:
     else:
         saved = len(states["cuda"])
         warnings.warn(f"the checkpoint has the random states of {saved} GPUs: they are not restored", stacklevel=2)
+
+
+class Preemption(Checkpoint):
+    """Saves a checkpoint at the end of the tick on SIGTERM, Ctrl-C or SIGHUP, and exits with 143, 130 or 129.
+
+    A second signal ends the process at once. Lightning alone would exit with 0 and save nothing in the middle of a
+    rollout. With several processes a signal to any of them stops all: they agree at the end of every tick. The class
+    derives from `Checkpoint` so that Lightning calls it last, after the other callbacks have processed this tick.
+    `last.ckpt` in the folder of the first ModelCheckpoint is written.
+    """
+
+    def __init__(self) -> None:
+        self._received = 0
+        self._previous: dict[int, Any] = {}  # handlers that were replaced
+
+    def on_train_start(self, trainer: Trainer, pl_module: "TamiyoModule") -> None:
+        # Not earlier: Lightning has installed its own handlers by now, and these must replace them.
+        if threading.current_thread() is threading.main_thread():  # another one receives no signals
+            asked = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._previous = {number: signal.signal(number, self._note) for number in asked}
+        if trainer.received_sigterm:  # noted by Lightning's handler before this one was installed
+            self._received = signal.SIGTERM
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._received = number
+        for replaced in self._previous:
+            signal.signal(replaced, signal.SIG_DFL)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: "TamiyoModule", *_: object) -> None:
+        if not trainer.is_last_batch:
+            self.on_train_epoch_end(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: "TamiyoModule") -> None:
+        number = self._received
+        if pl_module.ranks.world > 1:
+            number = int(pl_module.ranks.maximum(torch.tensor(number)))
+        if not number:
+            return
+        folders = [saver.dirpath for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
+        path = Path(next(filter(None, folders), trainer.log_dir or trainer.default_root_dir)) / "last.ckpt"
+        trainer.save_checkpoint(path, weights_only=False)
+        if trainer.is_global_zero:
+            print_status(f"stopped by {signal.Signals(number).name}; go on from ckpt_path {path}")
+        trainer.strategy.barrier()  # the first process to end makes Lightning end the others
+        raise SystemExit(128 + number)
+
+    def on_train_end(self, trainer: Trainer, pl_module: "TamiyoModule") -> None:
+        # Not later: Lightning removes its own handlers before the teardown of callbacks, and they would come back.
+        self.teardown(trainer, pl_module, "fit")
+
+    def teardown(self, trainer: Trainer, pl_module: "TamiyoModule", stage: str) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
