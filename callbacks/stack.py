@@ -204,9 +204,9 @@ class Stack(Callback):
                     f"Stack: {self.name!r} and {each.name!r} are one list, and one Stack grows it; give at={{share: "
                     f"blocks, …}} for several changes"
                 )
-        known = [each for each in self._lists if each.found.modules is found.modules]
-        if known:  # after an earlier run the list may hold a part of its blocks
-            return known[0]
+        for known in self._lists:
+            if known.found.modules is found.modules:  # after an earlier run the list may hold a part of its blocks
+                return known
         most = SHALLOW.get(found.modules, 0)
         if trainer.state.fn == TrainerFn.FITTING and most > len(found.modules):
             raise ValueError(
@@ -498,11 +498,9 @@ class Stack(Callback):
         line += f"; {number:,} {unit} cost {self.flops_spent:.3g} FLOPs"
         last, first = ({each.name: each.depths[i] for each in stacks} for i in (-1, 0))
         if last != first:
-            flops = self.flops_spent / trainer.world_size * number / batches
-            fixed = (
-                f"{int(flops / self.cost.flops(depths)):,} at {' + '.join(map(str, depths.values()))}"
-                for depths in (last, first)
-            )
+            flops, fixed = self.flops_spent / trainer.world_size * number / batches, []
+            for depths in (last, first):
+                fixed.append(f"{int(flops / self.cost.flops(depths)):,} at {' + '.join(map(str, depths.values()))}")
             line += f", those of {' or '.join(fixed)} blocks throughout"
         if self.cost.targets:
             targets = batches * trainer.world_size * self.cost.targets / count_parameters(pl_module)
