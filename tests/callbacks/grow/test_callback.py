@@ -24,8 +24,18 @@ from esper_lightning.growth import LifecycleConfig, detach_slots, slots_of
 from esper_lightning.growth.lifecycle import SeedEvent
 from esper_lightning.growth.stages import Stage
 from esper_lightning.telemetry.events import Contributed, Started, read_events
-from tests.callbacks.grow.modules import SCHEDULERS, Classifier, DigitsData, TwoOptimizers
-from tests.callbacks.grow.trainings import LIFE, classifier, equal, grow, train, trainer
+from tests.callbacks.grow.trainings import (
+    LIFE,
+    SCHEDULERS,
+    Classifier,
+    DigitsData,
+    TwoOptimizers,
+    classifier,
+    equal,
+    grow,
+    train,
+    trainer,
+)
 from tests.decisions import decide, germinate
 
 EPOCHS = 9

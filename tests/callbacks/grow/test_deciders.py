@@ -15,8 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from esper_lightning.controllers.schedules import Schedule, ScheduledAction, write_schedule
 from esper_lightning.growth.stages import Stage
 from esper_lightning.runtime.checkpoint import NAMED_POLICIES, POLICIES
-from tests.callbacks.grow.modules import Classifier
-from tests.callbacks.grow.trainings import Plan, classifier, grow, train
+from tests.callbacks.grow.trainings import Classifier, Plan, classifier, grow, train
 from tests.decisions import cull, germinate
 
 

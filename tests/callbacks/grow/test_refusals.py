@@ -19,8 +19,7 @@ from esper_lightning.callbacks.grow import CONFLICTING_CALLBACKS, find_network
 from esper_lightning.envs import ActionConfig
 from esper_lightning.growth import attach_slots
 from esper_lightning.growth.depth import depth_slots
-from tests.callbacks.grow.modules import Classifier, DigitsData
-from tests.callbacks.grow.trainings import grow, trainer
+from tests.callbacks.grow.trainings import Classifier, DigitsData, grow, trainer
 
 Change = Callable[[Classifier], Any]
 """A change of a user's module. It may return another module, as torch.compile does."""
