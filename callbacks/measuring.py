@@ -61,11 +61,7 @@ REREADINGS = 3
 
 
 class VariantMeter:
-    """Measures a network, whose seeds are switched, on the first `count` validation batches, kept in memory.
-
-    Attributes:
-        needs_proof: True until Lightning has logged what was measured, if it validates on the same batches.
-    """
+    """Measures a network, whose seeds are switched, on the first `count` validation batches, kept in memory."""
 
     def __init__(
         self,
@@ -90,6 +86,7 @@ class VariantMeter:
         if self._is_comparable and self._vary(1):
             self._exempt()
         self.needs_proof = self._is_comparable
+        """True until Lightning has logged what was measured, if it validates on the same batches."""
 
     def _vary(self, readings: int) -> bool:
         """Return True if the loader gives other batches when it is read again, in any process."""
@@ -227,10 +224,7 @@ def first_rows(example: ExampleInput, rows: int) -> ExampleInput:
 
 
 def check_validation(trainer: Trainer, module: LightningModule, *, by_steps: bool) -> None:
-    """Raise ValueError if validation batches cannot be read, or (`by_steps`) validation_step takes none.
-
-    The trainer's loaders are set up.
-    """
+    """Raise ValueError if validation batches cannot be read, or (`by_steps`) validation_step takes none."""
     combined = _loaders(trainer)
     loaders = combined.flattened
     if combined._mode == "sequential" and len(loaders) > 1:
@@ -371,12 +365,7 @@ def isolated_state(module: nn.Module, *, reset: bool = False) -> Iterator[None]:
     """Let a module and its parts work on a deep copy of their attributes within this context.
 
     Parts stay the same objects, as others may refer to them. Parameters that learn, and SHARED objects, are not copied.
-
-    Args:
-        module: The module.
-        reset: Torchmetrics begin without what they have counted.
-
-    Raises ValueError if an attribute cannot be copied.
+    With `reset` torchmetrics begin without what they have counted.
     """
     parts = list(module.modules())
     shared: dict[int, Any] = {id(part): part for part in parts}
@@ -447,9 +436,10 @@ class _Silent(_StandIn):
 class _Batches(Iterator[KeptBatch]):
     """Copies of batches in memory; `done` once the last is given."""
 
+    done = False
+
     def __init__(self, batches: Sequence[KeptBatch]) -> None:
         self.left = deque(batches)
-        self.done = False
 
     def __next__(self) -> KeptBatch:
         if not self.left:
@@ -496,6 +486,5 @@ def _loop_over(trainer: Trainer, batches: Sequence[KeptBatch]) -> Any:
 
 def mean_over_processes(trainer: Trainer, value: Tensor) -> float:
     """Return a logged metric, averaged over processes."""
-    return float(
-        trainer.strategy.reduce(value.detach().to(trainer.strategy.root_device, torch.float32), reduce_op="mean")
-    )
+    value = value.detach().to(trainer.strategy.root_device, torch.float32)
+    return float(trainer.strategy.reduce(value, reduce_op="mean"))

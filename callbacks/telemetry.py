@@ -116,16 +116,13 @@ class Telemetry(Callback):
             if trainer.is_last_batch:
                 written |= self._rollout_metrics(trainer)
             # The module logs some of them itself, so that a Trainer without this callback has them, too.
-            own_of_module = pl_module.metrics if trainer.is_last_batch else {}
-            logged = {tag: value for tag, value in written.items() if tag not in own_of_module}
+            of_module = pl_module.metrics if trainer.is_last_batch else {}
+            logged = {tag: value for tag, value in written.items() if tag not in of_module}
             for logger in trainer.loggers if logged else ():
                 logger.log_metrics(logged, step=collector.ticks)
 
     def _rollout_metrics(self, trainer: Trainer) -> dict[str, float]:
-        """Write events and histograms of the finished rollout, and return its metrics.
-
-        On other ranks: only send, and return {}.
-        """
+        """Write events, histograms and anomalies of the finished rollout, and return its metrics; {} on other ranks."""
         collector, report = self.collector, self.module.report
         pool, buffer, ranks, tick = collector.pool, collector.buffer, collector.ranks, collector.ticks
         assert report is not None, "the rollout has ended with an update"
@@ -148,41 +145,26 @@ class Telemetry(Callback):
         metrics |= metrics_of.episode_metrics(self._tick, spans) | self.observer.metrics()
         metrics |= metrics_of.return_metrics(report.summary.returns)
         metrics |= {f"train/{name}": value for name, value in report.metrics.items()}
-        metrics |= self._cost_metrics()
+        now, (start, ticks) = time.perf_counter(), self._rollout_start
+        speed = (tick - ticks) / (now - start)
+        metrics |= {"time/ticks_per_second": speed, "time/env_steps_per_second": speed * ranks.total}
+        metrics |= metrics_of.phase_shares(self._rollout_seconds, now - start)
+        metrics |= metrics_of.memory_metrics(pool.device)
+        self._rollout_start, self._rollout_seconds = (now, tick), Counter()
         blended = self._tick.slots["contribution"][self._tick.slots["blended"]]
         values = {name: torch.cat([sent[name] for sent in of_ranks]) for name in ("ratio", "advantage")}
         values["contribution"] = torch.from_numpy(blended).float()
         for writer in self.writers:
-            for name, of_all in values.items():
-                if (finite := of_all[torch.isfinite(of_all)]).numel():
+            for name, numbers in values.items():
+                if (finite := numbers[torch.isfinite(numbers)]).numel():
                     writer.add_histogram(f"histograms/{name}", finite, tick)
-        return metrics | self._check_anomalies(metrics, trainer)
-
-    def _cost_metrics(self) -> dict[str, float]:
-        """Return speed, shares of time and memory of the rollout, and begin to measure the next one."""
-        collector, pool = self.collector, self.collector.pool
-        now, (start, ticks) = time.perf_counter(), self._rollout_start
-        speed = (collector.ticks - ticks) / (now - start)
-        metrics = {"time/ticks_per_second": speed, "time/env_steps_per_second": speed * collector.ranks.total}
-        metrics |= metrics_of.phase_shares(self._rollout_seconds, now - start)
-        metrics |= metrics_of.memory_metrics(pool.device)
-        self._rollout_start, self._rollout_seconds = (now, collector.ticks), Counter()
-        return metrics
-
-    def _check_anomalies(self, metrics: dict[str, float], trainer: Trainer) -> dict[str, float]:
-        """Apply the rules to the rollout and its update, print what has changed, and return what is to be plotted."""
         readings = {tag.removeprefix("rollout/").replace("memory/", "memory."): value for tag, value in metrics.items()}
-        assert self.module.report is not None
-        changes = self.detector.observe(
-            readings | self.module.report.metrics,
-            tick=self.collector.ticks,
-            update=trainer.current_epoch + 1,
-            progress=self.module.progress,
-        )
+        readings |= report.metrics
+        changes = self.detector.observe(readings, tick=tick, update=update, progress=self.module.progress)
         for change in changes:
             print_status(str(change))
         self._write_events(changes)
-        return {f"anomaly/{name}": float(state.raised) for name, state in self.detector.states.items()}
+        return metrics | {f"anomaly/{name}": float(state.raised) for name, state in self.detector.states.items()}
 
     def state_dict(self) -> dict[str, Any]:
         if not hasattr(self, "observer"):  # nothing has been trained
