@@ -71,13 +71,16 @@ def test_a_second_fit_that_trains_nothing_saves_what_the_first_one_grew(tmp_path
     assert go_on(tmp_path / "again.ckpt")[1].validations == WHOLE
 
 
-def test_a_callback_saves_nothing_of_another_network() -> None:
+def test_a_callback_saves_nothing_of_another_network_that_is_validated(tmp_path: Path) -> None:
     callback = grow(LIFE)
     train(classifier(), callback, epochs=2)
 
-    trainer(callback).validate(classifier(), DigitsData(), verbose=False)
+    made = trainer(callback)
+    made.validate(classifier(), DigitsData(), verbose=False)
+    made.save_checkpoint(tmp_path / "plain.ckpt")
 
     assert callback.state_dict() == {}
+    assert not any("seed." in name for name in torch.load(tmp_path / "plain.ckpt", weights_only=True)["state_dict"])
 
 
 def test_a_grown_network_that_was_saved_without_grow_is_refused(tmp_path: Path) -> None:
@@ -139,15 +142,6 @@ def test_a_training_that_failed_early_leaves_nothing_behind() -> None:
     train(module, grow(), epochs=1)
 
     assert module.stage == "fit" and "configure_model" not in vars(module)
-
-
-def test_a_network_that_is_validated_is_saved_with_grow_among_the_callbacks(tmp_path: Path) -> None:
-    made = trainer(grow())
-    made.validate(classifier(), DigitsData(), verbose=False)
-
-    made.save_checkpoint(tmp_path / "plain.ckpt")
-
-    assert isinstance(torch.load(tmp_path / "plain.ckpt", weights_only=True)["state_dict"], dict)
 
 
 # Compiled code.
