@@ -102,13 +102,11 @@ class Grow(Callback):
         network: Name of the network in the LightningModule. None: its only child with parameters and these slots.
         blueprints: Kinds of seeds on offer, by name or import path. None: all of this package that fit the network.
         decider: `heuristic`, `climbing`, `periodic`, or the name or import path of your own; a schedule (`x.json`); a
-            trained policy (`x.ckpt` or `x.safetensors`), or `tamiyo`, the policy of the package; `wait`, by which
-            nothing grows; or any object with `reset(pool)` and `act(pool)`.
+            policy (`x.ckpt`, `x.safetensors` or `tamiyo`); `wait`, by which nothing grows; or a `Decider`.
         monitor: Name of the logged validation metric by which seeds are judged.
         mode: `max` for a share from 0 to 1, such as accuracy; `min` for a loss.
         score: Function of outputs and targets that returns a number from 0 to 1 per sample, in place of `monitor`: the
-            network is then measured by itself, all seeds in one pass unless rows of a batch see each other. Batches
-            must be pairs, and the network takes the first part.
+            network is then measured by itself, with batches that are pairs of its input and the targets.
         loss: Name of the logged validation loss that deciders see. None: the monitored loss, or -ln of the metric.
         batches: Validation batches, kept in memory, on which each seed is compared with its absence: the first ones.
         every: Validations per tick; a decision follows each tick.

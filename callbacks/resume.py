@@ -27,11 +27,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class RolloutState(Callback):
     """Saves and restores the unfinished rollout, the LSTM's state and every global random state.
 
-    With it a resumed run equals an uninterrupted one, whatever the tick of the checkpoint. The statistics of the
-    normalisers are buffers of `TamiyoModule`, which brings this callback to a Trainer that lacks it.
-
-    A checkpoint of several ranks has the rollout of all environments, as one process would save it, and the random
-    states of every rank. With another number of ranks only the first one's random states are restored.
+    With it a resumed run equals an uninterrupted one, whatever the tick of the checkpoint; `TamiyoModule` brings it to
+    a Trainer that lacks it. A checkpoint of several ranks has the rollout of all environments, as one process would save
+    it, and the random states of every rank. With another number of ranks only those of the first one are restored.
     """
 
     def __init__(self) -> None:
@@ -77,15 +75,10 @@ def map_rows(collector_state: dict[str, Any], change: Callable[[Tensor, int], Te
     `change(tensor, axis)` gets the axis of the environments: 0, or 1 for tensors [T, N, …].
     """
     buffer = collector_state["buffer"]
-    changed = {
-        "state": [change(part, 0) for part in collector_state["state"]],
-        "starts": change(collector_state["starts"], 0),
-        **{
-            name: change(collector_state[name], 1)
-            for name in ("raw_features", "raw_privileged", "final_values")
-            if name in collector_state
-        },
-    }
+    changed: dict[str, Any] = {"state": [change(part, 0) for part in collector_state["state"]]}
+    for name, axis in (("starts", 0), ("raw_features", 1), ("raw_privileged", 1), ("final_values", 1)):
+        if name in collector_state:
+            changed[name] = change(collector_state[name], axis)
     axes = {"ticks": 1, "state": 0, "sequence_states": 1}
     rows = {name: [change(part, axis) for part in buffer[name]] for name, axis in axes.items() if name in buffer}
     return changed | {"buffer": rows}
@@ -118,10 +111,9 @@ def set_random_states(states: dict[str, Any]) -> None:
 class Preemption(Checkpoint):
     """Saves a checkpoint at the end of the tick on SIGTERM, Ctrl-C or SIGHUP, and exits with 143, 130 or 129.
 
-    A second signal ends the process at once. Lightning alone would exit with 0 and save nothing in the middle of a
-    rollout. With several processes a signal to any of them stops all: they agree at the end of every tick. The class
-    derives from `Checkpoint` so that Lightning calls it last, after the other callbacks have processed this tick.
-    `last.ckpt` in the folder of the first ModelCheckpoint is written.
+    It writes `last.ckpt` in the folder of the first ModelCheckpoint. A second signal ends the process at once. With
+    several processes a signal to any of them stops all. Lightning alone would exit with 0 and save nothing within a
+    rollout; it calls a `Checkpoint` last, after the other callbacks have processed this tick.
     """
 
     def __init__(self) -> None:

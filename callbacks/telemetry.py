@@ -67,26 +67,22 @@ class Telemetry(Callback):
         # Not in on_train_batch_end: an earlier callback may save a checkpoint of the tick before it.
         self.collector.listeners.append(self._observe)
         folder = trainer.log_dir  # Lightning wants it to be read on every rank
-        if ranks.rank == 0:
-            self._open_outputs(trainer, folder)
+        if ranks.rank == 0:  # discards what an interrupted run wrote later, and writes what does not change in a run
+            tick = self.collector.ticks
+            self.writers = [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+            for writer in self.writers:
+                is_resumed = self._restored and len(list(Path(writer.log_dir).glob("events.out.tfevents.*"))) > 1
+                if tick:  # makes readers drop what an earlier process wrote later
+                    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+                    writer.file_writer.add_event(event_pb2.Event(step=tick + 1, session_log=start))
+                if not is_resumed:
+                    writer.add_custom_scalars(metrics_of.CUSTOM_SCALARS)
+            if folder is not None and trainer.loggers:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                self.events = EventLog(Path(folder) / EVENTS_FILE)
+                self.events.discard_after(tick)
+            self._write_events([started(pool, tick=tick, hosts=ranks.total)])
         self._restored = {}
-
-    def _open_outputs(self, trainer: Trainer, folder: str | None) -> None:
-        """Discard what the interrupted run wrote after the checkpoint, and write what does not change in a run."""
-        tick, pool = self.collector.ticks, self.collector.pool
-        self.writers = [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-        for writer in self.writers:
-            is_resumed = self._restored and len(list(Path(writer.log_dir).glob("events.out.tfevents.*"))) > 1
-            if tick:  # makes readers drop what an earlier process wrote later
-                start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-                writer.file_writer.add_event(event_pb2.Event(step=tick + 1, session_log=start))
-            if not is_resumed:
-                writer.add_custom_scalars(metrics_of.CUSTOM_SCALARS)
-        if folder is not None and trainer.loggers:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            self.events = EventLog(Path(folder) / EVENTS_FILE)
-            self.events.discard_after(tick)
-        self._write_events([started(pool, tick=tick, hosts=self.collector.ranks.total)])
 
     def _write_events(self, events: Iterable[Event]) -> None:
         if self.events is not None:
