@@ -28,8 +28,8 @@ class RolloutState(Callback):
     """Saves and restores the unfinished rollout, the LSTM's state and every global random state.
 
     With it a resumed run equals an uninterrupted one, whatever the tick of the checkpoint; `TamiyoModule` brings it to
-    a Trainer that lacks it. A checkpoint of several ranks has the rollout of all environments, as one process would save
-    it, and the random states of every rank. With another number of ranks only those of the first one are restored.
+    a Trainer that lacks it. A checkpoint of several ranks has the rollout of all environments, as one process would
+    save it, and the random states of every rank. With another number of ranks only those of the first are restored.
     """
 
     def __init__(self) -> None:
