@@ -14,7 +14,7 @@ from lightning import Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from esper_lightning.callbacks import Preemption, RolloutState
-from esper_lightning.callbacks.resume import STOP_SIGNALS, random_states, set_random_states
+from esper_lightning.callbacks.resume import STOP_SIGNALS, map_rows, random_states, set_random_states
 from esper_lightning.datamodules import HostPoolData
 from esper_lightning.envs import EnvConfig
 from esper_lightning.module import TamiyoModule
@@ -137,3 +137,16 @@ def test_a_loop_that_was_elsewhere_goes_on_from_the_state_of_another(
     play_rollout(other)
     restoring.on_train_start(Trainer(), SimpleNamespace(collector=other))
     assert other.ticks == 3 + 6, "it is restored once"
+
+
+def test_parts_of_a_rollout_with_a_row_per_environment_are_known_with_its_axis(
+    make_loop: Callable[..., RolloutCollector], play_rollout: Callable[[RolloutCollector], None]
+) -> None:
+    loop = make_loop(2)
+    play_rollout(loop)
+    rows: list[int] = []
+
+    state = loop.state_dict() | {"final_values": torch.zeros(6, 2)}  # of environments that begin again by themselves
+    map_rows(state, lambda part, axis: rows.append(part.shape[axis]) or part)
+
+    assert len(rows) > 6 and set(rows) == {2}
