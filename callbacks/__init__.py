@@ -1,6 +1,5 @@
 """Lightning callbacks, one task each: they decide when something happens, and call the package to do it."""
 
-from importlib import import_module
 from typing import Any
 
 from lightning import Callback
@@ -11,6 +10,7 @@ from esper_lightning.callbacks.resume import Preemption, RolloutState
 from esper_lightning.callbacks.run_record import RunRecord
 from esper_lightning.callbacks.stack import Stack
 from esper_lightning.callbacks.telemetry import ProgressLines, Telemetry
+from esper_lightning.runtime.registry import import_object
 
 __all__ = [
     "Governor",
@@ -48,8 +48,5 @@ DEFAULT_CALLBACKS: list[dict[str, Any]] = [
 
 def default_callbacks() -> list[Callback]:
     """Return new callbacks as a run of the command line has them; give them to `lightning.Trainer(callbacks=…)`."""
-    made = []
-    for one in DEFAULT_CALLBACKS:
-        module, _, name = one["class_path"].rpartition(".")
-        made.append(getattr(import_module(module), name)(**one.get("init_args", {})))
-    return made
+    made = [(import_object(each["class_path"], "callback"), each.get("init_args", {})) for each in DEFAULT_CALLBACKS]
+    return [kind(**arguments) for kind, arguments in made]

@@ -49,10 +49,8 @@ def measure_batch(
 ) -> BatchCost:
     """Measure what a training batch costs, without what checkpointed parts compute again.
 
-    Its step runs on copies of the module and of the batch, as it is and with each list at its largest depth, with the
-    module's optimizers and loggers replaced, so that the training does not notice. `depths` are the numbers of blocks
-    by the names of lists, from the present to the largest one. Raises an exception of COUNT_ERRORS if the step does not
-    run there.
+    The step runs on copies of the module and of the batch, as it is and with each list at its largest depth: `depths`
+    are the numbers of blocks from the present to the largest one. Raises one of COUNT_ERRORS if it does not run there.
     """
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ValueError("training_step takes batches from the loader itself")
@@ -64,10 +62,10 @@ def measure_batch(
             return _count_on_copy(trainer, module, batch, batch_idx, deeper=(deeper, to), hooked=True)
 
     now, per_block = count(), {}
-    for name, every in depths.items():
-        most = max(every.stop - 1, every.start + 1)
-        per_block[name] = (count(name, most).total - now.total) / (most - every.start)
-    fixed = now.total - sum(per_block[name] * every.start for name, every in depths.items())
+    for name, numbers in depths.items():
+        most = max(numbers.stop - 1, numbers.start + 1)
+        per_block[name] = (count(name, most).total - now.total) / (most - numbers.start)
+    fixed = now.total - sum(per_block[name] * numbers.start for name, numbers in depths.items())
     return BatchCost(fixed, per_block, now.targets)
 
 
@@ -86,8 +84,8 @@ def _count_on_copy(
     copied: Any = copy_module(module, memo)
     name, to = deeper
     if name:
-        found = find_blocks(copied, name)
-        deepen(found, sources_of(len(found.blocks), to, "stack"), [])
+        blocks = find_blocks(copied, name)
+        deepen(blocks, sources_of(len(blocks.blocks), to, "stack"), [])
     observer = copy.copy(trainer)
     observer.loggers = [DummyLogger() for _ in trainer.loggers]
     copied.trainer = observer
@@ -98,16 +96,13 @@ def _count_on_copy(
         loss.backward(*args, **kwargs)
         counter.final_backward = False
 
-    def nothing(*_: object, **__: object) -> None:
-        pass
-
+    methods = ("log", "log_dict", "print", "clip_gradients", "toggle_optimizer", "untoggle_optimizer")
+    replaced: dict[str, Any] = dict.fromkeys(methods, lambda *_, **__: None)
     idle = [IdleOptimizer(optimizer) for optimizer in trainer.optimizers]
     waiting = [IdleOptimizer(config.scheduler.optimizer) for config in trainer.lr_scheduler_configs]
-    replaced: dict[str, Any] = dict.fromkeys(("log", "log_dict", "print", "clip_gradients"), nothing)
-    replaced |= dict.fromkeys(("toggle_optimizer", "untoggle_optimizer"), nothing)
-    for name, stands in (("optimizers", idle), ("lr_schedulers", waiting)):
+    for method, stands in (("optimizers", idle), ("lr_schedulers", waiting)):
         chosen: Any = stands if len(stands) > 1 else next(iter(stands), None)
-        replaced[name] = lambda *_, chosen=chosen, **__: chosen
+        replaced[method] = lambda *_, chosen=chosen, **__: chosen
     vars(copied).update(replaced | {"manual_backward": backward})
     arguments = [copy.deepcopy(batch)]
     if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):

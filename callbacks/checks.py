@@ -1,4 +1,4 @@
-"""Checks before a network grows in a training of the user: `Grow` and `Stack` refuse what cannot grow in one line."""
+"""What `Grow` and `Stack` do before a network grows in a training of the user: wait for it, and refuse what cannot."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,38 +20,41 @@ def after_setup(trainer: Trainer, module: LightningModule, then: Callable[[], No
 
     Lightning calls the `setup` of callbacks before that of the module.
     """
-    waiting = vars(module).get("setup")
-    if isinstance(waiting, _Setup) and waiting.trainer is trainer:
-        waiting.then.append(then)
-    else:  # one of an earlier trainer has failed before it ran
-        own = waiting.own if isinstance(waiting, _Setup) else waiting
-        vars(module)["setup"] = _Setup(trainer, module, own, then=then)
+    present = vars(module).get("setup")
+    if isinstance(present, _Setup):
+        if present.trainer is trainer:
+            present.waiting.append(then)
+            return
+        present = present.replaced  # an earlier trainer has failed before it ran
+    vars(module)["setup"] = _Setup(trainer, module, present, waiting=[then])
 
 
 class _Setup:
     """The `setup` of a module in one run: builds all networks, calls what waits for them, and is gone.
 
-    `own` is the module's own attribute `setup`; None: a method of its class.
+    `replaced` is the attribute `setup` that the module had before; None: a method of its class.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule, own: Any, *, then: Callable[[], None]) -> None:
-        self.trainer, self.module, self.own, self.then = trainer, module, own, [then]
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, replaced: Any, *, waiting: list[Callable[[], None]]
+    ) -> None:
+        self.trainer, self.module, self.replaced, self.waiting = trainer, module, replaced, waiting
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Setup":
         return self  # a copy of the module, such as an average, must not copy the trainer
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        _set_own(self.module, "setup", self.own)
+        _set_attribute(self.module, "setup", self.replaced)
         self.module.setup(*args, **kwargs)
         _call_configure_model(self.trainer)
-        for then in self.then:
+        for then in self.waiting:
             then()
-        own = vars(self.module).get("configure_model")
+        present = vars(self.module).get("configure_model")
         # Lightning calls it next; a network that is built a second time would not be the one that was found.
-        _set_own(self.module, "configure_model", lambda: _set_own(self.module, "configure_model", own))
+        _set_attribute(self.module, "configure_model", lambda: _set_attribute(self.module, "configure_model", present))
 
 
-def _set_own(module: LightningModule, name: str, value: Any) -> None:
+def _set_attribute(module: LightningModule, name: str, value: Any) -> None:
     """Set an attribute of the module itself in place of a method of its class; None removes it."""
     vars(module).pop(name, None)
     if value is not None:

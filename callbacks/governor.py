@@ -1,6 +1,7 @@
 """Callback that watches the hosts and rolls back those that diverge."""
 
 from collections import Counter
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -21,9 +22,8 @@ MAX_LINES = 5
 class Governor(Callback):
     """Watches the hosts of a run, rolls back those that diverge, and prints which and why.
 
-    The pools judge by its rules within every environment step, of training and of comparisons, so that a rollback takes
-    effect before the policy learns from the step. Without it no host is judged or restored, no action is vetoed, and no
-    snapshot is taken. The rules are in docs/concepts/governor.md.
+    The pools judge by its rules within every environment step, of training and of comparisons. Without it no host is
+    judged or restored, no action is vetoed, and no snapshot is taken. The rules are in docs/concepts/governor.md.
 
     Args:
         rules: When a host counts as diverged, and how the Governor reacts.
@@ -49,8 +49,7 @@ class Governor(Callback):
         if ranks.world > 1:  # rank 0 prints those of all at the end of the rollout
             if not trainer.is_last_batch:
                 return
-            of_all = (verdict for of_rank in ranks.gather(self._diverged) for verdict in of_rank)
-            self._diverged = sorted(of_all, key=attrgetter("tick", "host"))
+            self._diverged = sorted(chain.from_iterable(ranks.gather(self._diverged)), key=attrgetter("tick", "host"))
         for host_verdict in self._diverged:
             if self._lines_left > 0:
                 self._lines_left -= 1

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from lightning import Callback, LightningModule, Trainer
@@ -17,27 +17,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper_lightning.callbacks.checks import after_setup, check_trainer, is_validation_of_fit
-from esper_lightning.callbacks.measuring import (
-    Decider,
-    Measured,
-    Scale,
-    VariantMeter,
-    first_rows,
-    make_decider,
-    mean_over_processes,
-    resume_decider,
-)
+from esper_lightning.callbacks.measuring import VariantMeter, first_rows, mean_over_processes
 from esper_lightning.callbacks.run_record import open_events, write_run_record
+from esper_lightning.controllers import check_methods
 from esper_lightning.controllers.learned import TrainingRules
-from esper_lightning.controllers.rules import FossilizedSeed, StaticController, WaitOnly
-from esper_lightning.envs import ActionConfig, EnvConfig
+from esper_lightning.controllers.rules import FossilizedSeed, StaticController
+from esper_lightning.envs import Action, ActionConfig, EnvConfig
 from esper_lightning.envs.env_factory import probe_action_space
 from esper_lightning.envs.flops import PASSES_PER_STEP, measure_flops
 from esper_lightning.envs.host_env import GrowthRecord
 from esper_lightning.envs.host_pool import SinglePool
-from esper_lightning.envs.measurements import EpochResult, TrainingStats
+from esper_lightning.envs.measurements import POINTS_PER_UNIT, EpochResult, LossAndScore, TrainingStats, Validation
 from esper_lightning.envs.observation import ObservationConfig
 from esper_lightning.envs.rewards import ObjectiveConfig
+from esper_lightning.evaluation.checkpoints import find_controller
 from esper_lightning.growth import GrowingNetwork, SeedEvent, attach_from_state_dict, attach_slots, slots_of
 from esper_lightning.growth.attach import attach_at, attached_places, check_new_slots, is_compiled
 from esper_lightning.growth.blueprints import suggest_name
@@ -62,8 +55,11 @@ PROBE_ROWS = 4
 CHANCE_TICKS, CHANCE_RISE = 10, 0.01
 """Ticks after which a warning comes if the metric has never risen by this, on the scale of a score."""
 
-WRAPPED = ("on_load_checkpoint", "clip_gradients")
-"""Methods of the LightningModule in whose place others run during a run of the Trainer."""
+LARGEST_SHARE = 1.00001
+"""Largest metric that is taken for a share: sums of shares are rounded."""
+
+TINY = 1e-6
+"""Least share of which a logarithm is taken, and least loss by which a difference is divided."""
 
 AVERAGES = "averages parameters by their place, which growth changes"
 CONFLICTING_CALLBACKS = {
@@ -71,6 +67,25 @@ CONFLICTING_CALLBACKS = {
     StochasticWeightAveraging: AVERAGES,
     BaseFinetuning: "rearranges the optimizer's parameter groups when a run is resumed",
 }
+
+
+class Decider(Protocol):
+    """Chooses what grows, once per tick. If it has `state_dict` and `load_state_dict(pool, state)`, runs can resume."""
+
+    def reset(self, pool: SinglePool) -> None:
+        """Begin a training."""
+
+    def act(self, pool: SinglePool) -> Action:
+        """Return an action that is possible according to `pool.masks`."""
+        ...
+
+
+class Measured(NamedTuple):
+    """Measurements of a validation, kept until the next training batch begins."""
+
+    metric: float
+    loss: float | None
+    contributions: dict[str, float]
 
 
 class Grow(Callback):
@@ -82,17 +97,16 @@ class Grow(Callback):
     docs/guides/seeds.md.
 
     Args:
-        slots: Modules of the network behind which seeds may grow, as in `attach_slots`. Empty: it has slots already.
+        slots: Modules of the network behind which seeds may grow, as in `attach_slots`, named within the network or
+            within the LightningModule. Empty: it has slots already.
         network: Name of the network in the LightningModule. None: its only child with parameters and these slots.
         blueprints: Kinds of seeds on offer, by name or import path. None: all of this package that fit the network.
         decider: `heuristic`, `climbing`, `periodic`, or the name or import path of your own; a schedule (`x.json`); a
-            trained policy (`x.ckpt` or `x.safetensors`), or `tamiyo`, the policy of the package; `wait`, by which
-            nothing grows; or any object with `reset(pool)` and `act(pool)`.
+            policy (`x.ckpt`, `x.safetensors` or `tamiyo`); `wait`, by which nothing grows; or a `Decider`.
         monitor: Name of the logged validation metric by which seeds are judged.
         mode: `max` for a share from 0 to 1, such as accuracy; `min` for a loss.
         score: Function of outputs and targets that returns a number from 0 to 1 per sample, in place of `monitor`: the
-            network is then measured by itself, all seeds in one pass unless rows of a batch see each other. Batches
-            must be pairs, and the network takes the first part.
+            network is then measured by itself, with batches that are pairs of its input and the targets.
         loss: Name of the logged validation loss that deciders see. None: the monitored loss, or -ln of the metric.
         batches: Validation batches, kept in memory, on which each seed is compared with its absence: the first ones.
         every: Validations per tick; a decision follows each tick.
@@ -131,7 +145,7 @@ class Grow(Callback):
             raise ValueError("Grow: a score grows with quality; leave mode at 'max'")
         if decider in ("scaling", "tamiyo_depth"):
             raise ValueError(f"Grow: {decider} decides about depth; use the callback Stack with plan={decider!r}")
-        self.decider = make_decider(decider)
+        self.decider: Any = make_decider(decider)
         self.decider_name = decider if isinstance(decider, str) else type(decider).__name__
         rules = getattr(self.decider, "rules", None) or TrainingRules(LifecycleConfig(), ActionConfig())
         self.lifecycle: LifecycleConfig = lifecycle or rules.lifecycle
@@ -143,8 +157,7 @@ class Grow(Callback):
             self.actions = replace(self.actions, blueprints=named or None)
         self.slot_names = [slots] if isinstance(slots, str) else list(slots)
         self.network_name = network
-        self.monitor, self.score, self.loss = monitor, score, loss
-        self.scale = Scale(monitor, mode)
+        self.monitor, self.mode, self.score, self.loss = monitor, mode, score, loss
         self.num_batches, self.every, self.horizon = batches, every, horizon
         self.objective = ObjectiveConfig(price=price)
         self._config(1)  # raises ValueError now if settings contradict each other
@@ -189,33 +202,29 @@ class Grow(Callback):
         return self._pool.env.growing
 
     @property
-    def controls(self) -> dict[str, Decider]:
+    def controls(self) -> dict[str, str | Decider]:
         """Deciders of the trainings with which growth is to be compared, by name, once training is over.
 
-        `ungrown`: nothing grows. `built in`, if something has grown: the seeds that are in the network now are in it
-        from the first batch on, with fresh weights.
+        `ungrown`: nothing grows, by `wait`. `built in`, if something has grown: the seeds that are in the network now
+        are in it from the first batch on, with fresh weights.
         """
-        seeds = tuple(FossilizedSeed(slot.name, str(slot.blueprint)) for slot in self._blended_slots)
-        return {"ungrown": WaitOnly()} | ({"built in": StaticController([seeds])} if seeds else {})
+        seeds = tuple(FossilizedSeed(slot.name, str(slot.blueprint)) for slot in self._blended)
+        return {"ungrown": "wait"} | ({"built in": StaticController([seeds])} if seeds else {})
 
     @property
     def affordable_batches(self) -> int:
         """Training batches of the network as it is now that cost the FLOPs of the training so far."""
-        flops = self._pool.env.flops.with_seeds(self._blended_slots)
+        flops = self._pool.env.flops.with_seeds(self._blended)
         return round(self.flops_spent / max(1, flops))  # 0 for a network of operators that torch does not count
 
     @property
-    def _blended_slots(self) -> list[SeedSlot]:
+    def _blended(self) -> list[SeedSlot]:
         return [slot for slot in self._pool.env.slots if slot.blended]
-
-    @property
-    def _blended(self) -> list[str]:
-        return [slot.name for slot in self._blended_slots]
 
     # The network is found, and takes the slots of a checkpoint before its weights are loaded.
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._unwrap(pl_module)  # an earlier run may have failed
+        self.teardown(trainer, pl_module, stage)  # an earlier run may have failed
         if stage == "fit":  # before callbacks that conflict begin; once more when the networks are built
             check_trainer("Grow", trainer, pl_module, CONFLICTING_CALLBACKS)
         after_setup(trainer, pl_module, lambda: self._find(trainer, pl_module, stage))
@@ -223,6 +232,7 @@ class Grow(Callback):
     def _find(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the network, check it, and let it take the slots of a checkpoint."""
         self.network_name, network = find_network(pl_module, self.network_name, self.slot_names)
+        self.slot_names = names_within(network, self.network_name, self.slot_names)
         if network is not self.network:
             self._forget()
         self.network, self._resumes = network, False
@@ -261,10 +271,7 @@ class Grow(Callback):
         try:
             check_new_slots(self.network, missing) if missing else None
         except ValueError as error:
-            raise ValueError(
-                f"Grow: in {self.network_name!r}, {error} (slots are named within the network: 'layer1' for "
-                f"self.net.layer1)"
-            ) from error
+            raise ValueError(f"Grow: in {self.network_name!r}, {error}") from error
         if not trainer.enable_validation:
             raise ValueError(
                 "Grow: each validation is followed by a decision, and this run has none; define validation_step and "
@@ -272,15 +279,12 @@ class Grow(Callback):
             )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._unwrap(pl_module)
+        for name in ("on_load_checkpoint", "clip_gradients"):  # others ran in their place
+            vars(pl_module).pop(name, None)
         vars(self).pop("_meter", None)  # releases its batches
         if self._log is not None:
             self._log.close()
             self._log = None
-
-    def _unwrap(self, module: LightningModule) -> None:
-        for name in WRAPPED:
-            vars(module).pop(name, None)
 
     # Training begins.
 
@@ -331,7 +335,7 @@ class Grow(Callback):
         if state:
             self._check_state(state)
         example = self._meter.example_input(str(self.network_name))
-        rows, row = first_rows(example, PROBE_ROWS), first_rows(example, 1)
+        rows, self._row = first_rows(example, PROBE_ROWS), first_rows(example, 1)
 
         def loss_of(network: nn.Module) -> Tensor:
             outputs = [x for x in iter_tensors(call_network(network, rows)) if x.is_floating_point()]
@@ -341,11 +345,9 @@ class Grow(Callback):
             missing = [name for name in self.slot_names if name not in slots_of(self.network)]
             if missing:
                 attach_slots(self.network, missing, example)
-            trial = copy_module(self.network)
-            for slot in slots_of(trial).values():
-                slot.empty()
+            trial = self._without_seeds()
             config = self._config(horizon)
-            flops = measure_flops(trial, row)
+            flops = measure_flops(trial, self._row)
             if state:
                 space = self.actions.make_space(state["slots"], state["blueprints"])
                 growable = torch.tensor(state["growable"])
@@ -360,10 +362,10 @@ class Grow(Callback):
         if state:
             self._continue(trainer, state)
         else:  # the network is measured before its first epoch, and the first decision carried out
-            variants = [frozenset(self._blended)]
+            variants = [frozenset(slot.name for slot in self._blended)]
             (metric,) = self._meter.measure(variants)
             loss = None if self.loss is None else self._meter.measure(variants, self.loss)[0]
-            self.pool.begin(self.scale.validation(metric, loss))
+            self.pool.begin(self._validation(metric, loss))
             self.decider.reset(self.pool)
             events = self._decide(trainer)
         self._log = open_events(trainer, EVENTS_FILE)
@@ -376,6 +378,22 @@ class Grow(Callback):
             write_run_record(self._log.path.parent, trainer)
         self._step_flops = flops.with_seeds(env.slots)
         self._tell(trainer, events, None)
+
+    def _without_seeds(self) -> nn.Module:
+        """Return a copy of the network whose slots are empty."""
+        host = copy_module(self.network)
+        for slot in slots_of(host).values():
+            slot.empty()
+        return host
+
+    def _follow_host(self) -> None:
+        """Count the host anew if blocks have come to it, which are no seeds: `Stack` may grow it in depth."""
+        env = self._pool.env
+        parameters = count_parameters(self.network) - sum(slot.size for slot in env.slots)
+        if parameters != env.host_parameters:
+            env.host_parameters = parameters
+            with isolate_rng():
+                env.flops = measure_flops(self._without_seeds(), self._row)
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if the state of a checkpoint has another format, other slots or other blueprints."""
@@ -400,7 +418,14 @@ class Grow(Callback):
         pool.env.load_record_state(state["record"])
         self.growing.load_measurement_state(state)
         pool.update()
-        resume_decider(self.decider, self.decider_name, pool, saved=state["decider"])
+        name, saved = state["decider"]["name"], state["decider"]["state"]
+        if name != self.decider_name:
+            raise ValueError(
+                f"Grow: the checkpoint is of decider: {name}, the run of decider: {self.decider_name}; give the same"
+            )
+        if saved is None:
+            raise ValueError(f"Grow: {name} cannot continue a run; give it state_dict and load_state_dict(pool, state)")
+        self.decider.load_state_dict(pool, saved)
         self.validations = state["validations"]
         self._pending = None if state["pending"] is None else Measured(*state["pending"][:3])
         self._gradients = state["gradients"]
@@ -427,8 +452,9 @@ class Grow(Callback):
                 torch.distributed.broadcast(buffer, src=0)
         if judged or self._meter.needs_proof:
             whole, *without = self._meter.measure(variants)
-            points = {name: self.scale.points(whole, rest) for name, rest in zip(judged, without, strict=True)}
-            self._contributions = points
+            self._contributions = {
+                name: points_between(whole, rest, self.mode) for name, rest in zip(judged, without, strict=True)
+            }
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if is_validation_of_fit(trainer):
@@ -451,7 +477,7 @@ class Grow(Callback):
                 metric = self._logged(trainer, self.monitor)
                 self._meter.compare(metric)
             else:
-                (metric,) = self._meter.measure([frozenset(self._blended)])
+                (metric,) = self._meter.measure([frozenset(slot.name for slot in self._blended)])
             loss = None if self.loss is None else self._logged(trainer, self.loss)
             self._pending = Measured(metric, loss, self._contributions)
 
@@ -462,6 +488,24 @@ class Grow(Callback):
             raise ValueError(f"Grow: no {name!r} was logged; log it in validation, or name one of: {logged}")
         return mean_over_processes(trainer, trainer.callback_metrics[name])
 
+    def _validation(self, metric: float, loss: float | None) -> Validation:
+        """Return a validation as deciders see it: with a score from 0 to 1, and a loss, which may be made of it.
+
+        A metric that is not finite has the score 0. Raises ValueError if a metric of mode `max` is no share.
+        """
+        score = 0.0
+        if math.isfinite(metric):
+            if self.mode == "max" and not 0.0 <= metric <= LARGEST_SHARE:
+                raise ValueError(
+                    f"Grow: {self.monitor} is {metric:.4g}, but in mode 'max' it must be a share from 0 to 1; scale "
+                    f"it, or monitor a loss with mode 'min'"
+                )
+            score = math.exp(-max(metric, 0.0)) if self.mode == "min" else min(metric, 1.0)
+        if loss is None:
+            loss = metric if self.mode == "min" else -math.log(max(score, TINY))
+        whole = LossAndScore(loss, score)
+        return Validation(all_seeds=whole, without=[], fossilized=whole)
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._plateau_due = False
 
@@ -470,7 +514,8 @@ class Grow(Callback):
             return
         pending, self._pending = self._pending, None
         pool, growing = self._pool, self.growing
-        validation = self.scale.validation(pending.metric, pending.loss)
+        self._follow_host()
+        validation = self._validation(pending.metric, pending.loss)
         loss, score = validation.all_seeds
         if self._train_batches:
             loss = float(self._train_loss) / self._train_batches
@@ -557,8 +602,7 @@ class Grow(Callback):
             return self._restored
         if self.pool is None:
             return {}
-        pool = self.pool
-        decider: Any = self.decider
+        pool, decider = self.pool, self.decider
         return {
             "format": STATE_FORMAT,
             "slots": pool.space.slot,
@@ -596,7 +640,8 @@ class Grow(Callback):
         tick = self._pool.env.tick
         for change in changes if trainer.is_global_zero else ():
             worth = "" if change.contribution is None else f", worth {change.contribution:+.1f} points"
-            print_status(f"Grow, tick {tick}: {change}{worth}".replace(" points", f" {self.scale.unit}"))
+            unit = "points" if self.mode == "max" else "% of the loss"
+            print_status(f"Grow, tick {tick}: {change}{worth}".replace(" points", f" {unit}"))
         if self._log is not None:
             events: list[Event] = [change._replace(tick=tick) for change in changes]
             if measured is not None:
@@ -617,6 +662,7 @@ class Grow(Callback):
         if self._log is not None and self._pending is not None:  # of the last validation, which no decision follows
             self._log.write(self._measurements(trainer, self._pool.env.tick + 1, self._pending))
         if trainer.is_global_zero:
+            self._follow_host()
             env = self._pool.env
             sizes = f"{count_parameters(self.growing.module):,} parameters, {env.host_parameters:,} of them"
             kept = sum(slot.stage is Stage.FOSSILIZED for slot in env.slots)
@@ -627,6 +673,27 @@ class Grow(Callback):
                     f"Grow: {self.batches_seen:,} training batches cost the FLOPs of {self.affordable_batches:,} with "
                     f"these seeds built in; compare with the deciders in Grow.controls"
                 )
+
+
+def make_decider(decider: str | Decider) -> Decider:
+    """Return the decider of a name or a file; an object is returned as it is."""
+    if isinstance(decider, str):
+        return find_controller(decider, "Grow")
+    check_methods(decider, "Grow: decider")
+    return decider
+
+
+def points_between(better: float, worse: float, mode: str) -> float:
+    """Return how much better one metric is than another, negative if it is worse.
+
+    Mode "max": the difference · 100. Mode "min": the difference as a share of the second's size, in percent. A metric
+    that is not finite is worse than any other by 100.
+    """
+    if not (math.isfinite(better) and math.isfinite(worse)):
+        return POINTS_PER_UNIT * (math.isfinite(better) - math.isfinite(worse))
+    if mode == "max":
+        return POINTS_PER_UNIT * (better - worse)
+    return POINTS_PER_UNIT * (worse - better) / max(abs(worse), TINY)
 
 
 def separate_clipping(clip: Callable[..., None], trainer: Trainer) -> Callable[..., None]:
@@ -663,6 +730,12 @@ def wrap_without_seeds(trainer: Trainer, seeds: Iterable[nn.Module]) -> None:
             parameter.requires_grad_(True)
 
 
+def names_within(network: nn.Module, name: str, slots: Sequence[str]) -> list[str]:
+    """Return the names of slots within the network called `name`, of slots that may be named in the LightningModule."""
+    modules = dict(network.named_modules())
+    return [slot if slot in modules else slot.removeprefix(f"{name}.") for slot in slots]
+
+
 def find_network(module: LightningModule, name: str | None, slots: list[str]) -> tuple[str, nn.Module]:
     """Return name and module of the network that grows: the one called `name`, as in `named_modules`.
 
@@ -674,9 +747,9 @@ def find_network(module: LightningModule, name: str | None, slots: list[str]) ->
             raise ValueError(f"Grow: unknown network {name!r}; {suggest_name(name, [n for n in modules if n])}")
         return name, modules[name]
 
-    def fits(child: nn.Module) -> bool:
+    def fits(name: str, child: nn.Module) -> bool:
         existing = slots_of(child)
-        if not (missing := [slot for slot in slots if slot not in existing]):
+        if not (missing := [slot for slot in names_within(child, name, slots) if slot not in existing]):
             return bool(existing)
         try:
             check_new_slots(child, missing)
@@ -685,7 +758,7 @@ def find_network(module: LightningModule, name: str | None, slots: list[str]) ->
         return True
 
     children = {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
-    candidates = {name: child for name, child in children.items() if fits(child)} or children
+    candidates = {name: child for name, child in children.items() if fits(name, child)} or children
     if len(candidates) != 1:
         names = ", ".join(map(repr, candidates)) or "none"
         raise ValueError(

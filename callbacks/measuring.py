@@ -1,44 +1,57 @@
-"""Deciders of the callback `Grow`, and measurements for them: the user's metric with combinations of seeds.
+"""Measurements for the callback `Grow`: the user's metric with combinations of seeds.
 
-Combinations are measured by Lightning's own validation of the user's module, on batches that are kept in memory and
-without a trace: see `rerun`. A measurement proves itself, or is refused.
+Lightning's own loop validates the user's module once more, on batches that are kept in memory, so that hooks, batches
+and logged metrics are those of any validation. Hooks of callbacks do not run, and loggers write nothing. Afterwards
+trainer, module and random numbers are as they were before. A measurement proves itself, or is refused.
 """
 
+import copy
 import inspect
 import math
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any, Literal, NamedTuple, Protocol
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import islice
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
 
+import numpy as np
 import torch
-from lightning import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyExperiment
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import nn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import Metric, MetricCollection
 
-from esper_lightning.callbacks.measuring import (
-    check_validation,
-    clone_batch,
-    isolated_state,
-    mean_over_processes,
-    read_batches,
-    rerun,
-    same_batches,
-)
-from esper_lightning.controllers import check_methods
-from esper_lightning.envs.actions import Action
-from esper_lightning.envs.host_pool import SinglePool
-from esper_lightning.envs.measurements import POINTS_PER_UNIT, LossAndScore, Validation
-from esper_lightning.evaluation.checkpoints import find_controller
 from esper_lightning.growth.counterfactual import ScoreFunction, SeedVariant, active_seeds, measure_variants
 from esper_lightning.growth.lifecycle import slots_of
-from esper_lightning.runtime.nested import ExampleInput, batch_size, iter_tensors, map_tensors
+from esper_lightning.runtime.nested import COPY_ERRORS, ExampleInput, batch_size, iter_tensors, map_tensors
 
-LARGEST_SHARE = 1.00001
-"""Largest metric that is taken for a share: sums of shares are rounded."""
+KeptBatch = tuple[Any, int, int]
+"""A batch as the loader gave it, its index, and the index of its loader."""
 
-TINY = 1e-6
-"""Least share of which a logarithm is taken, and least loss by which a difference is divided."""
+SHARED = (Trainer, Strategy, LightningDataModule, Callback, Logger, Dataset, DataLoader, CombinedLoader, Optimizer)
+"""Classes of what a module may hold, and a validation does not change."""
+
+LARGEST_COPIED = 2**16
+"""Most elements of a parameter without gradient that is taken for state, such as a count, and copied."""
+
+ATOMIC = (str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType, np.ndarray)
+
+SMALLEST = 1e-12
+"""Difference of two measurements that is never taken for one."""
 
 ROUNDING = {True: 1e-4, False: 2e-3}
 """Largest relative difference of two measurements of the same network, by whether the precision is 32 bits or more."""
@@ -47,98 +60,8 @@ REREADINGS = 3
 """Further readings of the validation loader before a measurement that Lightning contradicts is refused."""
 
 
-class Measured(NamedTuple):
-    """Measurements of a validation, kept until the next training batch begins."""
-
-    metric: float
-    loss: float | None
-    contributions: dict[str, float]
-
-
-class Scale(NamedTuple):
-    """Name of the monitored metric, and its conversion to what deciders see: points of a seed, and a score."""
-
-    monitor: str
-    mode: Literal["max", "min"]
-
-    @property
-    def unit(self) -> str:
-        """Unit of contributions."""
-        return "points" if self.mode == "max" else "% of the loss"
-
-    def points(self, better: float, worse: float) -> float:
-        """Return how much better the first metric is than the second, negative if it is worse.
-
-        Mode "max": the difference · 100. Mode "min": the difference as a share of the second's size, in percent.
-        A metric that is not finite is worse than any other by 100.
-        """
-        if not (math.isfinite(better) and math.isfinite(worse)):
-            return POINTS_PER_UNIT * (math.isfinite(better) - math.isfinite(worse))
-        if self.mode == "max":
-            return POINTS_PER_UNIT * (better - worse)
-        return POINTS_PER_UNIT * (worse - better) / max(abs(worse), TINY)
-
-    def score(self, metric: float) -> float:
-        """Return the metric as a number from 0 to 1 that grows with quality; 0 for one that is not finite.
-
-        Raises ValueError if a metric of mode `max` is no share.
-        """
-        if not math.isfinite(metric):
-            return 0.0
-        if self.mode == "min":
-            return math.exp(-max(metric, 0.0))
-        if not 0.0 <= metric <= LARGEST_SHARE:
-            raise ValueError(
-                f"Grow: {self.monitor} is {metric:.4g}, but in mode 'max' it must be a share from 0 to 1; scale it, or "
-                f"monitor a loss with mode 'min'"
-            )
-        return min(metric, 1.0)
-
-    def validation(self, metric: float, loss: float | None) -> Validation:
-        """Return a validation in the form in which deciders see it; without a loss that of the metric."""
-        score = self.score(metric)
-        if loss is None:
-            loss = metric if self.mode == "min" else -math.log(max(score, TINY))
-        whole = LossAndScore(loss, score)
-        return Validation(all_seeds=whole, without=[], fossilized=whole)
-
-
-class Decider(Protocol):
-    """Chooses what grows, once per tick. If it has `state_dict` and `load_state_dict(pool, state)`, runs can resume."""
-
-    def reset(self, pool: SinglePool) -> None:
-        """Begin a training."""
-
-    def act(self, pool: SinglePool) -> Action:
-        """Return an action that is possible according to `pool.masks`."""
-        ...
-
-
-def make_decider(decider: str | Decider) -> Decider:
-    """Return the decider of a name or a file; an object is returned as it is."""
-    if isinstance(decider, str):
-        return find_controller(decider, "Grow")
-    check_methods(decider, "Grow: decider")
-    return decider
-
-
-def resume_decider(decider: Any, name: str, pool: SinglePool, *, saved: dict[str, Any]) -> None:
-    """Let a decider continue from its name and state in a checkpoint. Raises ValueError if it cannot."""
-    if saved["name"] != name:
-        raise ValueError(
-            f"Grow: the checkpoint is of decider: {saved['name']}, the run of decider: {name}; give the same"
-        )
-    if saved["state"] is None:
-        raise ValueError(f"Grow: {name} cannot continue a run; give it state_dict and load_state_dict(pool, state)")
-    decider.load_state_dict(pool, saved["state"])
-
-
 class VariantMeter:
-    """Measures a network, whose seeds are switched, on the first `count` validation batches, kept in memory.
-
-    Attributes:
-        needs_proof: True until Lightning has logged what was measured, if it validates on the same batches.
-    """
+    """Measures a network, whose seeds are switched, on the first `count` validation batches, kept in memory."""
 
     def __init__(
         self,
@@ -163,6 +86,7 @@ class VariantMeter:
         if self._is_comparable and self._vary(1):
             self._exempt()
         self.needs_proof = self._is_comparable
+        """True until Lightning has logged what was measured, if it validates on the same batches."""
 
     def _vary(self, readings: int) -> bool:
         """Return True if the loader gives other batches when it is read again, in any process."""
@@ -225,7 +149,7 @@ class VariantMeter:
         """Return True if two measurements are equal up to rounding, in the first process."""
         if math.isfinite(one) and math.isfinite(other):
             tolerance = ROUNDING["16" not in str(self.trainer.precision)]
-            agree = math.isclose(one, other, rel_tol=tolerance, abs_tol=TINY * TINY)
+            agree = math.isclose(one, other, rel_tol=tolerance, abs_tol=SMALLEST)
         else:
             agree = str(one) == str(other)
         return self.trainer.strategy.broadcast(agree)
@@ -294,3 +218,273 @@ def first_rows(example: ExampleInput, rows: int) -> ExampleInput:
     """Return an example with the first `rows` rows of every tensor that has as many rows as the first one."""
     length = len(next(iter_tensors(example)))
     return map_tensors(example, lambda x: x[:rows] if x.ndim and len(x) == length else x)
+
+
+# Batches.
+
+
+def check_validation(trainer: Trainer, module: LightningModule, *, by_steps: bool) -> None:
+    """Raise ValueError if validation batches cannot be read, or (`by_steps`) validation_step takes none."""
+    combined = _loaders(trainer)
+    loaders = combined.flattened
+    if combined._mode == "sequential" and len(loaders) > 1:
+        raise ValueError(f"Grow: it measures on one validation loader, there are {len(loaders)}; give one")
+    if any(isinstance(loader, Iterator) for loader in loaders):
+        raise ValueError(
+            "Grow: the validation loader is an iterator, which can be read once only; give a DataLoader, or another "
+            "iterable that begins anew (Grow(score=…) needs its batches, too)"
+        )
+    if by_steps and is_param_in_hook_signature(module.validation_step, "dataloader_iter", explicit=True):
+        raise ValueError(
+            "Grow: validation_step takes a dataloader_iter, and is measured on batches; let it take a batch, or give "
+            "Grow(score=…)"
+        )
+
+
+def _loaders(trainer: Trainer) -> CombinedLoader:
+    loaders = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    assert loaders is not None, "they are set up"
+    return loaders
+
+
+def read_batches(trainer: Trainer, count: int, *, other: int = 0) -> tuple[list[KeptBatch], bool]:
+    """Return the first `count` validation batches as Lightning reads them, and whether there are no more.
+
+    If the loader draws random numbers, each value of `other` stands for other ones.
+    """
+    source, limits = _loaders(trainer), trainer.fit_loop.epoch_loop.val_loop._max_batches
+    loader = CombinedLoader(source.iterables, source._mode)  # a validation that is under way reads the other one
+    loader.limits = limits
+    generators = [part for part in reachable(source.flattened) if isinstance(part, torch.Generator)]
+    states = [generator.get_state() for generator in generators]
+    with isolate_rng():
+        if other:
+            torch.manual_seed(other)
+            np.random.seed(other)
+            random.seed(other)
+            for generator in generators:
+                generator.manual_seed(other)
+        for part in loader.flattened:
+            _set_sampler_epoch(part, trainer.current_epoch + other)
+        fetcher = _PrefetchDataFetcher()
+        fetcher.setup(loader)
+        batches = list(islice(iter(fetcher), count))
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+    if not batches:
+        raise ValueError(
+            "Grow: the validation loader gives no batch, or none when it is read again; give one that begins anew "
+            "(Grow(score=…) needs its batches, too)"
+        )
+    return batches, fetcher.done
+
+
+def same_batches(one: Any, other: Any) -> bool:
+    """Return True if two nested values have the same tensors and other values."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.shape == other.shape and bool(((one == other) | (one != one)).all())
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same_batches(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same_batches, one, other))
+    return same_batches(vars(one), vars(other)) if hasattr(one, "__dict__") else bool(one == other)
+
+
+def clone_batch(batch: Any) -> Any:
+    """Return a copy that a validation step may change. Raises ValueError if there is none."""
+    try:
+        return copy.deepcopy(batch)
+    except COPY_ERRORS as error:
+        raise ValueError(f"Grow: a validation batch cannot be copied: {_line(error)}; give Grow(score=…)") from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+# State.
+
+
+def reachable(roots: Sequence[Any]) -> Iterator[Any]:
+    """Yield all objects that a deep copy of these would reach; not what tensors and SHARED objects hold."""
+    seen: dict[int, Any] = {}
+    waiting = list(roots)
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, ATOMIC) or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        yield value
+        if isinstance(value, Tensor) or (isinstance(value, SHARED) and value not in roots):
+            continue
+        if isinstance(value, dict):  # quicker to ask than a Mapping
+            waiting += value.values()
+        elif isinstance(value, list | tuple | set | frozenset | deque):
+            waiting += value
+        elif isinstance(value, MethodType):
+            waiting.append(value.__self__)
+        waiting += getattr(value, "__dict__", {}).values()
+
+
+@contextmanager
+def kept_attributes(*things: Any) -> Iterator[None]:
+    """Restore the attributes of these objects afterwards, and remove new ones; generators get their state again."""
+    kept = [dict(vars(thing)) for thing in things]
+    values = [value for attributes in kept for value in attributes.values()]
+    python = [(x, x.getstate()) for x in values if isinstance(x, random.Random)]
+    numpy = [(x, x.bit_generator.state) for x in values if isinstance(x, np.random.Generator)]
+    torches = [(x, x.get_state()) for x in values if isinstance(x, torch.Generator)]
+    try:
+        yield
+    finally:
+        for generator, state in python:
+            generator.setstate(state)
+        for generator, state in numpy:
+            generator.bit_generator.state = state
+        for generator, state in torches:
+            generator.set_state(state)
+        for thing, attributes in zip(things, kept, strict=True):
+            vars(thing).clear()
+            vars(thing).update(attributes)
+
+
+def _is_copyable(value: Any) -> bool:
+    try:
+        copy.copy(value)
+    except COPY_ERRORS:
+        return False
+    return True
+
+
+@contextmanager
+def isolated_state(module: nn.Module, *, reset: bool = False) -> Iterator[None]:
+    """Let a module and its parts work on a deep copy of their attributes within this context.
+
+    Parts stay the same objects, as others may refer to them. Parameters that learn, and SHARED objects, are not copied.
+    With `reset` torchmetrics begin without what they have counted.
+    """
+    parts = list(module.modules())
+    shared: dict[int, Any] = {id(part): part for part in parts}
+    metrics: list[Any] = []
+    values = list(reachable(parts))
+    for value in values:
+        if isinstance(value, Metric | MetricCollection):
+            metrics.append(value)
+        if isinstance(value, SHARED) or (
+            isinstance(value, nn.Parameter) and (value.requires_grad or value.numel() > LARGEST_COPIED)
+        ):
+            shared[id(value)] = value
+        elif isinstance(value, Tensor) and not value.is_leaf:
+            shared[id(value)] = value.detach().clone()
+    states = [vars(part) for part in parts]
+    try:
+        copies = copy.deepcopy(states, memo := dict(shared))
+    except COPY_ERRORS:
+        shared |= {id(value): value for value in values if not _is_copyable(value)}  # such as a lock or an open file
+        try:
+            copies = copy.deepcopy(states, memo := dict(shared))
+        except COPY_ERRORS as error:
+            raise ValueError(
+                f"Grow: {type(module).__name__} is measured on a copy of its attributes, and one cannot be copied: "
+                f"{_line(error)}; keep it out of the module, or give Grow(score=…)"
+            ) from error
+    with kept_attributes(*parts):
+        for part, attributes in zip(parts, copies, strict=True):
+            vars(part).clear()
+            vars(part).update(attributes)
+        if reset:
+            for metric in sorted(metrics, key=lambda metric: isinstance(metric, MetricCollection)):
+                memo.get(id(metric), metric).reset()  # collections come last: theirs share states
+        yield
+
+
+# The run.
+
+
+class _StandIn:
+    """Object in the place of another one, of which it seems to be."""
+
+    def __init__(self, other: Any) -> None:
+        self._other = other
+
+    @property
+    def __class__(self) -> Any:
+        return type(self._other)
+
+
+class _Unhooked(_StandIn):
+    """Stand-in for a callback, without the hooks that Lightning calls in a validation."""
+
+    def __getattr__(self, name: str) -> Any:
+        return None if name.startswith("on_validation") else getattr(self._other, name)
+
+
+class _Silent(_StandIn):
+    """Stand-in for a logger, which has its attributes and writes nothing."""
+
+    experiment = DummyExperiment()
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._other, name)
+        return self.experiment.nop if callable(value) else value
+
+
+class _Batches(Iterator[KeptBatch]):
+    """Copies of batches in memory; `done` once the last is given."""
+
+    done = False
+
+    def __init__(self, batches: Sequence[KeptBatch]) -> None:
+        self.left = deque(batches)
+
+    def __next__(self) -> KeptBatch:
+        if not self.left:
+            raise StopIteration
+        batch, *place = self.left.popleft()
+        self.done = not self.left
+        return clone_batch(batch), *place
+
+
+def rerun(trainer: Trainer, batches: Sequence[KeptBatch]) -> dict[str, Tensor]:
+    """Validate the trainer's module on batches, and return what callbacks could monitor afterwards.
+
+    The state of the module is changed: see `isolated_state`.
+    """
+    epoch_loop, wrapper = trainer.fit_loop.epoch_loop, trainer.strategy.model
+    # DistributedDataParallel remembers in each pass whether buffers are to be shared in the next one.
+    wrappers = [] if wrapper is trainer.lightning_module else [wrapper]
+    with isolate_rng(), kept_attributes(trainer, epoch_loop, *wrappers):
+        trainer.state = replace(trainer.state, stage=RunningStage.VALIDATING)
+        trainer.callbacks = [_Unhooked(callback) for callback in trainer.callbacks]
+        trainer.loggers = [_Silent(logger) for logger in trainer.loggers]
+        trainer.profiler = PassThroughProfiler()
+        epoch_loop.val_loop = _loop_over(trainer, batches)
+        connector = trainer._logger_connector = copy.copy(trainer._logger_connector)
+        connector._first_loop_iter = connector._current_fx = None
+        earlier = dict(connector._callback_metrics)
+        connector._callback_metrics = dict(earlier)
+        connector._logged_metrics = dict(connector._logged_metrics)
+        connector._progress_bar_metrics = dict(connector._progress_bar_metrics)
+        epoch_loop.val_loop.run()
+        return {name: value for name, value in connector._callback_metrics.items() if value is not earlier.get(name)}
+
+
+def _loop_over(trainer: Trainer, batches: Sequence[KeptBatch]) -> Any:
+    """Return a loop of validation like that of the trainer, which goes over batches in memory."""
+    like = trainer.fit_loop.epoch_loop.val_loop
+    # No inference mode: what lives longer than the run, such as a cached table, may be used in training.
+    loop = type(like)(trainer, TrainerFn.FITTING, RunningStage.VALIDATING, verbose=False, inference_mode=False)
+    loop._combined_loader, loop._max_batches = like._combined_loader, like._max_batches
+    vars(loop)["setup_data"] = lambda: None
+    vars(loop)["reset"] = lambda: setattr(loop, "_data_fetcher", _Batches(batches))
+    return loop
+
+
+def mean_over_processes(trainer: Trainer, value: Tensor) -> float:
+    """Return a logged metric, averaged over processes."""
+    value = value.detach().to(trainer.strategy.root_device, torch.float32)
+    return float(trainer.strategy.reduce(value, reduce_op="mean"))

@@ -1,7 +1,6 @@
 """Plans: functions from the progress of a training to the number of blocks that its network should have."""
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -76,7 +75,7 @@ class Shares:
         return max((depth for share, depth in depth_from_share.items() if progress.share >= share), default=0)
 
 
-class AtTicks(ABC):
+class AtTicks:
     """Plan that decides at equal shares of the training, its ticks, as controllers do in their environments."""
 
     needs_targets = True
@@ -93,9 +92,9 @@ class AtTicks(ABC):
         self.tick = tick
         return self.decide(progress)
 
-    @abstractmethod
     def decide(self, progress: Progress) -> int:
         """Return the number of blocks from this tick on."""
+        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         return {"tick": self.tick}
@@ -108,13 +107,13 @@ class ScalingPlan(AtTicks):
     """The rule `scaling` as a plan: it grows as long as the targets to come suffice for the deeper network."""
 
     def decide(self, progress: Progress) -> int:
-        found = progress.targets_per_parameter(progress.deeper)
+        targets = progress.targets_per_parameter(progress.deeper)
         self.reason = (
-            f"{progress.deeper} blocks would have {found:.2g} targets to come for each parameter, and the rule asks "
+            f"{progress.deeper} blocks would have {targets:.2g} targets to come for each parameter, and the rule asks "
             f"for {Scaling.targets:g}"
         )
         is_due = self.tick >= Scaling.begin * self.ticks
-        return progress.deeper if is_due and found >= Scaling.targets else progress.depth
+        return progress.deeper if is_due and targets >= Scaling.targets else progress.depth
 
 
 class Places(NamedTuple):
@@ -166,7 +165,7 @@ class PolicyPlan(AtTicks):
                 f"Stack: the policy {name!r} reads {', '.join(sorted(unknown))}, which a training of your own does not "
                 f"have; train it with data.env.sight as in configs/depth.yaml"
             )
-        self._saved: Mapping[str, Any] | None = None
+        self._saved: Mapping[str, Any] | None = None  # state of a checkpoint, until the policy is asked
         self._begun = False
 
     def decide(self, progress: Progress) -> int:
@@ -202,24 +201,17 @@ class PolicyPlan(AtTicks):
         self._saved, self._begun = state["policy"], False
 
 
-PLANS: dict[str, Callable[[], Plan]] = {"scaling": ScalingPlan}
-"""Plans by name, besides policies."""
-
-
 def make_plan(plan: str | Plan) -> Plan:
-    """Return the plan with a name, an import path, or the file of a policy; a function is returned as it is.
-
-    Raises ValueError if there is none.
-    """
+    """Return the plan with a name, an import path, or the file of a policy; a function is returned as it is."""
     if isinstance(plan, str):
-        if plan in PLANS:
-            return PLANS[plan]()
+        if plan == "scaling":
+            return ScalingPlan()
         if names_policy(plan):
             return PolicyPlan(plan)
         if "." not in plan:
             raise ValueError(
-                f"Stack: there is no plan {plan!r}; give {', '.join(PLANS)}, tamiyo_depth, the file of a policy, an "
-                f"import path, or a function"
+                f"Stack: there is no plan {plan!r}; give scaling, tamiyo_depth, the file of a policy, an import path, "
+                f"or a function"
             )
         plan = import_object(plan, "Stack: plan")
     if isinstance(plan, type):

@@ -63,9 +63,6 @@ DIGITS = 9
 SHALLOW: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Number of blocks that the class has built, for each list that a `Stack` has taken down."""
 
-MAX_STEPS = 2**53
-"""Steps of a training whose end is a time."""
-
 
 class Stack(Callback):
     """Takes a network down to its first blocks, trains it, and grows it to the depth that its class has built.
@@ -124,7 +121,6 @@ class Stack(Callback):
         """The list in the module with all blocks that the class has built, once it is known."""
         self._lists: list[BuiltBlocks] = []  # that of the module, then those of its averaged copies
         self._loading: Trainer | None = None  # from the end of `setup` to the first batch: weights may be loaded
-        self._depth_before: dict[int, int] = {}  # of lists into which the module itself loads a state, by id
         self._was_loaded = False  # by the module itself, and not from a checkpoint of the Trainer
         self._begins = False
         self._handles: list[RemovableHandle] = []
@@ -148,7 +144,6 @@ class Stack(Callback):
         """Training batches so far."""
         self._metrics: dict[str, float] = {}  # of the last validation
         self._parameters: dict[int, int] = {}  # of the module, by number of blocks
-        self._batch_flops = 0  # of a batch now, in all processes; 0 if it is not known
         self._clock = 0.0, 0  # share of the training, and batches when it was reached
         if self._first_plan is not None:  # what the plan remembers is of an earlier training
             self.plan.load_state_dict(copy.deepcopy(self._first_plan))
@@ -209,9 +204,9 @@ class Stack(Callback):
                     f"Stack: {self.name!r} and {each.name!r} are one list, and one Stack grows it; give at={{share: "
                     f"blocks, …}} for several changes"
                 )
-        known = [each for each in self._lists if each.found.modules is found.modules]
-        if known:  # after an earlier run the list may hold a part of its blocks
-            return known[0]
+        for known in self._lists:
+            if known.found.modules is found.modules:  # after an earlier run the list may hold a part of its blocks
+                return known
         most = SHALLOW.get(found.modules, 0)
         if trainer.state.fn == TrainerFn.FITTING and most > len(found.modules):
             raise ValueError(
@@ -252,26 +247,6 @@ class Stack(Callback):
             raise ValueError(
                 "Stack: the training has no end to take a share of; give max_steps, max_epochs or max_time"
             )
-
-    def fit_depth(self, modules: Blocks, saved: int) -> None:
-        """Give a list as many blocks as the state that is about to be loaded into it has.
-
-        If the module itself loads it, before the first batch, the list has its present number again afterwards.
-        """
-        restores = self._loading is not None and self._loading._checkpoint_connector._loaded_checkpoint
-        self._was_loaded |= not restores
-        for built in (each for each in self._lists if each.found.modules is modules and self._loading is not None):
-            before, depth = built.depth, saved - built.found.before - built.found.behind
-            if depth != before and 0 < depth <= built.most:
-                built.show(depth)
-                if not restores:
-                    self._depth_before[id(modules)] = before
-
-    def fit_depth_again(self, modules: Blocks) -> None:
-        """Give a list the number of blocks that it had before its module has loaded a state."""
-        for built in (each for each in self._lists if id(modules) in self._depth_before):
-            if built.found.modules is modules:
-                built.show(self._depth_before.pop(id(modules)))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._end_loading()
@@ -353,7 +328,7 @@ class Stack(Callback):
         if self._log is not None and self is stacks_of(trainer)[0]:
             self._log.discard_after(trainer.global_step)
             lists = [each.name for each in stacks_of(trainer)]
-            steps = int(min(trainer.estimated_stepping_batches, MAX_STEPS))
+            steps = int(min(trainer.estimated_stepping_batches, 2**53))  # it is infinite if a time ends the training
             self._log.write([Started(trainer.global_step, SCHEMA, 1, steps, lists, [], "", 0, {})])
             write_run_record(self._log.path.parent, trainer)
 
@@ -361,21 +336,10 @@ class Stack(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Grow to the number of blocks that the plan asks for, but only between two optimizer steps."""
+        if self._steps == -1:
+            self._first_batch(trainer, pl_module, batch, batch_idx)
         # False in the middle of gradient accumulation: growing would mix gradients of two depths.
-        between_steps, first = trainer.global_step != self._steps, self._steps == -1
-        self._steps = trainer.global_step
-        if first:
-            self._first_batch(trainer)
-            if self is (leader := stacks_of(trainer)[0]):
-                self._measure(trainer, pl_module, batch, batch_idx)
-            self.cost = leader.cost
-            self._set_batch_flops(trainer)
-            if not (self.cost and self.cost.targets) and getattr(self.plan, "needs_targets", False):
-                raise ValueError(
-                    "Stack: the plan needs the number of targets of a batch, which torch's cross-entropy, MSE, Huber "
-                    "and binary losses tell, in a training_step that runs on a copy of the module; give at, or a plan "
-                    "of your own"
-                )
+        between_steps, self._steps = trainer.global_step != self._steps, trainer.global_step
         depth, most = self.built.depth, self.built.most
         if depth < most:
             lr = max(float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups)
@@ -392,9 +356,46 @@ class Stack(Callback):
                     self._grow(trainer, int(asked), lr)
         stacks = stacks_of(trainer)
         if self is stacks[-1]:  # all lists have grown
+            depths = {each.name: each.built.depth for each in stacks}
+            flops = 0 if self.cost is None else self.cost.flops(depths) * trainer.world_size
             for each in stacks:
                 each.batches += 1
-                each.flops_spent += each._batch_flops
+                each.flops_spent += flops
+
+    def _first_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Check the weights and the plan, and let the first `Stack` measure what a batch costs."""
+        self._end_loading()
+        with in_own_name():
+            self.built.check_present()
+        trained = self._was_loaded or any(map(is_trained, self.built.whole))
+        if self._begins and self._given_start is None and trained:
+            for blocks in self._lists:
+                blocks.show(blocks.most)
+            raise ValueError(
+                f"Stack: the {self.built.most} blocks of {self.name!r} hold trained weights, and all but the first "
+                f"{self.start} would be lost; give start={self.start} if that is meant, or train without Stack"
+            )
+        self._log_blocks(trainer)
+        leader, *others = stacks_of(trainer)
+        depths = {each.name: range(each.built.depth, each.built.most + 1) for each in (leader, *others)}
+        if self is not leader:
+            self.cost = leader.cost
+        elif self.cost is None or self.cost.per_block.keys() != depths.keys():
+            try:
+                cost = measure_batch(trainer, module, depths, batch=batch, batch_idx=batch_idx)
+            except COUNT_ERRORS as error:
+                cost, reason = None, " ".join(str(error).split())
+                rank_zero_warn(
+                    f"Stack: the FLOPs of a training step are not known, because it does not run on a copy of the "
+                    f"module ({type(error).__name__}: {reason:.200}); the training goes on without them"
+                )
+            self.cost = trainer.strategy.broadcast(cost)  # batches of processes may differ in length
+        if getattr(self.plan, "needs_targets", False) and not (self.cost and self.cost.targets):
+            raise ValueError(
+                "Stack: the plan needs the number of targets of a batch, which torch's cross-entropy, MSE, Huber and "
+                "binary losses tell, in a training_step that runs on a copy of the module; give at, or a plan of your "
+                "own"
+            )
 
     def _progress(self, trainer: Trainer, share: float) -> Progress:
         """Return what the plan sees."""
@@ -419,39 +420,6 @@ class Stack(Callback):
             metrics=self._metrics,
         )
 
-    def _first_batch(self, trainer: Trainer) -> None:
-        self._end_loading()
-        with in_own_name():
-            self.built.check_present()
-        trained = self._was_loaded or any(map(is_trained, self.built.whole))
-        if self._begins and self._given_start is None and trained:
-            for each in self._lists:
-                each.show(each.most)
-            raise ValueError(
-                f"Stack: the {self.built.most} blocks of {self.name!r} hold trained weights, and all but the first "
-                f"{self.start} would be lost; give start={self.start} if that is meant, or train without Stack"
-            )
-        self._log_blocks(trainer)
-
-    def _measure(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Measure what a batch costs, or warn that it is not known."""
-        depths = {each.name: range(each.built.depth, each.built.most + 1) for each in stacks_of(trainer)}
-        if self.cost is None or self.cost.per_block.keys() != depths.keys():
-            try:
-                cost = measure_batch(trainer, module, depths, batch=batch, batch_idx=batch_idx)
-            except COUNT_ERRORS as error:
-                cost, reason = None, " ".join(str(error).split())
-                rank_zero_warn(
-                    f"Stack: the FLOPs of a training step are not known, because it does not run on a copy of the "
-                    f"module ({type(error).__name__}: {reason:.200}); the training goes on without them"
-                )
-            self.cost = trainer.strategy.broadcast(cost)  # batches of processes may differ in length
-
-    def _set_batch_flops(self, trainer: Trainer) -> None:
-        if self.cost is not None:
-            depths = {each.name: each.built.depth for each in stacks_of(trainer)}
-            self._batch_flops = self.cost.flops(depths) * trainer.world_size
-
     def _log_blocks(self, trainer: Trainer) -> None:
         """Write the number of blocks. Only at changes: `LightningModule.log` would take half a millisecond a batch."""
         for logger in trainer.loggers:
@@ -472,7 +440,6 @@ class Stack(Callback):
         self.depths.append(to)
         for each in stacks_of(trainer):
             each._parameters = {}
-            each._set_batch_flops(trainer)
         if self._log is not None:
             self._log.write([Stacked(trainer.global_step, self.name, before, to, parameters)])
         self._change_line = f"Stack, step {trainer.global_step}: {self.name} {before} → {to}, training loss "
@@ -531,11 +498,9 @@ class Stack(Callback):
         line += f"; {number:,} {unit} cost {self.flops_spent:.3g} FLOPs"
         last, first = ({each.name: each.depths[i] for each in stacks} for i in (-1, 0))
         if last != first:
-            flops = self.flops_spent / trainer.world_size * number / batches
-            fixed = (
-                f"{int(flops / self.cost.flops(depths)):,} at {' + '.join(map(str, depths.values()))}"
-                for depths in (last, first)
-            )
+            flops, fixed = self.flops_spent / trainer.world_size * number / batches, []
+            for depths in (last, first):
+                fixed.append(f"{int(flops / self.cost.flops(depths)):,} at {' + '.join(map(str, depths.values()))}")
             line += f", those of {' or '.join(fixed)} blocks throughout"
         if self.cost.targets:
             targets = batches * trainer.world_size * self.cost.targets / count_parameters(pl_module)
@@ -544,9 +509,10 @@ class Stack(Callback):
 
 
 class LoadHook:
-    """Hook on a list of blocks, before and after a state dict is loaded into it.
+    """Hook on a list of blocks, which gives it as many blocks as the state that is about to be loaded into it has.
 
-    A copy of the network, or a file of it, holds the hook without the callback; it then does nothing.
+    If the module itself loads it, before the first batch, the list has its present number again afterwards. A copy of
+    the network, or a file of it, holds the hook without the callback; it then does nothing.
     """
 
     def __init__(self, callback: Stack | None = None) -> None:
@@ -562,13 +528,26 @@ class LoadHook:
         ]
 
     def before(self, modules: Any, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
+        self.depth_before: int | None = None
+        if self.callback is None:
+            return
         saved = len({key[len(prefix) :].split(".")[0] for key in state_dict if key.startswith(prefix)})
-        if self.callback is not None:
-            self.callback.fit_depth(modules, saved)
+        trainer = self.callback._loading
+        restores = trainer is not None and trainer._checkpoint_connector._loaded_checkpoint
+        self.callback._was_loaded |= not restores
+        for built in self._lists_of(modules) if trainer is not None else ():
+            before, depth = built.depth, saved - built.found.before - built.found.behind
+            if depth != before and 0 < depth <= built.most:
+                built.show(depth)
+                self.depth_before = None if restores else before
 
     def after(self, modules: Any, *_: object) -> None:
-        if self.callback is not None:
-            self.callback.fit_depth_again(modules)
+        if self.callback is not None and self.depth_before is not None:
+            for built in self._lists_of(modules):
+                built.show(self.depth_before)
+
+    def _lists_of(self, modules: Any) -> list[BuiltBlocks]:
+        return [built for built in self.callback._lists if built.found.modules is modules] if self.callback else []
 
 
 @contextmanager

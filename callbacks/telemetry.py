@@ -1,8 +1,9 @@
-"""Callback that writes metrics, histograms and events of a run to its loggers and to events.jsonl."""
+"""Callbacks that tell what happens in a run: in its loggers, in events.jsonl, and in a line for each rollout."""
 
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from esper_lightning.envs.actions import relevance_table
 from esper_lightning.runtime.console import print_status
+from esper_lightning.runtime.limits import share_of_training
 from esper_lightning.telemetry import metrics as metrics_of
 from esper_lightning.telemetry.anomalies import AnomalyDetector
 from esper_lightning.telemetry.events import EVENTS_FILE, Event, EventLog, Updated
@@ -65,26 +67,22 @@ class Telemetry(Callback):
         # Not in on_train_batch_end: an earlier callback may save a checkpoint of the tick before it.
         self.collector.listeners.append(self._observe)
         folder = trainer.log_dir  # Lightning wants it to be read on every rank
-        if ranks.rank == 0:
-            self._open_outputs(trainer, folder)
+        if ranks.rank == 0:  # discards what an interrupted run wrote later, and writes what does not change in a run
+            tick = self.collector.ticks
+            self.writers = [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+            for writer in self.writers:
+                is_resumed = self._restored and len(list(Path(writer.log_dir).glob("events.out.tfevents.*"))) > 1
+                if tick:  # makes readers drop what an earlier process wrote later
+                    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+                    writer.file_writer.add_event(event_pb2.Event(step=tick + 1, session_log=start))
+                if not is_resumed:
+                    writer.add_custom_scalars(metrics_of.CUSTOM_SCALARS)
+            if folder is not None and trainer.loggers:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                self.events = EventLog(Path(folder) / EVENTS_FILE)
+                self.events.discard_after(tick)
+            self._write_events([started(pool, tick=tick, hosts=ranks.total)])
         self._restored = {}
-
-    def _open_outputs(self, trainer: Trainer, folder: str | None) -> None:
-        """Discard what the interrupted run wrote after the checkpoint, and write what does not change in a run."""
-        tick, pool = self.collector.ticks, self.collector.pool
-        self.writers = [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-        for writer in self.writers:
-            is_resumed = self._restored and len(list(Path(writer.log_dir).glob("events.out.tfevents.*"))) > 1
-            if tick:  # makes readers drop what an earlier process wrote later
-                start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-                writer.file_writer.add_event(event_pb2.Event(step=tick + 1, session_log=start))
-            if not is_resumed:
-                writer.add_custom_scalars(metrics_of.CUSTOM_SCALARS)
-        if folder is not None and trainer.loggers:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            self.events = EventLog(Path(folder) / EVENTS_FILE)
-            self.events.discard_after(tick)
-        self._write_events([started(pool, tick=tick, hosts=self.collector.ranks.total)])
 
     def _write_events(self, events: Iterable[Event]) -> None:
         if self.events is not None:
@@ -114,16 +112,13 @@ class Telemetry(Callback):
             if trainer.is_last_batch:
                 written |= self._rollout_metrics(trainer)
             # The module logs some of them itself, so that a Trainer without this callback has them, too.
-            own_of_module = pl_module.metrics if trainer.is_last_batch else {}
-            logged = {tag: value for tag, value in written.items() if tag not in own_of_module}
+            of_module = pl_module.metrics if trainer.is_last_batch else {}
+            logged = {tag: value for tag, value in written.items() if tag not in of_module}
             for logger in trainer.loggers if logged else ():
                 logger.log_metrics(logged, step=collector.ticks)
 
     def _rollout_metrics(self, trainer: Trainer) -> dict[str, float]:
-        """Write events and histograms of the finished rollout, and return its metrics.
-
-        On other ranks: only send, and return {}.
-        """
+        """Write events, histograms and anomalies of the finished rollout, and return its metrics; {} on other ranks."""
         collector, report = self.collector, self.module.report
         pool, buffer, ranks, tick = collector.pool, collector.buffer, collector.ranks, collector.ticks
         assert report is not None, "the rollout has ended with an update"
@@ -146,42 +141,27 @@ class Telemetry(Callback):
         metrics |= metrics_of.episode_metrics(self._tick, spans) | self.observer.metrics()
         metrics |= metrics_of.return_metrics(report.summary.returns)
         metrics |= {f"train/{name}": value for name, value in report.metrics.items()}
-        metrics |= self._cost_metrics()
+        now, (start, ticks) = time.perf_counter(), self._rollout_start
+        speed = (tick - ticks) / (now - start)
+        metrics |= {"time/ticks_per_second": speed, "time/env_steps_per_second": speed * ranks.total}
+        metrics |= metrics_of.phase_shares(self._rollout_seconds, now - start)
+        metrics |= metrics_of.memory_metrics(pool.device)
+        self._rollout_start, self._rollout_seconds = (now, tick), Counter()
         blended = self._tick.slots["contribution"][self._tick.slots["blended"]]
         values = {name: torch.cat([sent[name] for sent in of_ranks]) for name in ("ratio", "advantage")}
         values["contribution"] = torch.from_numpy(blended).float()
         for writer in self.writers:
-            for name, of_all in values.items():
-                if (finite := of_all[torch.isfinite(of_all)]).numel():
+            for name, numbers in values.items():
+                if (finite := numbers[torch.isfinite(numbers)]).numel():
                     writer.add_histogram(f"histograms/{name}", finite, tick)
-        return metrics | self._check_anomalies(metrics, trainer)
-
-    def _cost_metrics(self) -> dict[str, float]:
-        """Return speed, shares of time and memory of the rollout, and begin to measure the next one."""
-        collector, pool = self.collector, self.collector.pool
-        now, (start, ticks) = time.perf_counter(), self._rollout_start
-        speed = (collector.ticks - ticks) / (now - start)
-        metrics = {"time/ticks_per_second": speed, "time/env_steps_per_second": speed * collector.ranks.total}
-        metrics |= metrics_of.phase_shares(self._rollout_seconds, now - start)
-        metrics |= metrics_of.memory_metrics(pool.device)
-        self._rollout_start, self._rollout_seconds = (now, collector.ticks), Counter()
-        return metrics
-
-    def _check_anomalies(self, metrics: dict[str, float], trainer: Trainer) -> dict[str, float]:
-        """Apply the rules to the rollout and its update, print what has changed, and return what is to be plotted."""
         readings = {tag.removeprefix("rollout/").replace("memory/", "memory."): value for tag, value in metrics.items()}
-        assert self.module.report is not None
-        changes = self.detector.observe(
-            readings | self.module.report.metrics,
-            tick=self.collector.ticks,
-            update=trainer.current_epoch + 1,
-            progress=self.module.progress,
-        )
+        readings |= report.metrics
+        changes = self.detector.observe(readings, tick=tick, update=update, progress=self.module.progress)
         for change in changes:
             print_status(str(change))
         self._write_events(changes)
         states = self.detector.states.items()
-        return {f"anomaly/{name}": float(state.raised) for name, state in states if state.occurred}
+        return metrics | {f"anomaly/{name}": float(state.raised) for name, state in states if state.occurred}
 
     def state_dict(self) -> dict[str, Any]:
         if not hasattr(self, "observer"):  # nothing has been trained
@@ -195,3 +175,29 @@ class Telemetry(Callback):
         if self.events is not None:
             self.events.close()
         self.events, self.writers = None, []
+
+
+class ProgressLines(Callback):
+    """Prints one line for each rollout: means over hosts, speed, and the time that is left."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: "TamiyoModule") -> None:
+        self._start, self._first_tick = time.perf_counter(), pl_module.collector.ticks
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: "TamiyoModule") -> None:
+        rollout, collector = trainer.current_epoch + 1, pl_module.collector
+        share = share_of_training(trainer, int(trainer.num_training_batches))
+        # With `max_steps` Lightning ends the saved epoch again on resume: no rollout of this process is over.
+        if not trainer.is_global_zero or not pl_module.metrics:
+            return
+        means = ", ".join(
+            f"{name} {pl_module.metrics[tag]:.3f}"
+            for name in ("objective", "score", "return")
+            if (tag := f"rollout/{name}") in pl_module.metrics
+        )
+        speed = (collector.ticks - self._first_tick) / (time.perf_counter() - self._start)  # ticks per second
+        left = total = ""
+        if share > 0.0:
+            last = max(rollout, round(rollout / share))
+            left = f", {timedelta(seconds=round((last - rollout) * collector.buffer.ticks / speed))} left"
+            total = f" of {last}"
+        print_status(f"rollout {rollout}{total}: {means}, {speed * collector.ranks.total:.0f} host epochs/s{left}")

@@ -13,13 +13,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from esper_lightning.callbacks import Grow
-from esper_lightning.callbacks.measuring import Decider
+from esper_lightning.callbacks.grow import Decider
 from esper_lightning.growth.stages import OCCUPIED
 from esper_lightning.runtime.console import print_status, quieter_lightning
 from esper_lightning.runtime.nested import copy_module
-
-ALONE: dict[str, Any] = {"devices": 1, "enable_progress_bar": False, "enable_model_summary": False}
-"""Arguments of a Trainer in one process that prints nothing by itself."""
 
 
 class GrownNetwork(NamedTuple):
@@ -105,18 +102,14 @@ def grow(
         accelerator: Device, as Lightning's Trainer names it.
         rng_seed: RNG seed of the order of data and of the seeds' weights.
 
-    Returns the network after the last epoch, which need not be the best one.
-
-    Raises ValueError if a slot or a blueprint does not exist, if nothing can grow there, or if the trained network's
-    weights or loss are not finite.
+    Returns the network after the last epoch, which need not be the best one. Raises ValueError if nothing can grow as
+    it is asked for, or if the trained network's weights or loss are not finite.
     """
     if epochs < 1:
         raise ValueError(f"epochs must be at least 1, got {epochs}")
     batches = loader_of(training), loader_of(validation)
 
-    def train(
-        name: str, network: nn.Module, decider: str | Decider, *, max_steps: int = -1
-    ) -> tuple[Grow, list[float]]:
+    def train(name: str, network: nn.Module, decider: str | Decider, max_steps: int = -1) -> tuple[Grow, list[float]]:
         seed_everything(rng_seed, verbose=False)
         network.train()  # Lightning keeps the mode that it finds, and in evaluation mode no seed would learn
         module = _Classifier(network, loss, lr)
@@ -131,8 +124,10 @@ def grow(
         )
         limits = {"max_epochs": epochs} if max_steps == -1 else {"max_steps": max_steps, "max_epochs": -1}
         logger: Any = False if folder is None else CSVLogger(folder, name=name.replace(", ", " ").replace(" ", "_"))
-        files: dict[str, Any] = {"logger": logger, "enable_checkpointing": False}
-        trainer = Trainer(accelerator=accelerator, callbacks=[growing], **limits, **files, **ALONE)
+        off: dict[str, Any] = dict.fromkeys(
+            ("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
+        )
+        trainer = Trainer(accelerator=accelerator, devices=1, callbacks=[growing], logger=logger, **limits, **off)
         handler = signal.getsignal(signal.SIGINT)
         try:
             trainer.fit(module, *batches)
@@ -154,15 +149,15 @@ def grow(
     growing, accuracy = train("grown", network, controller)
     filled = {name: slot for name, slot in growing.growing.slots.items() if slot.stage in OCCUPIED}
     seeds = {name: f"{slot.blueprint} {slot.stage.name}" for name, slot in filled.items()}
-    found: dict[str, list[float]] = {}
+    curves: dict[str, list[float]] = {}
     if controls:
         for name, decider in growing.controls.items():
             print_status(f"control: {name}")
-            _, found[name] = train(name, copy_module(original), decider)
+            _, curves[name] = train(name, copy_module(original), decider)
             if name == "built in":
                 limit, equal = growing.affordable_batches, f"{name}, equal FLOPs"
                 print_status(f"control: {equal}")
-                _, found[equal] = train(equal, copy_module(original), decider, max_steps=limit)
-        for name, values in {"grown": accuracy, **found}.items():
+                _, curves[equal] = train(equal, copy_module(original), decider, max_steps=limit)
+        for name, values in {"grown": accuracy, **curves}.items():
             print_status(f"{name}: validation accuracy {values[-1]:.4f}")
-    return GrownNetwork(network, accuracy, seeds, found)
+    return GrownNetwork(network, accuracy, seeds, curves)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from esper_lightning import controllers
-from esper_lightning.callbacks.measuring import make_decider
+from esper_lightning.callbacks.grow import make_decider
 from esper_lightning.controllers import make_controller
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, StepResult, executors
 from esper_lightning.envs.executors import EXECUTORS

@@ -17,7 +17,7 @@ from esper_lightning.callbacks.plans import Shares
 from esper_lightning.growth.blend import Isolation
 from tests.callbacks import gpt
 from tests.callbacks.grow.trainings import QUICK, DigitsData, classifier, grow, train
-from tests.callbacks.test_plans import Eager, Patient, Rich
+from tests.callbacks.test_stack import Eager, Patient, Rich
 from tests.decisions import cull, fossilize, germinate
 from tests.ranks import start_ranks
 

@@ -1,6 +1,6 @@
-"""Stack: a GPT that knows nothing of growth begins shallow and is grown by its own Trainer."""
+"""Stack: a GPT that knows nothing of growth begins shallow and is grown by its own Trainer, by shares or by a plan."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -25,7 +26,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.flop_counter import FlopCounterMode
 
+from esper_lightning import from_config
 from esper_lightning.callbacks import Grow, Stack
+from esper_lightning.callbacks.plans import PolicyPlan, Progress, ScalingPlan
+from esper_lightning.evaluation.checkpoints import load_controller
 from tests.callbacks.gpt import (
     BATCHES,
     EPOCHS,
@@ -40,11 +44,15 @@ from tests.callbacks.gpt import (
     trainer,
     weights,
 )
+from tests.decisions import WAIT, act, germinate
+
+TOTAL = BATCHES * EPOCHS
+"""Batches of a training."""
 
 AT = 0.6
 """Share of the training after which networks grow: in the middle of the second epoch."""
 
-CHANGE = round(AT * BATCHES * EPOCHS)
+CHANGE = round(AT * TOTAL)
 """Steps before the network grows."""
 
 
@@ -213,6 +221,16 @@ def test_the_change_is_told_with_the_losses_of_the_batches_around_it(
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("Stack, ")] == [told]
 
 
+def test_blocks_are_not_counted_as_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+    growing = seeds()
+    train(make(), growing, stacked())
+
+    assert growing.pool is not None and growing.pool.env.flops.host > 0
+    whole, host = (sum(p.numel() for p in module.parameters()) for module in (growing.network, make().net))
+    assert whole > host == growing.pool.env.host_parameters
+    assert f"Grow: net has {whole:,} parameters, {host:,} of them without seeds" in capsys.readouterr().out
+
+
 def test_the_loggers_get_the_number_of_blocks_at_each_change(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
 
@@ -220,30 +238,7 @@ def test_the_loggers_get_the_number_of_blocks_at_each_change(tmp_path: Path) -> 
 
     logger.experiment.flush()
     events = EventAccumulator(logger.log_dir).Reload().Scalars("stack/net.blocks")
-    total = BATCHES * EPOCHS
-    assert [(e.step, e.value) for e in events] == [(0, 2.0), (CHANGE, 2.0), (CHANGE, 4.0), (total, 4.0)]
-
-
-def test_flops_of_other_callbacks_are_not_counted_and_steps_are_those_of_max_steps(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    @torch.no_grad()
-    def look(trainer: Trainer, pl_module: Any, *_: object) -> None:
-        pl_module.loss([0, 1, 2, 3])
-
-    places = ("on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step")
-    ahead, behind = (LambdaCallback(**dict.fromkeys(places, look)) for _ in range(2))
-    alone, beside = stacked(), stacked()
-    train(make(), alone)
-    train(make(), ahead, beside, behind)
-    assert beside.cost == alone.cost
-
-    capsys.readouterr()
-    train(make(), stacked(), max_epochs=4, accumulate_grad_batches=5)
-    spent = 15 * flops_of(2) + 5 * flops_of(4)
-    last, first = (spent // (5 * flops_of(depth)) for depth in (4, 2))
-    told = f"4 steps of 5 batches cost {spent:.3g} FLOPs, those of {last} at 4 or {first} at 2 blocks throughout"
-    assert told in capsys.readouterr().out
+    assert [(e.step, e.value) for e in events] == [(0, 2.0), (CHANGE, 2.0), (CHANGE, 4.0), (TOTAL, 4.0)]
 
 
 def flops_of(depth: int) -> int:
@@ -256,17 +251,17 @@ def flops_of(depth: int) -> int:
 def test_the_flops_of_a_training_are_told_in_batches_of_a_fixed_depth(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    callback, steps, total = stacked(), EachBatch(tmp_path), BATCHES * EPOCHS
+    callback, steps = stacked(), EachBatch(tmp_path)
     train(make(), callback, steps)
 
-    spent = CHANGE * flops_of(2) + (total - CHANGE) * flops_of(4)
+    spent = CHANGE * flops_of(2) + (TOTAL - CHANGE) * flops_of(4)
     assert callback.cost is not None and callback.flops_spent == spent and flops_of(2) < flops_of(4)
     assert [callback.cost.flops({"net.blocks": depth}) for depth in (1, 2, 3, 4)] == [*map(flops_of, range(1, 5))]
     words = 16 * LENGTH
     told = (
-        f"net.blocks has 4 of 4 blocks; {total} training batches cost {spent:.3g} FLOPs, those of "
+        f"net.blocks has 4 of 4 blocks; {TOTAL} training batches cost {spent:.3g} FLOPs, those of "
         f"{spent // flops_of(4)} at 4 or {spent // flops_of(2)} at 2 blocks throughout, "
-        f"{total * words / sum(p.numel() for p in make().parameters()):.2g} targets per parameter; compare"
+        f"{TOTAL * words / sum(p.numel() for p in make().parameters()):.2g} targets per parameter; compare"
     )
     assert callback.cost.targets == words and told in capsys.readouterr().out
     for batches in (2, CHANGE, CHANGE + 2):
@@ -274,18 +269,11 @@ def test_the_flops_of_a_training_are_told_in_batches_of_a_fixed_depth(
         train(make(), resumed, resume_from=steps.path(batches))
         assert resumed.state_dict() == callback.state_dict()
 
-
-def test_a_step_that_fails_leaves_no_counter_behind() -> None:
-    class Failing(LitGPT):
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            raise RuntimeError("no memory")
-
-    callback = stacked()
-    with pytest.raises(RuntimeError, match="no memory"):
-        train(Failing(), callback)
-    with FlopCounterMode(display=False) as counter:
-        torch.ones(2, 3) @ torch.ones(3, 4)
-    assert counter.get_total_flops() == 48 and callback.cost is None
+    train(make(), stacked(), max_epochs=4, accumulate_grad_batches=5)
+    spent = 15 * flops_of(2) + 5 * flops_of(4)
+    last, first = (spent // (5 * flops_of(depth)) for depth in (4, 2))
+    told = f"4 steps of 5 batches cost {spent:.3g} FLOPs, those of {last} at 4 or {first} at 2 blocks throughout"
+    assert told in capsys.readouterr().out, "steps are those of max_steps"
 
 
 def test_a_rate_that_has_begun_to_fall_is_warned_of() -> None:
@@ -307,6 +295,208 @@ def test_the_share_of_a_training_that_a_timer_ends_is_that_of_its_time() -> None
     assert callback.depths == [2, 4]
 
 
+# Plans.
+
+
+def progress(**given: Any) -> Progress:
+    parameters = {depth: 100 * depth for depth in range(1, 9)}
+    defaults = {"share": 0.5, "depth": 2, "first": 2, "most": 6, "parameters": parameters, "targets_left": 1e5}
+    return Progress(**{**defaults, "flops_spent": 0, "metrics": {}, **given})
+
+
+class Patient:
+    """A plan with a memory: another block whenever it has been asked three times since the last one."""
+
+    reason = "it is patient"
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.seen: list[Progress] = []
+
+    def __call__(self, progress: Progress) -> int:
+        self.asked += 1
+        self.seen.append(progress)
+        return progress.depth + (self.asked % 3 == 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.asked = state["asked"]
+
+
+def late(progress: Progress) -> int:
+    """Return four blocks once a validation has been made, and half of the training is over."""
+    return 4 if progress.share >= 0.5 and "val_loss" in progress.metrics else 0
+
+
+class Eager(ScalingPlan):
+    """The rule of the package with less to ask for."""
+
+    def decide(self, progress: Progress) -> int:
+        return progress.deeper if self.tick >= 2 else progress.depth
+
+
+class Rich(PolicyPlan):
+    """The policy of the package, which is told of a thousand times as many targets."""
+
+    def __init__(self) -> None:
+        super().__init__("tamiyo_depth")
+
+    def decide(self, progress: Progress) -> int:
+        assert progress.targets_left is not None
+        return super().decide(progress._replace(targets_left=1000 * progress.targets_left))
+
+
+PLANS: dict[str, tuple[Callable[[], Any], list[int]]] = {
+    "a rule": (Eager, [1] * 4 + [2] + [3] * 2 + [4] * 3),
+    "a policy": (Rich, [1] * 4 + [2] * 6),
+    "a function": (lambda: late, [1] * 5 + [4] * 5),
+    "an object with a memory": (Patient, [1] * 3 + [2] * 3 + [3] * 3 + [4]),
+    "an import path": (lambda: f"{__name__}.Patient", [1] * 3 + [2] * 3 + [3] * 3 + [4]),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_training_resumed_with_a_plan_ends_as_the_whole_one(name: str, tmp_path: Path) -> None:
+    plan, depths = PLANS[name]
+    whole, seen, first = make(), EachBatch(tmp_path), Stack("net.blocks", start=1, plan=plan())
+    train(whole, first, seen)
+    assert seen.depths == depths
+
+    for batches in range(1, TOTAL):
+        if name == "a function" and batches == BATCHES:
+            continue  # Lightning does not make up for the validation behind this batch, of which the plan would know
+        module, callback = make(), Stack("net.blocks", start=1, plan=plan())
+        train(module, callback, resume_from=seen.path(batches))
+        assert equal(weights(module), weights(whole)), f"resumed after {batches} batches"
+        assert (callback.depths, callback.flops_spent) == (first.depths, first.flops_spent)
+
+
+def test_a_plan_sees_the_training_as_it_is() -> None:
+    plan = Patient()
+    sizes = {depth: sum(p.numel() for p in make(depth).parameters()) for depth in (1, 2, 3, 4)}
+
+    callback = Stack("net.blocks", start=1, plan=plan)
+    train(make(), callback)
+
+    words = 16 * LENGTH
+    asked = plan.seen  # not before the first batch, when no share of the training is over
+    assert [seen.share for seen in asked] == [batch / TOTAL for batch in range(1, TOTAL)][: len(asked)]
+    assert [seen.targets_left for seen in asked] == pytest.approx([(TOTAL - i) * words for i in range(1, TOTAL)])
+    assert all(seen.parameters == sizes and (seen.first, seen.most) == (1, 4) for seen in asked)
+    assert [seen.depth for seen in asked] == [1] * 3 + [2] * 3 + [3] * 3
+    assert callback.cost is not None
+    assert [seen.flops_spent for seen in asked[:3]] == [i * callback.cost.flops({"net.blocks": 1}) for i in (1, 2, 3)]
+    assert asked[0].metrics == {} and asked[-1].metrics.keys() >= {"val_loss"}
+
+
+def test_the_rule_grows_as_long_as_the_targets_to_come_suffice() -> None:
+    plan = ScalingPlan()
+    assert plan(progress(share=0.2)) == 2, "too early"
+    assert plan(progress(share=0.34, targets_left=15 * 400 - 1)) == 2
+    assert "4 blocks would have 15 targets to come for each parameter, and the rule asks for 15" in plan.reason
+    assert plan(progress(share=0.4, targets_left=1e9)) == 2, "it is asked once in each sixth of the training"
+    assert plan(progress(share=0.5, targets_left=15 * 400)) == 4
+    assert plan(progress(share=0.7, depth=4, most=5, targets_left=15 * 500)) == 5, "not more than there are"
+
+
+def test_a_network_that_has_not_grown_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    train(module := make(), Stack("net.blocks", start=2, plan="scaling"))
+
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if " of 4 blocks, as " in line]
+    assert line.startswith("Stack: net.blocks has 2 of 4 blocks, as 4 blocks would have 0.")
+    assert "; build the class with 2 to load the last checkpoint; 10 training batches cost " in line
+    assert LitGPT(2).load_state_dict(module.state_dict()).missing_keys == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "plan", "depths"),
+    [
+        ("start: 1, at: {0.2: 2, 0.6: 4}, order: interleave", "Shares", [1, 2, 4]),
+        ("plan: scaling", "ScalingPlan", [1]),
+        ("plan: tamiyo_depth", "PolicyPlan", [1]),
+        (f"plan: {__name__}.late", "function", [1, 4]),
+        (f"plan: {__name__}.Patient", "Patient", [1, 2, 3, 4]),
+    ],
+)
+def test_it_is_named_in_a_config_and_a_plan_on_the_command_line(
+    settings: str, plan: str, depths: list[int], tmp_path: Path
+) -> None:
+    config = tmp_path / "stack.yaml"
+    config.write_text(f"""
+trainer:
+  callbacks:
+    - class_path: esper_lightning.callbacks.Stack
+      init_args: {{blocks: net.blocks, {settings}}}
+""")
+    plain = ["fit", "--trainer.max_epochs=2", "--trainer.logger=false", "--trainer.enable_checkpointing=false"]
+    switches = ["--trainer.callbacks=esper_lightning.callbacks.Stack", "--trainer.callbacks.blocks=net.blocks"]
+    of_file, of_line = ["--config", str(config)], [*switches, f"--trainer.callbacks.{settings.replace(': ', '=')}"]
+
+    for args in (of_file, of_line) if settings.startswith("plan") else (of_file,):
+        cli = LightningCLI(LitGPT, args=[plain[0], *args, *plain[1:]], save_config_callback=None)
+        (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, Stack)]
+        assert (type(callback.plan).__name__, callback.depths) == (plan, depths)
+        assert len(cli.model.net.blocks) == depths[-1]
+
+
+@pytest.mark.parametrize(("targets", "depths"), [(20, [1] * 6), (80, [1, 1, 2, 2, 2, 2])])
+def test_the_policy_is_asked_at_sixths_and_grows_where_the_budget_is_large(targets: int, depths: list[int]) -> None:
+    sizes = {1: 7_216, 2: 10_320, 3: 13_424, 4: 16_528}  # of the network of its training
+    plan, depth, asked = PolicyPlan("tamiyo_depth"), 1, []
+    for batch in range(1, 60):
+        left = targets * sizes[1] * (1 - batch / 60)
+        depth = plan(progress(share=batch / 60, depth=depth, first=1, most=4, targets_left=left, parameters=sizes))
+        asked.append(depth)
+
+    assert asked == [depth for depth in depths for _ in range(10)][1:]
+
+
+def test_the_policy_sees_a_training_as_it_sees_a_host_of_its_own_training() -> None:
+    budget = "--data.env.family.train=[{training.flops: [2.0e+7]}]"
+    _, data = from_config("depth", "--data.n_envs=2", budget, "--data.host.init_args.width=8")
+    data.build(torch.device("cpu"))
+    pool, plan = data.make_pool(2, sight=load_controller("tamiyo_depth").sight), PolicyPlan("tamiyo_depth")
+    pool.reset([2, 4])
+
+    for action in (germinate(0, 0), WAIT, germinate(1, 0), germinate(2, 0)):
+        for env, rows, masks in zip(pool.envs, pool.observation.features, pool.masks_on_cpu.slot, strict=True):
+            block = sum(p.numel() for p in env.network.blocks[0].parameters())
+            sizes = {depth: env.host_parameters + (depth - 1) * block for depth in (1, 2, 3, 4)}
+            depth = len(env.network.blocks)
+            left = env.targets_per_parameter(sizes[depth]) * sizes[depth]
+            now = progress(share=env.tick / 6, depth=depth, first=1, most=4, targets_left=left, parameters=sizes)
+            places = plan._places(now)
+            torch.testing.assert_close(places.observation.features[0], rows)
+            assert torch.equal(places.masks.slot[0], masks)
+        pool.step(act(action, WAIT))
+    assert [len(env.network.blocks) for env in pool.envs] == [4, 1]
+
+
+def test_a_plan_with_a_memory_begins_anew_in_each_training_and_belongs_to_one_stack() -> None:
+    stack = Stack("net.blocks", start=1, plan=Eager())
+    for _ in range(2):
+        train(make(), stack)
+        assert stack.depths == [1, 2, 3, 4]
+
+    plan = Patient()
+    with pytest.raises(ValueError, match=r"'net.blocks' and 'net.\w+' have one plan, which remembers something"):
+        train(make(), Stack("net.blocks", plan=plan), Stack("net.others", plan=plan))
+
+
+def test_a_training_goes_on_with_another_plan(tmp_path: Path) -> None:
+    seen = EachBatch(tmp_path)
+    train(make(), Stack("net.blocks", start=1, plan=Patient), seen)
+    for plan in ("scaling", "tamiyo_depth", late):
+        callback = Stack("net.blocks", start=2, plan=plan)
+        train(make(), callback, resume_from=seen.path(2))
+        assert callback.depths[0] == 1, "the plan sees a network of fewer blocks than its own start"
+
+
+# Refusals.
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
@@ -320,7 +510,7 @@ def test_the_share_of_a_training_that_a_timer_ends_is_that_of_its_time() -> None
         ({"plan": "scaling", "at": 0.3}, "at is a plan of its own; give at or plan"),
         ({"plan": "scalling"}, "there is no plan 'scalling'; give scaling, tamiyo_depth"),
         ({"plan": 4}, "plan must be a function of the progress, got int"),
-        ({"plan": "tests.callbacks.test_plans.nobody"}, "Stack: plan: tests.callbacks.test_plans has no 'nobody'"),
+        ({"plan": "tests.callbacks.test_stack.nobody"}, "Stack: plan: tests.callbacks.test_stack has no 'nobody'"),
         ({"plan": "tamiyo"}, "the policy 'tamiyo' grows seeds and not blocks"),
         ({"plan": "missing.safetensors"}, "missing.safetensors"),
         ({"plan": "scaling", "order": [0, 0]}, "sources one by one are those of a single change"),

@@ -1,16 +1,17 @@
 """Stack: blocks, loaders and modules as people write them keep what they have, or are refused in one line."""
 
 import pickle
+import random
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning import Callback, LightningModule, Trainer
@@ -22,6 +23,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from esper_lightning.callbacks import Stack
+from esper_lightning.callbacks.plans import Progress
+from esper_lightning.envs.flops import FlopCounter
+from tests.callbacks import gpt
 from tests.callbacks.gpt import trainer
 
 WIDTH, DEPTH, STEPS = 8, 6, 32
@@ -282,31 +286,19 @@ def test_weights_that_a_module_loads_itself_are_no_resume_and_not_dropped_withou
         train(doing(hook, load)(), Stack("blocks"))
 
 
-class RMS(nn.Module):
-    """Normalisation of one's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x / x.square().mean(1, keepdim=True).sqrt()
-
-
 class Normed(Block):
-    def __init__(self, i: int, norm: Callable[[], nn.Module]) -> None:
+    def __init__(self, i: int) -> None:
         super().__init__(i)
-        self.norm = norm()
+        self.norm = nn.LayerNorm(WIDTH)
 
     def see(self, x: Tensor) -> Tensor:
         return self.norm(x)
 
 
-@pytest.mark.parametrize("norm", [partial(nn.LayerNorm, WIDTH), RMS])
 def test_a_network_that_was_trained_before_is_not_cut_down_without_being_asked(
-    norm: Callable[[], nn.Module], capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    module = make(partial(Normed, norm=norm))
+    module = make(Normed)
     train(module, max_steps=3)
 
     with pytest.raises(ValueError, match="hold trained weights, and all but the first 2 would be lost"):
@@ -482,6 +474,7 @@ class Noted(ByHand):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Any] = []
+        self.drawn: list[float] = []
         self.head.register_forward_hook(lambda *_: self.calls.append(torch.rand(())))
 
     def configure_optimizers(self) -> Any:
@@ -494,21 +487,31 @@ class Noted(ByHand):
         super().training_step(batch, batch_idx)
         self.trainer.lr_scheduler_configs[0].scheduler.step()
         self.trainer.datamodule.seen += 1
+        self.drawn += self.trainer.datamodule.draw()
 
 
 class Data(L.LightningDataModule):
     seen = 0
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.python, self.numpy = random.Random(0), np.random.default_rng(0)
+        self.torch = torch.Generator().manual_seed(0)
+
+    def draw(self) -> list[float]:
+        return [self.python.random(), self.numpy.random(), float(torch.rand((), generator=self.torch))]
+
     def train_dataloader(self) -> DataLoader:
         return data()
 
 
-def test_counting_leaves_hooks_batches_schedulers_and_the_data_as_they_are() -> None:
-    module, loader = make(kind=Noted), Data()
+def test_counting_leaves_hooks_batches_schedulers_and_generators_as_they_are() -> None:
+    module, loader, again = make(kind=Noted), Data(), Data()
     made = train(module, begins_with(), loader=loader)
 
     assert (made.lr_scheduler_configs[0].scheduler.last_epoch, loader.seen) == (STEPS, STEPS)
     assert len(module.calls) == STEPS
+    assert module.drawn == [number for _ in range(STEPS) for number in again.draw()]
     assert made.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.99**STEPS)
 
 
@@ -640,3 +643,93 @@ def test_blocks_that_are_checkpointed_one_after_the_other_are_seen_to_learn() ->
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*got no gradient.*")
         train(make(kind=Reentrant), begins_with())
+
+
+# What a batch costs.
+
+
+def word_logits(module: gpt.LitGPT, seeds: Any) -> tuple[Tensor, Tensor]:
+    x = torch.cat([gpt.sentences(seed) for seed in seeds])
+    return module.net(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "an auxiliary loss": lambda y, t: F.cross_entropy(y, t) + 0.1 * F.cross_entropy(y / 2, t),
+    "a loss that is looked at": lambda y, t: F.cross_entropy(y, t, label_smoothing=0.1) + 0 * F.cross_entropy(y, t),
+    "a penalty": lambda y, t: F.cross_entropy(y, t) + 1e-4 * F.mse_loss(y, torch.zeros_like(y)),
+    "one-hot labels": lambda y, t: F.binary_cross_entropy_with_logits(y, F.one_hot(t, gpt.WORDS).float()),
+    "two chunks": lambda y, t: F.cross_entropy(y[:40], t[:40]) + F.cross_entropy(y[40:], t[40:]),
+    "an ignored label": lambda y, t: F.cross_entropy(y, torch.cat([t[:-3], t.new_full((3,), -100)])),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_each_label_is_a_target_once(name: str) -> None:
+    kind = type("Lit", (gpt.LitGPT,), {"loss": lambda self, seeds: LOSSES[name](*word_logits(self, seeds))})
+
+    gpt.train(kind(), stack := Stack("net.blocks", start=2))
+
+    assert stack.cost is not None and stack.cost.targets == 16 * gpt.LENGTH - 3 * (name == "an ignored label")
+
+
+class Dense(gpt.LitGPT):
+    """Each block reads those before it, so that the FLOPs are no linear function of the depth."""
+
+    def loss(self, seeds: Any) -> Tensor:
+        x = torch.cat([gpt.sentences(seed) for seed in seeds])
+        features = [self.net.tokens(x[:, :-1])]
+        for block in self.net.blocks:
+            features.append(sum(map(block, features)))
+        return F.cross_entropy(self.net.head(features[-1]).flatten(0, 1), x[:, 1:].flatten())
+
+
+def test_flops_are_right_at_the_first_and_at_the_full_depth() -> None:
+    gpt.train(Dense(), stack := Stack("net.blocks", start=1))
+    assert stack.cost is not None
+    for depth in (1, 4):
+        with FlopCounter() as counter:
+            Dense(depth).loss([0, 1]).backward()
+        assert stack.cost.flops({"net.blocks": depth}) == counter.total
+
+
+def toggled(module: Any, optimizer: Any, loss: Tensor) -> None:
+    with optimizer.toggle_model(sync_grad=True):
+        module.manual_backward(loss)
+
+
+BY_HAND: dict[str, Callable[[Any, Any, Tensor], object]] = {
+    "twice": lambda module, _, loss: (module.manual_backward(loss, retain_graph=True), module.manual_backward(loss)),
+    "toggled": toggled,
+    "a rate": lambda module, _, loss: module.manual_backward(loss * module.lr_schedulers().get_last_lr()[0]),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_usual_lines_of_manual_optimization_are_counted(name: str) -> None:
+    class Manual(gpt.LitGPT):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            BY_HAND[name](self, optimizer, self.loss([2 * batch_idx, 2 * batch_idx + 1]))
+            optimizer.step()
+
+    gpt.train(Manual(manual=True), stack := Stack("net.blocks", start=2))
+
+    assert stack.cost is not None and stack.cost.targets == 16 * gpt.LENGTH
+
+
+def test_the_targets_left_of_a_stream_fall_from_batch_to_batch() -> None:
+    class Five(IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(torch.arange(5).unsqueeze(1))
+
+    left: list[Any] = []
+
+    def plan(progress: Progress) -> int:
+        left.append(progress.targets_left)
+        return progress.depth
+
+    stream = type("Stream", (gpt.LitGPT,), {"train_dataloader": lambda self: DataLoader(Five(), None)})
+    gpt.train(stream(), Stack("net.blocks", start=1, plan=plan))
+
+    assert left == [16 * gpt.LENGTH * batches for batches in (5, 4, 3, 2, 1)]

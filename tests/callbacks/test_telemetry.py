@@ -1,12 +1,13 @@
-"""Telemetry callback: hosts every so many ticks, the policy after every rollout."""
+"""Telemetry and ProgressLines: hosts every so many ticks, the policy and a line after every rollout."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from esper_lightning.callbacks import Telemetry
 from esper_lightning.runtime.machine import PHASES
-from tests.runs import HORIZON, fit, only_run, with_callback
+from tests.runs import HORIZON, SaveEveryTick, fit, only_run, with_callback
 
 Scalars = dict[str, list[tuple[int, float]]]
 
@@ -77,3 +78,30 @@ def test_skipped_steps_are_written_where_there_can_be_any(tmp_path: Path, precis
 def test_telemetry_of_no_ticks_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Telemetry\.every_n_ticks must be at least 1, got 0"):
         Telemetry(every_n_ticks=0)
+
+
+QUICK = ("--data.env.horizon=2",)
+LINE = (
+    r"rollout (\d) of 3: objective -?\d\.\d{3}, score \d\.\d{3}, return -?\d\.\d{3}, "
+    r"\d+ host epochs/s, \d:\d\d:\d\d left"
+)
+
+
+def lines(captured: str) -> list[str]:
+    return re.findall(f"^{LINE}$", captured, re.MULTILINE)
+
+
+def test_every_rollout_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, *QUICK)
+
+    assert lines(capsys.readouterr().out) == ["1", "2", "3"]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_counts_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, *QUICK, *with_callback(SaveEveryTick))
+    capsys.readouterr()
+
+    fit(tmp_path, *QUICK, "--ckpt_path", str(only_run(tmp_path).checkpoints / "tick3.ckpt"))
+
+    assert lines(capsys.readouterr().out) == ["2", "3"]

@@ -16,7 +16,7 @@ import yaml
 from esper_lightning import load_controller
 from esper_lightning.__main__ import main
 from esper_lightning.callbacks import Grow
-from esper_lightning.callbacks.measuring import make_decider
+from esper_lightning.callbacks.grow import make_decider
 from esper_lightning.envs import ActionConfig, HostPool
 from esper_lightning.envs.observation import ObservationConfig
 from esper_lightning.evaluation.checkpoints import find_controller

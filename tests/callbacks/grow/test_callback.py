@@ -392,7 +392,7 @@ trainer:
   callbacks:
     - class_path: esper_lightning.callbacks.Grow
       init_args:
-        slots: ["3", "5"]
+        slots: [net.3, "5"]
         blueprints: [norm]
         decider: periodic
         price: 0.1

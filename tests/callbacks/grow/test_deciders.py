@@ -12,20 +12,11 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.controllers.schedules import Schedule, ScheduledAction, write_schedule
 from esper_lightning.growth.stages import Stage
 from esper_lightning.runtime.checkpoint import NAMED_POLICIES, POLICIES
 from tests.callbacks.grow.trainings import Classifier, Plan, classifier, grow, train
 from tests.decisions import cull, germinate
-
-
-def test_a_rule_grows_the_network() -> None:
-    callback = grow(decider="climbing", batches=1)
-
-    train(classifier(), callback, epochs=7)
-
-    assert any(slot.occupied for slot in callback.growing.slots.values())
 
 
 def test_nothing_grows_by_wait_which_also_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
@@ -53,7 +44,7 @@ def test_the_controls_are_the_ungrown_network_and_the_grown_one_complete_from_th
     train(grown, callback, epochs=6)
     told, controls = capsys.readouterr().out, callback.controls
 
-    assert list(controls) == ["ungrown", "built in"] and isinstance(controls["ungrown"], WaitOnly)
+    assert list(controls) == ["ungrown", "built in"] and controls["ungrown"] == "wait"
     host, whole = (flops_of(network) for network in (classifier().net, grown.net))
     batches = callback.batches_seen // 6
     assert callback.affordable_batches == round((3 * batches * host + 3 * batches * whole) / whole)
@@ -83,23 +74,16 @@ def test_a_schedule_from_a_file_is_played(tmp_path: Path) -> None:
     assert second.stage is Stage.EMBARGOED
 
 
-def test_the_policy_of_the_package_decides_by_the_rules_of_its_training() -> None:
-    callback = grow(decider="tamiyo", batches=1, loss="val_loss", lifecycle=None)
-
-    train(classifier(), callback, epochs=3)
-
-    assert callback.lifecycle.training_ticks == 0 and not callback.lifecycle.auto_cull
-    assert callback.pool is not None and len(callback.pool.env.history.score) == 3
-
-
-def test_a_run_of_a_policy_goes_on_with_that_policy_alone(tmp_path: Path) -> None:
+def test_a_policy_decides_by_the_rules_of_its_training_and_its_run_goes_on_with_it_alone(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"batches": 1, "loss": "val_loss", "lifecycle": None, "horizon": 4}
     begun = train(classifier(), grow(decider="tamiyo", **settings), epochs=1)
     begun.save_checkpoint(tmp_path / "begun.ckpt")
     other = shutil.copy(POLICIES / NAMED_POLICIES["tamiyo"], tmp_path / "other.safetensors")
 
     resume = partial(train, resume_from=tmp_path / "begun.ckpt", epochs=2)
-    resume(classifier(), grow(decider="tamiyo", **settings))
+    resume(classifier(), callback := grow(decider="tamiyo", **settings))
+    assert callback.lifecycle.training_ticks == 0 and not callback.lifecycle.auto_cull
+    assert callback.pool is not None and len(callback.pool.env.history.score) == 2
     with pytest.raises(ValueError, match=r"of decider: tamiyo, the run of decider: .*other\.safetensors"):
         resume(classifier(), grow(decider=str(other), **settings))
 

@@ -40,25 +40,25 @@ def growing(place: str) -> GrowingNetwork:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_attention_is_refused_where_a_cache_would_give_it_the_newest_token_alone(place: str) -> None:
-    own = growing(place)
+    grown = growing(place)
 
     with pytest.raises(
         ValueError, match=r"^blueprint 'attention' cannot grow .*other positions.*set use_cache to False.*\Z"
     ):
-        own.germinate(place, "attention")
+        grown.germinate(place, "attention")
 
-    assert not slots_of(own.module)[place].occupied
-    own.module.config.use_cache = own.module.generation_config.use_cache = False
-    own.germinate(place, "attention")
+    assert not slots_of(grown.module)[place].occupied
+    grown.module.config.use_cache = grown.module.generation_config.use_cache = False
+    grown.germinate(place, "attention")
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_other_seeds_generate_the_same_with_a_cache(place: str) -> None:
-    own = growing(place)
-    own.germinate(place, "mlp", stage="BLENDING")
-    network: Any = own.module.eval()
+    grown = growing(place)
+    grown.germinate(place, "mlp", stage="BLENDING")
+    network: Any = grown.module.eval()
     with torch.no_grad():
-        for parameter in own.slots[place].seed.parameters():
+        for parameter in grown.slots[place].seed.parameters():
             parameter.add_(0.3)
         whole = network(TOKENS).logits[:, -1]
         cache = network(TOKENS[:, :-1], use_cache=True).past_key_values

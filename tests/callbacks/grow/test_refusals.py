@@ -8,14 +8,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from esper_lightning.callbacks import Grow
-from esper_lightning.callbacks.checks import check_trainer
-from esper_lightning.callbacks.grow import CONFLICTING_CALLBACKS, find_network
+from esper_lightning.callbacks.grow import find_network
 from esper_lightning.envs import ActionConfig
 from esper_lightning.growth import attach_slots
 from esper_lightning.growth.depth import depth_slots
@@ -60,10 +58,9 @@ ONE_BY_ONE = {"data": held_out_by(lambda data: DataLoader(data.held_out, 1)), "l
 
 REFUSED: dict[str, tuple[Change, dict[str, Any], dict[str, Any], str]] = {
     "AveragedModel": (AVERAGED, {}, {"network": "net"}, "AveragedModel.*second run"),
-    "two networks": (OTHER, {}, {}, r"'net', 'other'; give Grow\(network=…\)"),
+    "two networks": (OTHER, {}, {}, r"'net', 'other'; give .*into a module of their own"),
     "unknown network": (nothing, {}, {"network": "nett"}, "unknown network 'nett'; did you mean 'net'"),
     "unknown slot": (nothing, {}, {"slots": ["33"]}, "in 'net', the network has no module '33'"),
-    "slot with the name of its network": (nothing, {}, {"slots": ["net.3"]}, "no module 'net.3'.*within the network"),
     "LBFGS": (LBFGS, {}, {}, "LBFGS cannot hold parameter groups that come and go; use SGD"),
     "fused": (FUSED, {"plugins": SCALED}, {}, "fused optimizer under 16-mixed hides .* make it with fused=False"),
     "depth": (deepening, {}, {}, "'stack1' is for depth, which the callback Stack grows"),
@@ -113,31 +110,6 @@ def test_compiled_networks_and_modules_are_refused(change: Change) -> None:
     said = refused(change, {}, {})
 
     assert re.search("is compiled, which hides its parts; compile .*training_step, or a function", said)
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        FSDPStrategy(),
-        ModelParallelStrategy(),
-        DeepSpeedStrategy.__new__(DeepSpeedStrategy),  # its package need not be installed to refuse it
-    ],
-)
-def test_a_strategy_that_shards_parameters_is_refused(strategy: Strategy) -> None:
-    """By the check that each training begins with: they start on accelerators only."""
-    made = trainer(grow(), epochs=2)
-    made._accelerator_connector.strategy = strategy
-
-    with pytest.raises(ValueError, match=f"Grow: {type(strategy).__name__} .* use one device, or strategy='ddp'"):
-        check_trainer("Grow", made, Classifier(), CONFLICTING_CALLBACKS)
-
-
-def test_layers_of_the_lightning_module_itself_are_no_network() -> None:
-    module = Classifier()
-    module.net, module.head = nn.Conv2d(1, 4, 3), nn.Linear(4, 2)  # type: ignore[assignment]
-
-    with pytest.raises(ValueError, match=r"'net', 'head'; .* put them into a module of their own"):
-        find_network(module, None, ["net"])
 
 
 @pytest.mark.parametrize(

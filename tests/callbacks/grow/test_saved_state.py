@@ -1,13 +1,16 @@
-"""The state of Grow outlives every way to save, and a checkpoint goes on with the settings that it was saved with."""
+"""Grow saves its state in every way, goes on from it, and finds networks that are built late or run compiled code."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from esper_lightning.callbacks import Grow
-from esper_lightning.growth import attach_from_state_dict
+from esper_lightning.growth import attach_from_state_dict, slots_of
 from esper_lightning.growth.stages import Stage
+from tests.callbacks.grow import trainings
 from tests.callbacks.grow.trainings import Classifier, DigitsData, classifier, equal, grow, train, trainer
 from tests.decisions import cull, germinate
 
@@ -68,13 +71,16 @@ def test_a_second_fit_that_trains_nothing_saves_what_the_first_one_grew(tmp_path
     assert go_on(tmp_path / "again.ckpt")[1].validations == WHOLE
 
 
-def test_a_callback_saves_nothing_of_another_network() -> None:
+def test_a_callback_saves_nothing_of_another_network_that_is_validated(tmp_path: Path) -> None:
     callback = grow(LIFE)
     train(classifier(), callback, epochs=2)
 
-    trainer(callback).validate(classifier(), DigitsData(), verbose=False)
+    made = trainer(callback)
+    made.validate(classifier(), DigitsData(), verbose=False)
+    made.save_checkpoint(tmp_path / "plain.ckpt")
 
     assert callback.state_dict() == {}
+    assert not any("seed." in name for name in torch.load(tmp_path / "plain.ckpt", weights_only=True)["state_dict"])
 
 
 def test_a_grown_network_that_was_saved_without_grow_is_refused(tmp_path: Path) -> None:
@@ -90,3 +96,89 @@ def test_a_grown_network_that_was_saved_without_grow_is_refused(tmp_path: Path) 
         train(Grown(), grow(LIFE), epochs=4, resume_from=tmp_path / "plain.ckpt")
     (scores,) = trainer(grow(LIFE)).validate(Grown(), DigitsData(), ckpt_path=tmp_path / "plain.ckpt", verbose=False)
     assert scores == pytest.approx(trainer().validate(module, DigitsData(), verbose=False)[0])
+
+
+# Networks that are built late.
+
+
+class Late(Classifier):
+    """Classifier whose network is built by a hook of Lightning, with the same weights every time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = (classifier().net,)
+        self.built: list[str] = []
+        del self.net
+
+    def build(self, hook: str) -> None:
+        self.built.append(hook)
+        (self.net,) = self.hidden
+
+
+@pytest.mark.parametrize("hook", ["setup", "configure_model"])
+def test_a_network_that_is_built_late_grows_and_is_built_once(hook: str, tmp_path: Path) -> None:
+    kind: type[Late] = type("BuiltByHook", (Late,), {hook: lambda self, **_: self.build(hook)})
+    plan = {0: germinate(0)}
+    module, callback, again = kind(), grow(plan), grow(plan)
+    made, early = train(module, callback, epochs=3), train(classifier(), grow(plan), epochs=3)
+
+    assert module.built == [hook]
+    assert not {"setup", "configure_model"} & set(vars(module))
+    assert callback.growing.module is module.net
+    assert made.callback_metrics["val_loss"] == early.callback_metrics["val_loss"]
+
+    made.save_checkpoint(tmp_path / "grown.ckpt")
+    train(kind(), again, epochs=5, resume_from=tmp_path / "grown.ckpt")
+
+    assert again.growing.slots["3"].blended
+
+
+def test_a_training_that_failed_early_leaves_nothing_behind() -> None:
+    module = classifier()
+
+    with pytest.raises(ValueError, match="unknown network"):
+        train(module, grow(network="nett"))
+    module.setup = lambda stage: setattr(module, "stage", stage)  # type: ignore[method-assign]
+    train(module, grow(), epochs=1)
+
+    assert module.stage == "fit" and "configure_model" not in vars(module)
+
+
+# Compiled code.
+
+
+class Whole(nn.Module):
+    """Network with a forward pass of its own, which does not run the slots as an nn.Sequential runs its children."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Plain(Classifier):
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.net = Whole(self.net)  # type: ignore[assignment]
+
+
+class CompiledTraining(Plain):
+    training_step = torch.compile(Plain.training_step, backend="aot_eager")
+
+
+def grown(kind: type[Classifier]) -> tuple[Classifier, dict[str, float]]:
+    """Return a module and its metrics after a training of 8 epochs."""
+    torch.compiler.reset()
+    module = classifier(kind=kind)
+    ended = train(module, grow(trainings.LIFE, slots=["layers.3", "layers.5"]), epochs=8)
+    return module, {name: float(value) for name, value in ended.callback_metrics.items()}
+
+
+def test_a_training_with_compiled_code_is_bit_for_bit_the_uncompiled_one() -> None:
+    (compiled, metrics), (expected, expected_metrics) = grown(CompiledTraining), grown(Plain)
+
+    assert [slot.stage for slot in slots_of(compiled).values()] == [Stage.FOSSILIZED, Stage.CULLED]
+    assert metrics == expected_metrics
+    assert equal(compiled, expected)

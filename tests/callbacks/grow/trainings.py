@@ -1,10 +1,17 @@
-"""Short trainings of a user's modules, with and without Grow."""
+"""LightningModules of users who know nothing of growth, and short trainings of them, with and without Grow."""
 
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
 
 from esper_lightning.callbacks import Grow
 from esper_lightning.envs import Action, Op
@@ -12,8 +19,127 @@ from esper_lightning.envs.actions import to_action
 from esper_lightning.envs.host_pool import SinglePool
 from esper_lightning.growth.gates import LifecycleConfig
 from tests.callbacks import gpt
-from tests.callbacks.grow.trainings import Classifier, DigitsData
 from tests.decisions import WAIT, Row, cull, decide, germinate
+
+torch.set_num_threads(1)
+
+TRAIN, VALIDATION = 320, 160
+"""Numbers of samples: five training batches and two validation batches."""
+
+
+class DigitsData(L.LightningDataModule):
+    """Handwritten digits in a fixed order."""
+
+    def setup(self, stage: str) -> None:
+        images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
+        images = images.float().div(16.0).view(-1, 1, 8, 8)
+        self.train = TensorDataset(images[:TRAIN], labels[:TRAIN])
+        self.held_out = TensorDataset(images[-VALIDATION:], labels[-VALIDATION:])
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.train, 64)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.held_out, 80)
+
+    test_dataloader = val_dataloader
+
+
+def sequential(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    warmup, decay = lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 2), lr_scheduler.CosineAnnealingLR(optimizer, 6)
+    return lr_scheduler.SequentialLR(optimizer, [warmup, decay], [2])
+
+
+SCHEDULERS: dict[str, Any] = {
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 8),
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
+    "sequential": sequential,
+    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.1),
+    "onecycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=40),
+}
+
+
+class Classifier(L.LightningModule):
+    """CNN for digits with automatic optimization, a torchmetric and a scheduler."""
+
+    def __init__(self, scheduler: str | None = None, lr: float = 3e-3, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Flatten(),
+            nn.Linear(128, 10),
+        )
+        self.accuracy = MulticlassAccuracy(10, average="micro")
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        loss = F.cross_entropy(self.net(images), labels)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        images, labels = batch
+        outputs = self.net(images)
+        self.accuracy(outputs, labels)
+        self.log("val_acc", self.accuracy)
+        self.log("val_loss", F.cross_entropy(outputs, labels), sync_dist=True)
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
+        name = self.hparams["scheduler"]
+        if name is None:
+            return optimizer
+        interval = "step" if name == "onecycle" else "epoch"
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": SCHEDULERS[name](optimizer), "monitor": "val_loss", "interval": interval},
+        }
+
+
+class TwoOptimizers(L.LightningModule):
+    """Manual optimization: a body and a head, each with an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.body = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU())
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.body(images.flatten(1)))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        loss = F.cross_entropy(self(images), labels)
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+            optimizer.step()
+        if self.trainer.is_last_batch:
+            self.lr_schedulers().step()
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        images, labels = batch
+        self.log("val_acc", (self(images).argmax(1) == labels).float().mean())
+
+    def configure_optimizers(self) -> Any:
+        body, head = (torch.optim.Adam(part.parameters(), lr=0.01) for part in (self.body, self.head))
+        return [body, head], [lr_scheduler.LambdaLR(body, lambda epoch: 0.9**epoch)]
+
 
 QUICK = LifecycleConfig(training_ticks=1, min_contribution=None, auto_cull=False, min_gradient_health=0.0)
 """Seeds are blended after one tick, and kept whatever they contribute."""
