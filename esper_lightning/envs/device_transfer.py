@@ -11,7 +11,7 @@ from torch import Tensor
 
 from esper_lightning.envs.measurements import EpochResult, LossAndScore, TrainingStats, Validation
 from esper_lightning.growth.counterfactual import SeedVariant
-from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.growth.gates import GradientStats
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 

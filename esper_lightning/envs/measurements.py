@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.growth.gates import GradientStats
 
 POINTS_PER_UNIT = 100.0
 """Points in a score of 1: contributions and gains of scores are in points."""

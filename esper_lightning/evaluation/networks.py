@@ -22,8 +22,7 @@ from esper_lightning.envs import HostPool, StepResult
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.spaces.action_discovery import pad_slots
 from esper_lightning.evaluation.play import Outcome, play_episode
-from esper_lightning.growth.export import SUFFIXES, TOLERANCE, Format, export, load, save
-from esper_lightning.growth.fold import fold
+from esper_lightning.growth.export import SUFFIXES, TOLERANCE, Format, check_format, export, fold, load, save
 from esper_lightning.growth.lifecycle import count_parameters, slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.runtime.console import print_status
@@ -207,6 +206,7 @@ def export_grown(source: str, to: Format, *, out: str | None = None) -> None:
             [onnx].
         out: File to write. None: `network` in the folder, with a suffix.
     """
+    check_format(to)
     folder = Path(source)
     network = load_host(folder, read_description(folder))
     samples = read_samples(folder / SAMPLES_FILE)

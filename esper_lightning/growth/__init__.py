@@ -8,8 +8,7 @@ from esper_lightning.growth.counterfactual import (
     measure_variants,
     shapley_values,
 )
-from esper_lightning.growth.export import load, save
-from esper_lightning.growth.fold import fold
+from esper_lightning.growth.export import fold, load, save
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.growing_network import GrowingNetwork
 from esper_lightning.growth.lifecycle import SeedEvent, slots_of

@@ -18,8 +18,7 @@ from esper_lightning.growth import lifecycle as lifecycle_ops
 from esper_lightning.growth.blend import Curve, Ramp
 from esper_lightning.growth.blueprints import suggest_name
 from esper_lightning.growth.depth import DepthSlot
-from esper_lightning.growth.gates import Evidence, LifecycleConfig
-from esper_lightning.growth.gradient_stats import GradientStats, gradient_stats
+from esper_lightning.growth.gates import Evidence, GradientStats, LifecycleConfig, gradient_stats
 from esper_lightning.growth.lifecycle import SeedEvent, check_slot_names, slots_of
 from esper_lightning.growth.param_groups import (
     SEED_GROUP_PREFIX,

@@ -15,7 +15,7 @@ from esper_lightning.envs.device_transfer import (
 )
 from esper_lightning.envs.measurements import LossAndScore, Validation
 from esper_lightning.envs.spaces.actions import relevance_table
-from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.growth.gates import GradientStats
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from tests.decisions import CPU

@@ -8,8 +8,7 @@ from torch.nn import functional as F
 
 from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.blueprints import build_on
-from esper_lightning.growth.gates import Evidence
-from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.growth.gates import Evidence, GradientStats
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.slot import Layout, SeedSlot, decode
 from esper_lightning.growth.stages import Stage

@@ -13,8 +13,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from esper_lightning.growth.blend import Curve, Isolation
 from esper_lightning.growth.blueprints import blueprint_names, build_on
 from esper_lightning.growth.counterfactual import contributions
-from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.growth.gates import GradientStats, LifecycleConfig
 from esper_lightning.growth.growing_network import GrowingNetwork, SeedMeasurements
 from esper_lightning.growth.lifecycle import SeedEvent, slots_of
 from esper_lightning.growth.slot import Layout

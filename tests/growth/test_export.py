@@ -19,8 +19,7 @@ from torchvision import models
 from esper_lightning.growth import export as export_module
 from esper_lightning.growth.attach import attach_slots, detach_slots
 from esper_lightning.growth.blend import Ramp
-from esper_lightning.growth.export import ONNX_PACKAGES, export
-from esper_lightning.growth.fold import fold
+from esper_lightning.growth.export import ONNX_PACKAGES, export, fold
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import GPT, MLP
@@ -187,7 +186,7 @@ def test_an_onnx_model_gives_the_same_outputs_without_this_package_and_without_t
 
 def test_a_missing_package_for_onnx_is_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_module, "find_spec", lambda name: None if name == "onnxscript" else find_spec("json"))
-    with pytest.raises(ValueError, match=r"^to onnx: packages are missing; install them: pip install onnxscript$"):
+    with pytest.raises(ValueError, match=r"^to onnx needs the extra \[onnx\] of this package: pip install onnxscript$"):
         export(cnn(), digits(2), tmp_path / "grown.onnx", "onnx")
 
 
@@ -218,9 +217,9 @@ def test_what_cannot_be_exported_is_refused_in_one_line(
 def test_an_export_that_gives_other_outputs_is_refused_and_the_earlier_file_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_wrongly(network: nn.Module, inputs: Tensor, path: Path) -> Callable[[Tensor], Any]:
+    def write_wrongly(program: torch.export.ExportedProgram, path: Path) -> Callable[[Tensor], Any]:
         path.write_text("wrong")
-        return lambda x: network(x) + 0.01
+        return lambda x: program.module()(x) + 0.01
 
     (tmp_path / "grown.pt2").write_text("earlier")
     monkeypatch.setattr(export_module, "_write_pt2", write_wrongly)

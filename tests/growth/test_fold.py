@@ -12,8 +12,7 @@ from torchvision.ops import StochasticDepth
 
 from esper_lightning.growth.attach import attach_slots
 from esper_lightning.growth.blueprints import Residual, blueprint_names, get_blueprint, initialise, registry
-from esper_lightning.growth.export import load, save
-from esper_lightning.growth.fold import FoldResult, affine_map_of, fold
+from esper_lightning.growth.export import FoldResult, affine_map_of, fold, load, save
 from esper_lightning.growth.growing_network import GrowingNetwork
 from esper_lightning.growth.lifecycle import count_parameters, germinate, slots_of
 from esper_lightning.growth.slot import Layout, SeedSlot

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from esper_lightning.growth.gradient_stats import (
+from esper_lightning.growth.gates import (
     EXPLODED_HEALTH_COST,
     NO_GRADIENT,
     VANISHED_HEALTH_COST,

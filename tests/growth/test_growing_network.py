@@ -10,8 +10,7 @@ from torch.optim import SGD, Adam
 
 from esper_lightning.growth.blueprints import build_seed
 from esper_lightning.growth.counterfactual import contributions
-from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.gradient_stats import NO_GRADIENT
+from esper_lightning.growth.gates import NO_GRADIENT, LifecycleConfig
 from esper_lightning.growth.growing_network import GrowingNetwork
 from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.stages import Stage

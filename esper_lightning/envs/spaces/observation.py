@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from esper_lightning.envs.host_env import GrowthRecord
 from esper_lightning.growth.blueprints import suggest_name
-from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.growth.gates import GradientStats
 from esper_lightning.growth.stages import LIVE, Stage
 
 HISTORY_WINDOW = 5

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.executors.fused.proof import check_batched
 from esper_lightning.growth.attach import attach_at
-from esper_lightning.growth.fold import fold
+from esper_lightning.growth.export import fold
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from tests.envs.executors.fused.hosts import FAST_CONFIG, HOSTS, distance, make
