@@ -155,16 +155,15 @@ def mixes_rows(network: nn.Module, inputs: tuple[Any, ...]) -> bool:
     finally:
         for part, all_hooks in hooks:
             part._forward_hooks = all_hooks
-    return not (
-        _has_rows(whole, half, slice((rows + 1) // 2), rows)
-        and all(_has_rows(longer, plain, slice(ahead, None), ahead + few) for longer in behind)
+
+    def has_rows(longer: Any, shorter: Any, part: slice, length: int) -> bool:
+        """Return True if outputs for a batch of this length have outputs for fewer rows at `part`."""
+        pairs = zip(iter_tensors(longer), iter_tensors(shorter), strict=True)
+        return all(a.ndim and b.ndim and len(a) == length and is_equal_up_to_rounding(a[part], b) for a, b in pairs)
+
+    return not has_rows(whole, half, slice((rows + 1) // 2), rows) or not all(
+        has_rows(longer, plain, slice(ahead, None), ahead + few) for longer in behind
     )
-
-
-def _has_rows(longer: Any, shorter: Any, rows: slice, length: int) -> bool:
-    """Return True if outputs for a batch of this length have outputs for fewer rows at `rows`."""
-    pairs = zip(iter_tensors(longer), iter_tensors(shorter), strict=True)
-    return all(a.ndim and b.ndim and len(a) == length and is_equal_up_to_rounding(a[rows], b) for a, b in pairs)
 
 
 def _isolated_pass(network: nn.Module, inputs: tuple[Any, ...]) -> Any:
@@ -201,7 +200,10 @@ def forward_variants(
     """
     slots = slots_of(network)
     blended = frozenset(name for name, slot in slots.items() if slot.blended)
-    distinct = list(dict.fromkeys(variant & blended for variant in variants))
+    distinct: list[SeedVariant] = []
+    for variant in variants:
+        if variant & blended not in distinct:
+            distinct.append(variant & blended)
     if len(distinct) > 1 and (_knows_to_mix(network, inputs) if mixes is None else mixes):
         outputs = []
         for variant in distinct:  # with the same random numbers
@@ -236,8 +238,7 @@ def measure_variants(
         batches: Pairs of inputs [B, …] (a tuple if the network takes several) and targets [B, …].
         score: Function of outputs and targets that returns one score per sample [B], as 1.0 for a correct prediction.
     """
-    totals, samples = None, 0
-    mixes = None
+    totals, samples, mixes = None, 0, None
     with evaluation_mode(network):
         for inputs, targets in batches:
             arguments = inputs if isinstance(inputs, tuple) else (inputs,)

@@ -351,6 +351,6 @@ def _neighbours(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> tu
         call_network(network, example)
     if len(slot_tensors) != 2:  # a slot that runs several times has no unique neighbours
         return {}, {}
-    entering, leaving = (None if any(x is one for x in passed_on) else one for one in slot_tensors)
+    entering, leaving = (None if any(x is tensor for x in passed_on) else tensor for tensor in slot_tensors)
     before = {name: layer for name, (layer, _, output) in calls.items() if output is entering}
     return before, {name: layer for name, (layer, given, _) in calls.items() if given is leaving}

@@ -43,8 +43,7 @@ Built = TypeVar("Built", bound=nn.Module)
 _BLUEPRINTS: dict[tuple[str, str], Blueprint] = {}  # by (layout, name)
 
 STACK = "stack"
-"""Layout of a place of a list of like blocks, and its only blueprint: copies of the last blocks, as many as there were
-at first."""
+"""Layout of a depth slot, and its only blueprint: copies of the last blocks of a list, as many as at first."""
 
 
 def register(
@@ -103,9 +102,9 @@ def check_blueprint_name(name: str) -> None:
     """Raise ValueError, with a suggestion, if no layout has a blueprint called `name`, not even an installed one."""
     if name not in {STACK, *(known for _, known in _BLUEPRINTS)}:
         import_installed()
-    known_names = list(dict.fromkeys([*(known for _, known in _BLUEPRINTS), STACK]))
+    known_names = {known: None for _, known in _BLUEPRINTS} | {STACK: None}
     if name not in known_names:
-        raise ValueError(f"unknown blueprint {name!r}; {suggest_name(name, known_names)}")
+        raise ValueError(f"unknown blueprint {name!r}; {suggest_name(name, list(known_names))}")
 
 
 def get_blueprint(name: str, layout: str) -> Blueprint:
