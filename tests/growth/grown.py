@@ -19,6 +19,18 @@ CPU = torch.device("cpu")
 LIFE = [Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED]
 
 
+FOLLOWERS = {
+    "DORMANT": ["GERMINATED"],
+    "GERMINATED": ["TRAINING", "CULLED"],
+    "TRAINING": ["BLENDING", "CULLED"],
+    "BLENDING": ["PROBATIONARY", "CULLED"],
+    "PROBATIONARY": ["FOSSILIZED", "CULLED"],
+    "FOSSILIZED": [],
+    "CULLED": ["EMBARGOED"],
+    "EMBARGOED": ["DORMANT"],
+}
+"""Stages that may follow each stage."""
+
 LAYOUTS: list[Layout] = list(get_args(Layout))
 
 CALM = GradientStats(norm=1.0, rms=0.1, vanished=0.0, exploded=0.0)

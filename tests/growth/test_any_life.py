@@ -20,19 +20,19 @@ from esper_lightning.growth.slot import Layout
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from tests.growth.by_hand import check_optimizer_matches
-from tests.growth.grown import CPU, LAYOUTS, TinyHost, add_noise, batch_of, generator_of, loss_on, same, story
+from tests.growth.grown import (
+    CPU,
+    FOLLOWERS,
+    LAYOUTS,
+    TinyHost,
+    add_noise,
+    batch_of,
+    generator_of,
+    loss_on,
+    same,
+    story,
+)
 from tests.tiers import rest_is_slow
-
-FOLLOWERS = {
-    "DORMANT": {"GERMINATED"},
-    "GERMINATED": {"TRAINING", "CULLED"},
-    "TRAINING": {"BLENDING", "CULLED"},
-    "BLENDING": {"PROBATIONARY", "CULLED"},
-    "PROBATIONARY": {"FOSSILIZED", "CULLED"},
-    "FOSSILIZED": set(),
-    "CULLED": {"EMBARGOED"},
-    "EMBARGOED": {"DORMANT"},
-}
 
 POSSIBLE = {
     "germinate": {"DORMANT"},

@@ -109,9 +109,3 @@ def test_the_proximal_gradient_is_the_loss_gradient_and_a_pull_of_bounded_reach(
     each = proximal_gradient(grad, h, s, dims=(1, 2, 3))
     torch.testing.assert_close(each[1:2], proximal_gradient(grad[1:2], h[1:2], s[1:2]))
     assert torch.equal(proximal_gradient(grad, torch.zeros_like(h), s), PROXIMAL_STEP * grad)
-
-
-@pytest.mark.parametrize("setting", ["isolation", "birth"])
-def test_an_unknown_way_to_learn_is_refused(setting: str) -> None:
-    with pytest.raises(ValueError, match=f"lifecycle.{setting} 'proximall' is not known"):
-        LifecycleConfig(**{setting: "proximall"})

@@ -150,11 +150,3 @@ def test_a_seed_ages_and_an_empty_slot_does_not() -> None:
     slot.end_epoch()
     slot.end_epoch()
     assert (slot.age, slot.ticks_in_stage) == (2, 2)
-
-
-def test_a_host_may_work_in_place_behind_a_slot_with_a_training_seed() -> None:
-    slot = SeedSlot("block1", "image", 4)
-    host = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), slot, nn.ReLU(inplace=True))  # like torchvision's ResNets
-    grow(slot, Stage.TRAINING)
-    host(feature()).sum().backward()
-    assert all(p.grad.any() for p in slot.seed.parameters())
