@@ -77,27 +77,6 @@ def grown(network: nn.Module) -> nn.Module:
     return network.eval()
 
 
-def exported(network: nn.Module, x: Tensor) -> torch.export.ExportedProgram:
-    return torch.export.export(network, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
-
-
-@pytest.mark.parametrize(
-    ("build", "inputs"),
-    rest_is_slow([(cnn, digits), (gpt, tokens), (mlp, vectors), (resnet, images)], lambda case: case[0] in (gpt, mlp)),
-)
-def test_an_exported_network_says_the_same_on_batches_of_any_size(
-    build: Callable[[], nn.Module], inputs: Callable[[int], Tensor], tmp_path: Path
-) -> None:
-    network = grown(build())
-    program = exported(network, inputs(3))
-    torch.export.save(program, tmp_path / "grown.pt2")
-    loaded = torch.export.load(tmp_path / "grown.pt2")
-    for samples in (1, 3, 8):
-        expected = network(inputs(samples))
-        for each in (program, loaded):
-            torch.testing.assert_close(each.module()(inputs(samples)), expected, rtol=1e-5, atol=1e-6)
-
-
 def resnet_with_a_kept_and_a_folded_seed() -> nn.Module:
     network = resnet()
     network(images(8))  # moves BatchNorm's statistics
@@ -141,14 +120,6 @@ def outputs_of(program: str, inputs: Tensor, folder: Path) -> Tensor:
     return torch.from_numpy(np.load(folder / "outputs.npy"))
 
 
-@pytest.mark.slow
-def test_an_exported_program_gives_the_same_outputs_without_this_package(tmp_path: Path) -> None:
-    network = resnet_with_a_kept_and_a_folded_seed()
-    export(network, real_images(3), tmp_path / "grown.pt2", "pt2")
-    outputs = outputs_of(PROGRAM_ALONE, real_images(5), tmp_path)
-    torch.testing.assert_close(outputs, network(real_images(5)), rtol=1e-5, atol=1e-6)
-
-
 def test_weights_fit_the_plain_architecture_once_all_seeds_are_folded_into_it() -> None:
     def plain() -> nn.Module:
         return nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
@@ -161,26 +132,37 @@ def test_weights_fit_the_plain_architecture_once_all_seeds_are_folded_into_it() 
     assert torch.equal(fresh(vectors(5)), network(vectors(5)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("build", "inputs"),
-    [
-        (resnet_with_a_kept_and_a_folded_seed, real_images),
-        (lambda: grown(cnn()), digits),
-        (lambda: grown(gpt()), tokens),
-        (lambda: grown(mlp()), vectors),
-    ],
-    ids=["resnet", "cnn", "gpt", "mlp"],
-)
-def test_an_onnx_model_gives_the_same_outputs_without_this_package_and_without_torch(
-    build: Callable[[], nn.Module], inputs: Callable[[int], Tensor], tmp_path: Path
-) -> None:
-    for package in ONNX_PACKAGES:
-        pytest.importorskip(package)
+NETWORKS = {
+    "resnet": (resnet_with_a_kept_and_a_folded_seed, real_images),
+    "cnn": (lambda: grown(cnn()), digits),
+    "gpt": (lambda: grown(gpt()), tokens),
+    "mlp": (lambda: grown(mlp()), vectors),
+}
+
+
+@pytest.mark.parametrize("name", rest_is_slow(NETWORKS, {"gpt", "mlp"}))
+def test_an_exported_program_says_the_same_on_batches_of_any_size(name: str, tmp_path: Path) -> None:
+    build, inputs = NETWORKS[name]
     network = build()
-    export(network, inputs(3), tmp_path / "grown.onnx", "onnx")
+    export(network, inputs(3), tmp_path / "grown.pt2", "pt2")
+    loaded = torch.export.load(tmp_path / "grown.pt2").module()
+    for samples in (1, 3, 8):
+        torch.testing.assert_close(loaded(inputs(samples)), network(inputs(samples)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "to"), [("resnet", "pt2"), *((name, "onnx") for name in NETWORKS)])
+def test_an_exported_network_runs_without_this_package_and_a_model_of_onnx_without_torch(
+    name: str, to: Any, tmp_path: Path
+) -> None:
+    if to == "onnx":
+        for package in ONNX_PACKAGES:
+            pytest.importorskip(package)
+    build, inputs = NETWORKS[name]
+    network = build()
+    export(network, inputs(3), tmp_path / f"grown.{to}", to)
     for samples in (1, 5):
-        outputs = outputs_of(MODEL_ALONE, inputs(samples), tmp_path)
+        outputs = outputs_of(PROGRAM_ALONE if to == "pt2" else MODEL_ALONE, inputs(samples), tmp_path)
         torch.testing.assert_close(outputs, network(inputs(samples)), rtol=1e-4, atol=1e-5)
 
 
