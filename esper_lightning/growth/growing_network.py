@@ -29,7 +29,6 @@ from esper_lightning.growth.param_groups import (
     host_groups,
     order_groups,
     remove_group,
-    remove_module,
     remove_parameters,
     reset_optimizer_state,
     seed_group_name,
@@ -360,5 +359,5 @@ class GrowingNetwork:
             raise ValueError(f"slot {slot!r} cannot be {change}: {'; '.join(reasons)}")
 
     def _drop_seed(self, slot: str, seed: nn.Module) -> None:
-        remove_module(self.optimizer, seed_group_name(slot), seed)
+        remove_group(self.optimizer, seed_group_name(slot), seed.parameters())
         self.measurements[slot] = SeedMeasurements()

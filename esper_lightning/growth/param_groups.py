@@ -4,8 +4,8 @@ A scheduler of `torch.optim.lr_scheduler` keeps a number for each parameter grou
 once groups are added or removed. `follow` shows it the host's groups alone.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from itertools import compress
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -127,24 +127,15 @@ def add_group(optimizer: Optimizer, name: str, module: nn.Module, **options: flo
         optimizer.param_groups[-1].pop(key, None)
 
 
-def remove_group(optimizer: Optimizer, name: str) -> None:
-    """Remove group `name` with its state; the state of other groups is unchanged."""
-    remove_parameters(optimizer, set(find_group(optimizer, name)["params"]))
+def remove_group(optimizer: Optimizer, name: str, parameters: Iterable[nn.Parameter] = ()) -> None:
+    """Remove group `name`, if it exists, and `parameters`, which another group may hold, all with their state."""
+    removed = [group["params"] for group in optimizer.param_groups if group.get("name") == name]
+    remove_parameters(optimizer, set(chain(parameters, *removed)))
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group.get("name") != name]
 
 
-def remove_module(optimizer: Optimizer, name: str, module: nn.Module) -> None:
-    """Remove the parameters of `module` with their state from all groups, and group `name` if it exists.
-
-    Both, because another group may hold the parameters, and because group `name` would be left behind empty.
-    """
-    remove_parameters(optimizer, set(module.parameters()))
-    if name in group_names(optimizer):
-        remove_group(optimizer, name)
-
-
 def remove_parameters(optimizer: Optimizer, parameters: Collection[nn.Parameter]) -> None:
-    """Remove parameters with their state from all groups."""
+    """Remove parameters with their state from all groups; the state of others is unchanged."""
     _remove_from_groups(optimizer, parameters)
     for inner in optimizers_in(optimizer):
         for parameter in parameters:

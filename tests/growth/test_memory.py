@@ -173,20 +173,6 @@ def test_growth_that_was_stopped_ends_as_growth_that_was_not(make: Make, present
     assert same_optimizer_state(optimizer_state(resumed), optimizer_state(network))
 
 
-@every_optimizer
-def test_a_network_that_was_rolled_back_under_its_optimizer_goes_on_learning(make: Make, tmp_path: Path) -> None:
-    network = grown(make)
-    save(network.module, tmp_path / "grown")
-    epoch(network, 7)
-    load(network.module, tmp_path / "grown")
-    again = GrowingNetwork(network.module, network.optimizer, horizon=20)
-    before = {slot: deepcopy(list(again.slots[slot].seed.parameters())) for slot in SLOTS}
-    epoch(again, 8)
-    check_optimizer_matches(again)
-    for slot, old in before.items():
-        assert any(not torch.equal(a, b) for a, b in zip(old, again.slots[slot].seed.parameters(), strict=True)), slot
-
-
 def test_a_seed_whose_optimizer_was_replaced_can_still_be_culled() -> None:
     network = grown(lambda host: SGD(host.parameters(), lr=0.1))
     network.optimizer = AdamW(network.module.parameters(), lr=0.01)

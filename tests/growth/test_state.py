@@ -22,16 +22,10 @@ from esper_lightning.growth.stages import Stage
 from tests.growth.attached import images, small_network
 from tests.growth.by_hand import growing
 from tests.growth.grown import (
-    LIFE,
-    SLOTS,
     add_noise,
     grow,
-    loss_of,
     outputs_in_both_modes,
     same,
-    slot_named,
-    small_batch,
-    small_cnn,
     story,
 )
 
@@ -110,18 +104,6 @@ def test_a_state_dict_loaded_into_any_state_of_the_network_gives_the_outputs_it_
     assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
     found = outputs_in_both_modes(deepcopy(other), images())
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_slots_that_a_network_has_built_in_are_restored_in_all_stages() -> None:
-    network, fresh = small_cnn(SLOTS), small_cnn(SLOTS, seed=9).double()
-    for name, stage in zip(SLOTS, [*LIFE, Stage.TRAINING], strict=True):
-        grow(slot_named(network, name), stage, "conv_light", HALF)
-    cull(slot_named(network, "block3.pool"))
-    loss_of(network)  # moves BatchNorm's statistics
-    fresh.load_state_dict(saved(network))
-    assert {p.dtype for p in fresh.parameters()} == {torch.float64}, "seeds have their host's precision"
-    assert same(network, fresh.float(), small_batch()[0])
-    assert not any(module.training for module in slot_named(fresh.eval(), "block2").seed.modules())
 
 
 def test_states_of_earlier_versions_name_a_style_and_load_if_it_is_to_add() -> None:
