@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from itertools import combinations
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +43,6 @@ TRIED_ROWS = 8
 
 COPIES_AHEAD = 4
 """Copies of the first row that go ahead of them, for each row: they fill places for which rows compete."""
-
-_MIXING: WeakKeyDictionary[nn.Module, dict[Any, bool]] = WeakKeyDictionary()
-"""Result of `mixes_rows` by network, and by mode and blended seeds."""
 
 
 def leave_one_out(slots: Iterable[str]) -> list[SeedVariant]:
@@ -173,15 +169,6 @@ def _isolated_pass(network: nn.Module, inputs: tuple[Any, ...]) -> Any:
         return network(*inputs)
 
 
-def _knows_to_mix(network: nn.Module, inputs: tuple[Any, ...]) -> bool:
-    """Return `mixes_rows`, which is tried once for each set of seeds in a network."""
-    known = _MIXING.setdefault(network, {})
-    key = (network.training, frozenset(s.blueprint for s in slots_of(network).values() if s.blended))
-    if key not in known:
-        known[key] = mixes_rows(network, inputs)
-    return known[key]
-
-
 def forward_variants(
     network: nn.Module, variants: Sequence[SeedVariant], *inputs: Tensor, mixes: bool | None = None
 ) -> tuple[Any, list[int]]:
@@ -193,7 +180,7 @@ def forward_variants(
         network: Network with slots, in evaluation mode.
         variants: Names of the slots with an active seed, for each combination.
         inputs: Positional arguments of the network.
-        mixes: Result of `mixes_rows`. None: it is tried on the first inputs with each set of seeds.
+        mixes: Result of `mixes_rows`, to try it once for many batches. None: it is tried on these inputs.
 
     Returns:
         Outputs [G·B, …] of the G distinct combinations, one after the other, and for each variant its index in 0 … G-1.
@@ -204,7 +191,7 @@ def forward_variants(
     for variant in variants:
         if variant & blended not in distinct:
             distinct.append(variant & blended)
-    if len(distinct) > 1 and (_knows_to_mix(network, inputs) if mixes is None else mixes):
+    if len(distinct) > 1 and (mixes_rows(network, inputs) if mixes is None else mixes):
         outputs = []
         for variant in distinct:  # with the same random numbers
             with active_seeds(slots, variant):

@@ -33,6 +33,9 @@ FOLLOWERS = {
 
 LAYOUTS: list[Layout] = list(get_args(Layout))
 
+SIMPLE: dict[str, str] = {"image": "conv_light", "sequence": "lora", "vector": "mlp_small"}
+"""A blueprint for each layout."""
+
 CALM = GradientStats(norm=1.0, rms=0.1, vanished=0.0, exploded=0.0)
 """Gradient statistics of a healthy seed."""
 
@@ -145,6 +148,11 @@ def evidence_of(
         gradient=gradient,
         contribution=contribution,
     )
+
+
+def bits(x: Tensor) -> Tensor:
+    """Return the bit patterns as integers, which distinguish 0 from -0 and make NaN equal to itself."""
+    return x.detach().view(torch.int32)
 
 
 def slot_named(network: nn.Module, name: str) -> SeedSlot:

@@ -14,9 +14,7 @@ from esper_lightning.growth.growing_network import GrowingNetwork
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.growth.stages import Stage
-from tests.growth.grown import add_noise, generator_of, grow
-
-BLUEPRINTS: dict[Layout, str] = {"image": "conv_light", "sequence": "lora", "vector": "mlp_small"}
+from tests.growth.grown import SIMPLE, add_noise, generator_of, grow
 
 ExpectedSlot = tuple[Layout, int, bool]
 """Expected layout, width and `on_single_path` of a slot."""
@@ -179,7 +177,7 @@ def test_a_network_that_is_not_ours_learns_with_seeds_at_all_sites(name: str) ->
     network, x = attached(name), inputs_for(name, 8)
     growing = GrowingNetwork(network, torch.optim.Adam(network.parameters(), lr=2e-3), horizon=2)
     for place, slot in growing.slots.items():
-        growing.germinate(place, BLUEPRINTS[slot.layout])
+        growing.germinate(place, SIMPLE[slot.layout])
     before = deepcopy([slot.seed.state_dict() for slot in growing.slots.values()])
     (network.train()(x) - 1.0).square().mean().backward()
     growing.optimizer.step()
@@ -191,7 +189,7 @@ def test_a_network_that_is_not_ours_learns_with_seeds_at_all_sites(name: str) ->
 def test_detaching_takes_everything_away_that_grew(name: str) -> None:
     plain, network = network_of(name).eval(), attached(name)
     for slot in slots_of(network).values():
-        grow(slot, Stage.FOSSILIZED, BLUEPRINTS[slot.layout])
+        grow(slot, Stage.FOSSILIZED, SIMPLE[slot.layout])
     x = inputs_for(name, 4)
     assert not torch.allclose(network.eval()(x), plain(x))
     assert len(network.state_dict()) > len(plain.state_dict())

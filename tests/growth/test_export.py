@@ -23,7 +23,7 @@ from esper_lightning.growth.export import ONNX_PACKAGES, export, fold
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import GPT, MLP
-from tests.growth.grown import generator_of, grow, slot_named, small_batch, small_cnn
+from tests.growth.grown import SIMPLE, generator_of, grow, slot_named, small_batch, small_cnn
 from tests.runs import ROOT
 from tests.tiers import rest_is_slow
 
@@ -64,9 +64,6 @@ def vectors(samples: int) -> Tensor:
 
 def images(samples: int) -> Tensor:
     return torch.randn(samples, 3, 32, 32, generator=generator_of(samples))
-
-
-SIMPLE = {"image": "conv_light", "sequence": "lora", "vector": "lora"}
 
 
 def grown(network: nn.Module) -> nn.Module:

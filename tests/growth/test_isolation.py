@@ -16,6 +16,7 @@ from esper_lightning.growth.stages import Stage
 from tests.growth.grown import (
     CPU,
     LAYOUTS,
+    SIMPLE,
     add_noise,
     batch_of,
     generator_of,
@@ -26,8 +27,6 @@ from tests.growth.grown import (
 )
 
 ISOLATIONS: list[Isolation] = list(get_args(Isolation))
-
-BLUEPRINTS: dict[Layout, str] = {"image": "conv_light", "sequence": "mlp_small", "vector": "mlp_small"}
 
 every_isolation = pytest.mark.parametrize("isolation", ISOLATIONS)
 
@@ -84,7 +83,7 @@ def test_a_host_trains_bit_for_bit_as_without_seeds_while_they_learn(layout: str
     feature: Layout = "image" if layout == "dropout" else layout
     empty, growing = growing_of(make(), isolation), growing_of(make(), isolation)
     for i, name in enumerate(growing.slots):
-        growing.germinate(name, BLUEPRINTS[feature])
+        growing.germinate(name, SIMPLE[feature])
         add_noise(growing.slots[name].seed, i)
         growing.slots[name].move_to(Stage.TRAINING)
     seeds = deepcopy([slot.seed.state_dict() for slot in growing.slots.values()])

@@ -13,6 +13,7 @@ from tests.growth.grown import (
     LAYOUTS,
     add_noise,
     batch_of,
+    bits,
     generator_of,
     grow,
     host_of,
@@ -31,11 +32,6 @@ def feature() -> Tensor:  # [B, C, H, W]
 
 def host_gradients(network: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in network.named_parameters() if ".seed." not in name}
-
-
-def bits(x: Tensor) -> Tensor:
-    """Return the bit patterns as integers, which distinguish 0 from -0 and make NaN equal to itself."""
-    return x.detach().view(torch.int32)
 
 
 while_learning = pytest.mark.parametrize("stage", [Stage.GERMINATED, Stage.TRAINING], ids=lambda stage: stage.name)
