@@ -20,7 +20,8 @@ from esper_lightning.growth.blueprints import (
     registry,
 )
 from esper_lightning.hosts import CNN
-from tests.blueprints.features import CPU, feature, seed_of, seeded
+from tests.blueprints.features import feature, seed_of
+from tests.growth.grown import CPU, generator_of
 
 COUNTS: dict[str, Any] = {"parameters": lambda c: c * c + c, "flops": lambda c, n: 2 * n * c * c}
 
@@ -115,17 +116,17 @@ class Masked(nn.Module):
 
 
 def test_the_same_generator_seed_gives_the_same_host() -> None:
-    assert same(build_on(CPU, cnn, seeded(3)), build_on(CPU, cnn, seeded(3)))
-    assert not same(build_on(CPU, cnn, seeded(3)), build_on(CPU, cnn, seeded(4)))
+    assert same(build_on(CPU, cnn, generator_of(3)), build_on(CPU, cnn, generator_of(3)))
+    assert not same(build_on(CPU, cnn, generator_of(3)), build_on(CPU, cnn, generator_of(4)))
 
 
 def test_initialising_a_used_host_makes_it_new() -> None:
-    fresh, used = build_on(CPU, cnn, seeded(3)), build_on(CPU, cnn, seeded(8))
+    fresh, used = build_on(CPU, cnn, generator_of(3)), build_on(CPU, cnn, generator_of(8))
     optimizer = torch.optim.SGD(used.parameters(), lr=0.1)
-    used(torch.randn(4, 1, 8, 8, generator=seeded())).square().mean().backward()
+    used(torch.randn(4, 1, 8, 8, generator=generator_of())).square().mean().backward()
     optimizer.step()
     assert used.norms[0].num_batches_tracked == 1
-    initialise(used, seeded(3))
+    initialise(used, generator_of(3))
     assert same(used, fresh)  # BatchNorm's running statistics too
 
 
@@ -143,7 +144,7 @@ def test_initialising_a_used_host_makes_it_new() -> None:
     ],
 )
 def test_weights_fill_the_usual_interval_evenly(layer: nn.Module, bound: float) -> None:
-    initialise(layer, seeded())
+    initialise(layer, generator_of())
     assert 0.97 * bound < layer.weight.abs().max() <= bound
     assert layer.weight.mean().item() == pytest.approx(0.0, abs=0.05 * bound)
     assert layer.weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)  # of a uniform distribution
@@ -172,10 +173,10 @@ def overwritten(module: nn.Module) -> nn.Module:
     ],
 )
 def test_normalisations_begin_as_pytorch_builds_them(build: Callable[[], nn.Module]) -> None:
-    module, generator = overwritten(build()), seeded()
+    module, generator = overwritten(build()), generator_of()
     initialise(module, generator)
     assert same(module, build())
-    assert torch.equal(generator.get_state(), seeded().get_state())  # draws no random numbers
+    assert torch.equal(generator.get_state(), generator_of().get_state())  # draws no random numbers
 
 
 @pytest.mark.parametrize(
@@ -190,15 +191,15 @@ def test_normalisations_begin_as_pytorch_builds_them(build: Callable[[], nn.Modu
 )
 def test_layers_draw_from_the_generator_alone(layer: nn.Module) -> None:
     other, before = deepcopy(layer), torch.get_rng_state()
-    initialise(layer, seeded(3))
+    initialise(layer, generator_of(3))
     assert torch.equal(torch.get_rng_state(), before)
     torch.rand(5)
-    initialise(other, seeded(3))
+    initialise(other, generator_of(3))
     assert same(layer, other)
 
 
 def test_a_module_with_its_own_method_has_the_last_word() -> None:
-    module = build_on(CPU, Scaled, seeded())
+    module = build_on(CPU, Scaled, generator_of())
     assert module.scale.tolist() == [7.0] * 3
     assert module.linear.bias.tolist() == [0.0] * 3
     assert module.linear.weight.any()
@@ -210,4 +211,4 @@ def test_a_module_with_its_own_method_has_the_last_word() -> None:
 )
 def test_a_module_whose_parameters_or_buffers_are_unknown_is_refused_by_name(module: nn.Module, unknown: str) -> None:
     with pytest.raises(ValueError, match=rf"^cannot initialise a {unknown}: give it a method initialise\(generator\)$"):
-        initialise(module, seeded())
+        initialise(module, generator_of())
