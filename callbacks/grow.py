@@ -36,8 +36,7 @@ from esper_lightning.growth.attach import attach_at, attached_places, check_new_
 from esper_lightning.growth.blueprints import suggest_name
 from esper_lightning.growth.counterfactual import ScoreFunction, judge_seeds
 from esper_lightning.growth.depth import DepthSlot
-from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.growth.gates import GradientStats, LifecycleConfig
 from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.param_groups import check_optimizer, follow, host_groups, seed_groups
 from esper_lightning.growth.slot import SeedSlot

@@ -33,7 +33,7 @@ from esper_lightning.envs.vector_env import EVALUATION, episode_rng_seeds
 from esper_lightning.evaluation.checkpoints import find_controller
 from esper_lightning.evaluation.comparison import Comparison
 from esper_lightning.evaluation.play import play_episode
-from esper_lightning.growth.export import SUFFIXES, Format, export, fold, load, save
+from esper_lightning.growth.export import SUFFIXES, Format, check_format, export, fold, load, save
 from esper_lightning.growth.lifecycle import count_parameters, slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.module import TamiyoModule
@@ -321,6 +321,7 @@ def export_network(source: str, to: Format, *, out: str | None = None) -> None:
         to: onnx: a model of ONNX; needs the extra [onnx]. pt2: the program of torch.export that is in the folder.
         out: File to write. None: `network` in the folder, with a suffix.
     """
+    check_format(to)
     path = Path(source) / PROGRAM_FILE
     if not is_zipfile(path):
         raise ValueError(f"{path} is missing or damaged; name a folder that `grow` has written")

@@ -16,8 +16,7 @@ from esper_lightning.envs.snapshot import clone_tensors, pack, unpack
 from esper_lightning.growth.blueprints import initialise
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.depth import DepthSlot, depths
-from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.growth.gates import GradientStats, LifecycleConfig
 from esper_lightning.growth.growing_network import GrowingNetwork, SeedMeasurements
 from esper_lightning.growth.lifecycle import SeedEvent, count_parameters, unchanged_stage
 from esper_lightning.growth.param_groups import host_groups, nominal_lr

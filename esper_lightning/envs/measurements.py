@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.growth.gates import GradientStats
 
 POINTS_PER_UNIT = 100.0
 """Points in a score of 1: contributions and gains of scores are in points."""

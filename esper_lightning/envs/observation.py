@@ -23,7 +23,7 @@ from esper_lightning.envs.rewards import SMALLEST_HOST
 from esper_lightning.envs.vector_env import Observation
 from esper_lightning.growth.blueprints import blueprint_names, get_blueprint, suggest_name
 from esper_lightning.growth.depth import DepthSlot
-from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.growth.gates import GradientStats
 from esper_lightning.growth.growing_network import RefusalReasons
 from esper_lightning.growth.slot import ABSENT, Layout, SeedSlot
 from esper_lightning.growth.stages import LIVE, Stage

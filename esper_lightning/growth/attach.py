@@ -38,16 +38,18 @@ the tensor in that output; `channels_last`, if the tensor is [B, H, W, C]; and t
 
 
 class AttachedSlots(nn.ModuleDict):
-    """Container of the attached slots. As a layer it is the identity, because the network may be an nn.Sequential.
-
-    Its extra state tells where the slots are attached.
-    """
+    """Container of the attached slots, whose places are its extra state. As a layer, in nn.Sequential, the identity."""
 
     def __init__(self) -> None:
         super().__init__()
         self.places: dict[str, Place] = {}
         self.hooks: dict[str, RemovableHandle] = {}
         self.register_load_state_dict_pre_hook(_accept_host_without_slots)
+
+    @staticmethod
+    def key(name: str) -> str:
+        # Module names must not contain dots or equal an attribute of nn.ModuleDict (`keys`, `values`).
+        return f"at/{name.replace('.', '/')}"
 
     def forward(self, x: Any) -> Any:
         return x
@@ -58,14 +60,14 @@ class AttachedSlots(nn.ModuleDict):
     def set_extra_state(self, state: Tensor) -> None:
         """Raise ValueError if the state is of a network whose slots are attached elsewhere; nothing else changes."""
         for place in decode(state):
-            name, own = place["slot"], self.places.get(place["slot"])
-            if own is None:
+            name, present = place["slot"], self.places.get(place["slot"])
+            if present is None:
                 raise ValueError(
                     f"the state has slot {name!r}, which the network lacks; attach it before the weights are loaded, "
                     f"by attach_slots or attach_from_state_dict"
                 )
-            if any(place[key] != own[key] for key in ("module", "path", "channels_last")):
-                raise ValueError(f"slot {name!r} was attached elsewhere: {place}, not {own}")
+            if any(place[key] != present[key] for key in ("module", "path", "channels_last")):
+                raise ValueError(f"slot {name!r} was attached elsewhere: {place}, not {present}")
 
 
 def _accept_host_without_slots(container: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -176,7 +178,7 @@ def _dry_run(
     network: nn.Module, names: Sequence[str], example: ExampleInput
 ) -> tuple[dict[str, tuple[KeyPath, Tensor]], Any]:
     """Return path and feature at each new slot, in the order of execution, and the network's output."""
-    found: dict[str, tuple[KeyPath, Tensor]] = {}
+    features: dict[str, tuple[KeyPath, Tensor]] = {}
 
     def make_hook(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -186,11 +188,10 @@ def _dry_run(
                 raise ValueError(f"slot {name!r}: the module gives {type(feature).__name__}, no floating-point tensor")
             if feature.is_nested:
                 raise ValueError(f"slot {name!r}: a nested feature (nn.TransformerEncoder: enable_nested_tensor=False)")
-            if name in found and found[name][1].shape[1:] != feature.shape[1:]:
+            if features.setdefault(name, (path, feature))[1].shape[1:] != feature.shape[1:]:
                 raise ValueError(
                     f"module {name!r} runs again, on a feature of another shape; name a module that runs once"
                 )
-            found.setdefault(name, (path, feature))
 
         return hook
 
@@ -199,16 +200,15 @@ def _dry_run(
             hooks.callback(network.get_submodule(name).register_forward_hook(make_hook(name)).remove)
         outputs = call_network(network, example)
     for name in names:
-        if name not in found:
+        if name not in features:
             raise ValueError(f"module {name!r} does not run when the network does; name one that is called")
-    return found, outputs
+    return features, outputs
 
 
 def _is_on_single_path(network: nn.Module, module: str, path: KeyPath, *, example: ExampleInput, outputs: Any) -> bool:
-    """Return True if everything behind this place depends on this feature alone, so that no shortcut goes around it.
+    """Return True if no shortcut goes around this feature: then all outputs are doubled if the batch is repeated here.
 
-    A counterfactual pass may then repeat the batch here instead of at the input. Test: repeat the batch here; without a
-    shortcut all outputs are doubled.
+    A counterfactual pass may then repeat the batch here instead of at the input.
     """
 
     def double(_: nn.Module, __: Any, output: Any) -> Any:
@@ -237,7 +237,7 @@ def _attach(network: nn.Module, place: Place, like: Tensor) -> None:
     container: AttachedSlots = getattr(network, CONTAINER_NAME)
     name, width, is_single = place["slot"], place["width"], place["on_single_path"]
     slot = SeedSlot(name, place["layout"], width, detach_input=place["detach_input"], on_single_path=is_single)
-    container[_container_key(name)] = slot.to(like.device, like.dtype).train(network.training)
+    container[container.key(name)] = slot.to(like.device, like.dtype).train(network.training)
     container.places[name] = place
     hook = SlotHook(slot, tuple(place["path"]), place["channels_last"])
     container.hooks[name] = network.get_submodule(place["module"]).register_forward_hook(hook)
@@ -245,11 +245,6 @@ def _attach(network: nn.Module, place: Place, like: Tensor) -> None:
     # import; if it is not loaded, nothing has been compiled.
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
-
-
-def _container_key(name: str) -> str:
-    # Module names must not contain dots or equal an attribute of nn.ModuleDict (`keys`, `values`).
-    return f"at/{name.replace('.', '/')}"
 
 
 def attached_places(network: nn.Module) -> list[dict[str, Any]]:
@@ -301,6 +296,6 @@ def detach_slots(network: nn.Module, names: Iterable[str] | None = None) -> None
     check_slot_names(names, container.places)
     for name in names:
         container.hooks.pop(name).remove()
-        del container.places[name], container[_container_key(name)]
+        del container.places[name], container[container.key(name)]
     if not container.places:
         delattr(network, CONTAINER_NAME)

@@ -1,7 +1,8 @@
-"""Lists of like blocks in a network, and what the network keeps about the place and the number of its blocks."""
+"""Lists of like blocks in a network, and what the network keeps about the index and the number of its blocks."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from itertools import chain, pairwise
 from string import digits
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ INDEX_NAME = re.compile(
     r"^(idx|index|i|layer|block|depth|level|place|position|number)$|(?<!padding)_(idx|index)$"
     r"|^(layer|block)\w*(id|number|num|no)$"
 )
-"""Name of an attribute that holds a block's place, where one block or two give too little other evidence."""
+"""Name of an attribute that holds a block's index, where one block or two give too little other evidence."""
 
 
 class BlockList(NamedTuple):
@@ -49,7 +50,7 @@ class BlockList(NamedTuple):
         return list(self.modules)[self.before : len(self.modules) - self.behind]
 
     def whole_order(self, order: Sequence[int]) -> list[int]:
-        """Return the source of each place of the whole list for the sources of the blocks that are not left out."""
+        """Return the source of each block of the whole list for the sources of the blocks that are not left out."""
         first, last = range(self.before), range(len(self.modules) - self.behind, len(self.modules))
         return [*first, *(self.before + source for source in order), *last]
 
@@ -68,8 +69,8 @@ class BlockList(NamedTuple):
             fields = config if isinstance(config, MutableMapping) else getattr(config, "__dict__", {})
             yield fields
             for name, inner in fields.items():
-                own = {word.lower() for word in re.findall("[A-Z]?[a-z]+", str(name))} - CONFIG_WORDS
-                if all(word in self.name for word in own) and not isinstance(inner, nn.Module):
+                words = {word.lower() for word in re.findall("[A-Z]?[a-z]+", str(name))} - CONFIG_WORDS
+                if all(word in self.name for word in words) and not isinstance(inner, nn.Module):
                     yield inner if isinstance(inner, MutableMapping) else getattr(inner, "__dict__", {})
 
     def owners(self) -> Iterator[tuple[nn.Module, list[str]]]:
@@ -90,9 +91,9 @@ def find_blocks(network: nn.Module, name: str) -> BlockList:
             "stack: name the list of blocks within its network, as in stack(network, 'model.layers', to=6); the list "
             "alone knows neither the configuration nor the other parts of the network"
         )
-    found = re.fullmatch(r"(.+?)(\[(-?\d*):(-?\d*)\])?", name)
-    assert found is not None, "any text that is not empty"
-    path, sliced, start, stop = found.groups()
+    match = re.fullmatch(r"(.+?)(\[(-?\d*):(-?\d*)\])?", name)
+    assert match is not None, "any text that is not empty"
+    path, sliced, start, stop = match.groups()
     modules = _named_modules(network)
     if path not in modules:
         raise ValueError(f"there is no {path!r} in {type(network).__name__}; lists in it: {_growable(modules)}")
@@ -105,11 +106,11 @@ def find_blocks(network: nn.Module, name: str) -> BlockList:
         chosen = range(len(blocks))[slice(int(start or 0), int(stop) if stop else None)]
         if not chosen:
             raise ValueError(f"{sliced} of its {len(blocks)} blocks is empty")
-        found_list = BlockList(network, path, blocks, chosen[0], len(blocks) - 1 - chosen[-1])
-        _check_like(blocks, found_list)
+        found = BlockList(network, path, blocks, chosen[0], len(blocks) - 1 - chosen[-1])
+        _check_like(found)
     except ValueError as error:
         raise ValueError(f"{name!r} cannot grow: {error}; lists that can: {_growable(modules)}") from None
-    return found_list
+    return found
 
 
 def _named_modules(network: nn.Module) -> dict[str, nn.Module]:
@@ -119,23 +120,19 @@ def _named_modules(network: nn.Module) -> dict[str, nn.Module]:
 
 def _growable(modules: Mapping[str, nn.Module]) -> str:
     """Return the names of the lists of like blocks among named modules, for an error message."""
-
-    def can_grow(part: nn.Module) -> bool:
-        if not isinstance(part, Blocks) or len(part) == 0:
-            return False
-        try:
-            _check_like(part, BlockList(part, "", part))
-        except ValueError:
-            return False
-        return True
-
-    return ", ".join(name for name, part in modules.items() if name and can_grow(part)) or "none"
+    names = []
+    for name, part in modules.items():
+        if name and isinstance(part, Blocks) and len(part):
+            with suppress(ValueError):
+                _check_like(BlockList(part, "", part))
+                names.append(name)
+    return ", ".join(names) or "none"
 
 
-def _check_like(modules: Blocks, found: BlockList) -> None:
+def _check_like(found: BlockList) -> None:
     """Raise ValueError if the blocks of a list are not numbered, or not like each other."""
-    names = list(modules._modules)
-    if names != numbered(modules, len(modules)):
+    names = list(found.modules._modules)
+    if names != numbered(found.modules, len(names)):
         raise ValueError(f"blocks are called {', '.join(names)}; give them names that differ by their number")
     for i, block in enumerate(found.blocks, found.before):
         if any(map(is_lazy, chain(block.parameters(), block.buffers()))):
@@ -156,14 +153,6 @@ def _signature(block: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
     return tensors
 
 
-def place(modules: Blocks, blocks: Sequence[nn.Module]) -> None:
-    """Fill a list with blocks, in place; names such as `layer_0`, `layer_1` are continued."""
-    names = numbered(modules, len(blocks))
-    modules._modules.clear()
-    for name, block in zip(names, blocks, strict=True):
-        modules.add_module(name, block)
-
-
 def numbered(modules: Blocks, count: int) -> list[str]:
     """Return `count` names that begin with the first name of a list: `layer_0`, `layer_1`, …"""
     first = next(iter(modules._modules))
@@ -172,7 +161,7 @@ def numbered(modules: Blocks, count: int) -> list[str]:
 
 
 class IndexField(NamedTuple):
-    """Attribute in which each block of a list keeps its place."""
+    """Attribute in which each block of a list keeps its index."""
 
     part: str
     """Name of the part of a block that has it, empty for the block."""
@@ -182,30 +171,23 @@ class IndexField(NamedTuple):
 
 
 def index_fields(modules: Blocks) -> list[IndexField]:
-    """Return the attributes that hold, in every block of a list, the block's place: `layer_idx` of an attention.
+    """Return the attributes that hold, in every block of a list, the block's index: `layer_idx` of an attention.
 
     Where the list has one block or two, the attribute's name must say so, too.
     """
-    found, blocks = [], list(modules)
+    fields, blocks = [], list(modules)
     parts = [dict(block.named_modules()) for block in blocks]
     for part, module in parts[-1].items():
-        owners = [vars(each[part]) for each in parts if part in each]
+        owners = [vars(named[part]) for named in parts if part in named]
         if len(owners) < len(blocks):
             continue
         for name, last in vars(module).items():
             first = last - len(blocks) + 1 if type(last) is int else -1
-            values = [own.get(name) for own in owners]
+            values = [attributes.get(name) for attributes in owners]
             counts = first in (0, 1) and values == [*range(first, last + 1)] and bool not in map(type, values)
             if counts and (len(blocks) > 2 or INDEX_NAME.search(name)):
-                found.append(IndexField(part, name, first))
-    return found
-
-
-def renumber(modules: Blocks, fields: Sequence[IndexField]) -> None:
-    """Tell each block of a list its place, in all attributes that hold it."""
-    for i, block in enumerate(modules):
-        for field in fields:
-            setattr(block.get_submodule(field.part), field.name, field.first + i)
+                fields.append(IndexField(part, name, first))
+    return fields
 
 
 class CountField(NamedTuple):
@@ -226,7 +208,7 @@ def count_fields(found: BlockList) -> list[CountField]:
     """Return what the modules on the way to a list, and their configurations, keep about its number of blocks.
 
     These are numbers of blocks (`num_hidden_layers`, `n_layer`, `depth`, also `depths[k]` of the k-th stage), lists
-    with a value for each block (`layer_types`), and lists of the places of some blocks (`mlp_only_layers`).
+    with a value for each block (`layer_types`), and lists of the indices of some blocks (`mlp_only_layers`).
     """
     fields: dict[tuple[int, str], CountField] = {}
     for holder, path in found.holders():
@@ -267,18 +249,35 @@ def _value_by_order(
                 return None
             return lambda order: kind([*value[:stage], len(order), *value[stage + 1 :]])
         increases = all(a < b for a, b in pairwise(value)) and 0 <= value[0] <= value[-1] < count
-        if increases and (len(value) != count or count > 2):  # places of some blocks
+        if increases and (len(value) != count or count > 2):  # indices of some blocks
             return lambda order: kind(i for i, source in enumerate(order) if source in value)
     if len(value) == count and all(isinstance(x, str | int | float | None) for x in value):
         return lambda order: kind(value[source] for source in order)
     try:  # pairs of a pattern and how often it is repeated, as in GPT-Neo
-        each = [kind_of_block for pattern, times in value for _ in range(times) for kind_of_block in pattern]
+        types = list(chain.from_iterable(list(pattern) * times for pattern, times in value))
     except (TypeError, ValueError):
         return None
-    return (lambda order: [[[each[source] for source in order], 1]]) if len(each) == count else None
+    return (lambda order: [[[types[source] for source in order], 1]]) if len(types) == count else None
 
 
-def set_counts(fields: Sequence[CountField], order: Sequence[int]) -> None:
-    """Tell a network the source of each block that it has now."""
-    for field in fields:
-        field.holder[field.name] = field.value(order)
+class BlockFields:
+    """What a network keeps about the blocks of a list: the index of each, and their number."""
+
+    def __init__(self, found: BlockList) -> None:
+        self.modules, self.indices, self.counts = found.modules, index_fields(found.modules), count_fields(found)
+
+    def fill(self, blocks: Sequence[nn.Module], sources: Sequence[int]) -> None:
+        """Fill the list with blocks, in place, and tell them and the network; names such as `layer_0` are continued.
+
+        Args:
+            blocks: All blocks of the list.
+            sources: Source of each, by the blocks that were there when this object was made.
+        """
+        names = numbered(self.modules, len(blocks))
+        self.modules._modules.clear()
+        for i, (name, block) in enumerate(zip(names, blocks, strict=True)):
+            self.modules.add_module(name, block)
+            for field in self.indices:
+                setattr(block.get_submodule(field.part), field.name, field.first + i)
+        for field in self.counts:
+            field.holder[field.name] = field.value(sources)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from itertools import combinations
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +43,6 @@ TRIED_ROWS = 8
 
 COPIES_AHEAD = 4
 """Copies of the first row that go ahead of them, for each row: they fill places for which rows compete."""
-
-_MIXING: WeakKeyDictionary[nn.Module, dict[Any, bool]] = WeakKeyDictionary()
-"""Result of `mixes_rows` by network, and by mode and blended seeds."""
 
 
 def leave_one_out(slots: Iterable[str]) -> list[SeedVariant]:
@@ -155,16 +151,15 @@ def mixes_rows(network: nn.Module, inputs: tuple[Any, ...]) -> bool:
     finally:
         for part, all_hooks in hooks:
             part._forward_hooks = all_hooks
-    return not (
-        _has_rows(whole, half, slice((rows + 1) // 2), rows)
-        and all(_has_rows(longer, plain, slice(ahead, None), ahead + few) for longer in behind)
+
+    def has_rows(longer: Any, shorter: Any, part: slice, length: int) -> bool:
+        """Return True if outputs for a batch of this length have outputs for fewer rows at `part`."""
+        pairs = zip(iter_tensors(longer), iter_tensors(shorter), strict=True)
+        return all(a.ndim and b.ndim and len(a) == length and is_equal_up_to_rounding(a[part], b) for a, b in pairs)
+
+    return not has_rows(whole, half, slice((rows + 1) // 2), rows) or not all(
+        has_rows(longer, plain, slice(ahead, None), ahead + few) for longer in behind
     )
-
-
-def _has_rows(longer: Any, shorter: Any, rows: slice, length: int) -> bool:
-    """Return True if outputs for a batch of this length have outputs for fewer rows at `rows`."""
-    pairs = zip(iter_tensors(longer), iter_tensors(shorter), strict=True)
-    return all(a.ndim and b.ndim and len(a) == length and is_equal_up_to_rounding(a[rows], b) for a, b in pairs)
 
 
 def _isolated_pass(network: nn.Module, inputs: tuple[Any, ...]) -> Any:
@@ -172,15 +167,6 @@ def _isolated_pass(network: nn.Module, inputs: tuple[Any, ...]) -> Any:
     devices = {x.device for x in iter_tensors(inputs) if x.device.type == "cuda"}
     with torch.random.fork_rng(list(devices)), preserved_buffers(network):
         return network(*inputs)
-
-
-def _knows_to_mix(network: nn.Module, inputs: tuple[Any, ...]) -> bool:
-    """Return `mixes_rows`, which is tried once for each set of seeds in a network."""
-    known = _MIXING.setdefault(network, {})
-    key = (network.training, frozenset(s.blueprint for s in slots_of(network).values() if s.blended))
-    if key not in known:
-        known[key] = mixes_rows(network, inputs)
-    return known[key]
 
 
 def forward_variants(
@@ -194,15 +180,18 @@ def forward_variants(
         network: Network with slots, in evaluation mode.
         variants: Names of the slots with an active seed, for each combination.
         inputs: Positional arguments of the network.
-        mixes: Result of `mixes_rows`. None: it is tried on the first inputs with each set of seeds.
+        mixes: Result of `mixes_rows`, to try it once for many batches. None: it is tried on these inputs.
 
     Returns:
         Outputs [G·B, …] of the G distinct combinations, one after the other, and for each variant its index in 0 … G-1.
     """
     slots = slots_of(network)
     blended = frozenset(name for name, slot in slots.items() if slot.blended)
-    distinct = list(dict.fromkeys(variant & blended for variant in variants))
-    if len(distinct) > 1 and (_knows_to_mix(network, inputs) if mixes is None else mixes):
+    distinct: list[SeedVariant] = []
+    for variant in variants:
+        if variant & blended not in distinct:
+            distinct.append(variant & blended)
+    if len(distinct) > 1 and (mixes_rows(network, inputs) if mixes is None else mixes):
         outputs = []
         for variant in distinct:  # with the same random numbers
             with active_seeds(slots, variant):
@@ -236,8 +225,7 @@ def measure_variants(
         batches: Pairs of inputs [B, …] (a tuple if the network takes several) and targets [B, …].
         score: Function of outputs and targets that returns one score per sample [B], as 1.0 for a correct prediction.
     """
-    totals, samples = None, 0
-    mixes = None
+    totals, samples, mixes = None, 0, None
     with evaluation_mode(network):
         for inputs, targets in batches:
             arguments = inputs if isinstance(inputs, tuple) else (inputs,)

@@ -1,11 +1,17 @@
-"""Grown networks as files: saved with all that grew, or exported to formats that run without this package."""
+"""Grown networks as files: saved with all that grew, folded, or exported to formats that run without this package.
 
-from collections.abc import Callable
+A fossilized seed of linear layers only is an affine map M·x + b of the channels (with a 3×3 kernel for `conv_light`).
+`fold` merges it into a linear layer directly before or after the slot. Otherwise a convolution and its shortcut become
+one convolution in the slot (https://arxiv.org/abs/2101.03697).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from importlib import import_module
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import safetensors
 import safetensors.torch
@@ -13,9 +19,19 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from esper_lightning.growth.attach import attach_from_state_dict
-from esper_lightning.growth.blueprints import suggest_name
-from esper_lightning.runtime.nested import copy_module, iter_tensors, max_difference
+from esper_lightning.growth.attach import AttachedSlots, attach_from_state_dict
+from esper_lightning.growth.blueprints import Residual, suggest_name
+from esper_lightning.growth.lifecycle import slots_of
+from esper_lightning.growth.slot import SeedSlot, new_folded
+from esper_lightning.growth.stages import Stage
+from esper_lightning.runtime.nested import (
+    ExampleInput,
+    call_network,
+    copy_module,
+    evaluation_mode,
+    iter_tensors,
+    max_difference,
+)
 from esper_lightning.runtime.serialization import replace_durably, replace_file
 
 Format = Literal["pt2", "onnx"]
@@ -24,6 +40,7 @@ SUFFIXES: dict[Format, str] = {"pt2": ".pt2", "onnx": ".onnx"}
 """Suffix of the file of each format."""
 
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+"""Packages of the extra [onnx]."""
 
 EXPORT_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError)
 """Exceptions that torch raises for what it cannot trace; its own classes derive from the first."""
@@ -69,6 +86,14 @@ def load(network: nn.Module, path: str | Path) -> None:
             raise ValueError(f"{path} is of another network: {reason:.300}") from None
 
 
+def check_format(to: Format) -> None:
+    """Raise ValueError if a format is unknown, or if a package that writes it is missing."""
+    if to not in SUFFIXES:
+        raise ValueError(f"unknown format {to!r}; {suggest_name(to, list(SUFFIXES))}")
+    if to == "onnx" and (missing := [name for name in ONNX_PACKAGES if find_spec(name) is None]):
+        raise ValueError(f"to onnx needs the extra [onnx] of this package: pip install {' '.join(missing)}")
+
+
 def export(network: nn.Module | ExportedProgram, inputs: Tensor, path: str | Path, to: Format) -> float:
     """Write a network to a file of another format, and check that the file gives the same outputs.
 
@@ -85,18 +110,12 @@ def export(network: nn.Module | ExportedProgram, inputs: Tensor, path: str | Pat
     Raises ValueError, in one line, if a package for the format is missing, if there are too few inputs, if `path` is a
     folder, if the network cannot be exported, or if the file gives other outputs.
     """
-    if to not in SUFFIXES:
-        raise ValueError(f"unknown format {to!r}; {suggest_name(to, list(SUFFIXES))}")
-    if to == "onnx" and (missing := [name for name in ONNX_PACKAGES if find_spec(name) is None]):
-        raise ValueError(f"to onnx: packages are missing; install them: pip install {' '.join(missing)}")
+    check_format(to)
     if len(inputs) < 2:
         raise ValueError(f"an export is checked on at least 2 inputs, got {len(inputs)}; give more")
     path, inputs = _file_path(path, f"network{SUFFIXES[to]}"), inputs.cpu()
-    if isinstance(network, ExportedProgram):
-        program, network = network, network.module()
-    else:
-        network = copy_module(network).cpu().eval()
-        program = _export_program(network, inputs)
+    given = network if isinstance(network, ExportedProgram) else None
+    network = network.module() if isinstance(network, ExportedProgram) else copy_module(network).cpu().eval()
     with torch.no_grad():
         expected = list(iter_tensors(network(inputs)))
         largest_output = max((float(output.abs().max()) for output in expected if output.numel()), default=0.0)
@@ -104,7 +123,16 @@ def export(network: nn.Module | ExportedProgram, inputs: Tensor, path: str | Pat
 
         def write_and_check(draft: Path) -> None:
             nonlocal difference
-            run_file = (_write_pt2 if to == "pt2" else _write_onnx)(program, draft)
+            try:
+                batches = ({0: torch.export.Dim("batch")},)
+                program = given or torch.export.export(network, (inputs,), dynamic_shapes=batches)
+                run_file = (_write_pt2 if to == "pt2" else _write_onnx)(program, draft)
+            except EXPORT_ERRORS as error:
+                cause: BaseException = error
+                while cause.__cause__ is not None:  # the first one names an operation without a form in ONNX
+                    cause = cause.__cause__
+                reason = (str(cause).strip().splitlines() or [""])[0]
+                raise ValueError(f"the network cannot be exported: {type(cause).__name__}: {reason}") from error
             difference = max_difference(list(iter_tensors(run_file(inputs))), expected)
             if not isfinite(difference) or difference > TOLERANCE * largest_output:
                 raise ValueError(
@@ -129,14 +157,6 @@ def _file_path(path: str | Path, example: str) -> Path:
     return path
 
 
-def _export_program(network: nn.Module, inputs: Tensor) -> ExportedProgram:
-    """Return the program of a network in its present mode, for batches of any size."""
-    try:
-        return torch.export.export(network, (inputs,), dynamic_shapes=({0: torch.export.Dim("batch")},))
-    except EXPORT_ERRORS as error:
-        raise _not_exported(error) from error
-
-
 def _write_pt2(program: ExportedProgram, path: Path) -> Callable[[Tensor], Any]:
     with path.open("wb") as file:
         torch.export.save(program, file)
@@ -145,20 +165,195 @@ def _write_pt2(program: ExportedProgram, path: Path) -> Callable[[Tensor], Any]:
 
 
 def _write_onnx(program: ExportedProgram, path: Path) -> Callable[[Tensor], Any]:
-    try:
-        model = torch.onnx.export(program, dynamo=True, verbose=False)
-    except EXPORT_ERRORS as error:  # an operation without a form in ONNX, which the first cause names
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        raise _not_exported(cause) from error
-    assert model is not None, "dynamo=True returns one"
-    path.write_bytes(model.model_proto.SerializeToString())
+    onnx = torch.onnx.export(program, dynamo=True, verbose=False)
+    assert onnx is not None, "dynamo=True returns one"
+    path.write_bytes(onnx.model_proto.SerializeToString())
     session = import_module("onnxruntime").InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
     return lambda x: [torch.from_numpy(output) for output in session.run(None, {name: x.numpy()})]
 
 
-def _not_exported(error: BaseException) -> ValueError:
-    first_line = (str(error).strip().splitlines() or [""])[0]
-    return ValueError(f"the network cannot be exported: {type(error).__name__}: {first_line}")
+# Folding.
+
+OUTPUT_TOLERANCE = 2e-6
+"""Change of the outputs, relative to the largest output, that is always accepted as float32 rounding."""
+
+EFFECT_TOLERANCE = 1e-4
+"""Change of the outputs, relative to the effect of the seed, that is accepted as rounding. A wrong fold changes the
+outputs about as much as the seed does."""
+
+PASS_THROUGH_LAYERS = (nn.Identity, nn.Flatten, AttachedSlots)
+"""Layers that may return their input unchanged, in training too; Dropout does so only in evaluation mode."""
+
+Layer = nn.Conv2d | nn.Linear
+
+AffineMap = tuple[Tensor, Tensor]
+"""Affine map of the channels, in float64 on the CPU: kernel [C, C, k, k] (k is 1 or 3) and bias [C]."""
+
+
+class FoldResult(NamedTuple):
+    """Result of folding one fossilized seed."""
+
+    slot: str
+    target_layer: str | None
+    """Name of the layer that now contains the seed; None: the seed is unchanged."""
+    reason: str
+    """Reason why the seed could not be folded; empty if it was."""
+
+
+def fold(network: nn.Module, example_input: ExampleInput) -> list[FoldResult]:
+    """Fold the fossilized seeds of `network` into its layers, in place, where possible; their slots become empty.
+
+    Each fold is checked: if it changes the outputs on the example by more than rounding (because the neighbour's output
+    is also used elsewhere, for example), it is undone. Optimizers are not updated: create a new one to train further.
+    The check misses operations that are active only in training and are not modules, such as `F.dropout`.
+
+    Args:
+        network: Network with slots.
+        example_input: Input of the network; random numbers reveal more than zeros.
+    """
+    fossilized = [slot for slot in slots_of(network).values() if slot.stage is Stage.FOSSILIZED and slot.is_judged]
+    with evaluation_mode(network), torch.no_grad():
+        return [_fold(network, slot, example_input) for slot in fossilized]
+
+
+def _fold(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> FoldResult:
+    """Try each candidate; keep the first that does not change the outputs, undo the others."""
+    affine = affine_map_of(slot)
+    if affine is None:
+        return FoldResult(slot.name, None, f"{slot.blueprint} is not an affine map of its input")
+
+    def outputs() -> list[Tensor]:
+        return [x for x in iter_tensors(call_network(network, example)) if x.is_floating_point()]
+
+    reference = outputs()
+    if not reference or not all(x.isfinite().all() for x in reference):
+        return FoldResult(slot.name, None, "the network gives no finite floating-point output to check a fold by")
+    slot.stage = Stage.DORMANT  # switches the seed off, to measure its effect
+    effect = max_difference(outputs(), reference)
+    slot.stage = Stage.FOSSILIZED
+    allowed = max(EFFECT_TOLERANCE * effect, OUTPUT_TOLERANCE * max(float(x.abs().max()) for x in reference))
+    for name, layer, weight, bias in _candidates(network, slot, affine, example):
+        if layer.bias is None and bias.any():
+            continue  # a new bias would add a key to the host's state dict
+        original, seed, folded_before = _weights(layer), slot.seed, slot.folded
+        slot.seed, slot.stage = nn.Identity(), Stage.DORMANT
+        if isinstance(layer, nn.Conv2d) and not any(layer is module for module in network.modules()):
+            slot.folded = layer
+        _set_weights(layer, weight, bias)
+        if max_difference(outputs(), reference) <= allowed:
+            slot.empty()
+            return FoldResult(slot.name, name, "")
+        _set_weights(layer, *original)
+        slot.seed, slot.stage, slot.folded = seed, Stage.FOSSILIZED, folded_before
+    return FoldResult(slot.name, None, "no linear layer before or behind the slot can take it")
+
+
+def affine_map_of(slot: SeedSlot) -> AffineMap | None:
+    """Return the map of the feature by the fossilized seed, with its shortcut; None if it is not affine."""
+    if not isinstance(slot.seed, Residual):
+        return None
+    eye = torch.eye(slot.width, dtype=torch.float64)
+    kernel, bias = eye[:, :, None, None], torch.zeros(slot.width, dtype=torch.float64)
+    for layer in slot.seed.body:
+        if not isinstance(layer, nn.Linear) and not (isinstance(layer, nn.Conv2d) and _keeps_size(layer)):
+            return None
+        weight, layer_bias = _weights(layer)
+        weight = weight[:, :, None, None] if weight.ndim == 2 else weight
+        # Of two 3×3 layers the map would be larger. A 3×3 layer pads with zeros, so it would not see the bias of a
+        # pointwise layer before it at the border.
+        if weight.shape[-1] > 1 and (kernel.shape[-1] > 1 or bias.any()):
+            return None
+        kernel = torch.einsum("oikl,ijmn->ojkmln", weight, kernel).flatten(4, 5).flatten(2, 3)
+        bias = torch.einsum("oikl,i->o", weight, bias) + layer_bias
+    centre = kernel.shape[-1] // 2
+    kernel[:, :, centre, centre] += eye
+    return kernel, bias
+
+
+def _keeps_size(conv: nn.Conv2d) -> bool:
+    size = conv.kernel_size[0]
+    return (
+        conv.kernel_size in ((1, 1), (3, 3))
+        and conv.padding == (size // 2, size // 2)
+        and conv.stride == conv.dilation == (1, 1)
+        and conv.groups == 1
+        and conv.padding_mode == "zeros"
+    )
+
+
+def _candidates(
+    network: nn.Module, slot: SeedSlot, affine: AffineMap, example: ExampleInput
+) -> Iterator[tuple[str, Layer, Tensor, Tensor]]:
+    """Yield the layers into which the seed can perhaps be merged, by name, with the merged weight and bias.
+
+    The caller checks each on the outputs. First come those before the slot, then those after it (neither adds a layer),
+    then a new convolution in the slot.
+    """
+    kernel, shift = affine
+    before, after = _neighbours(network, slot, example)
+    if slot.folded is not None:  # the slot's input passes through this layer before the seed
+        before = {slot.name: slot.folded}
+    if kernel.shape[-1] == 1:
+        matrix = kernel[:, :, 0, 0]
+        for name, layer in before.items():
+            if getattr(layer, "groups", 1) == 1:
+                weight, bias = _weights(layer)
+                yield name, layer, torch.einsum("oc,c...->o...", matrix, weight), matrix @ bias + shift
+        for name, layer in after.items():
+            is_padded = isinstance(layer, nn.Conv2d) and layer.padding not in ((0, 0), "valid")
+            # The layer pads the seed's output with zeros; after the fold the padding would get the seed's bias, too.
+            if getattr(layer, "groups", 1) == 1 and not (is_padded and shift.any()):
+                weight, bias = _weights(layer)
+                merged = torch.einsum("oc...,cd->od...", weight, matrix)
+                yield name, layer, merged, bias + torch.einsum("oc...,c->o", weight, shift)
+    if slot.layout == "image" and slot.folded is None:
+        yield slot.name, new_folded(slot, kernel.shape[-1]), kernel, shift
+
+
+def _weights(layer: Layer) -> tuple[Tensor, Tensor]:
+    """Return weight and bias in float64 on the CPU; zeros for a missing bias."""
+    bias = layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias
+    weight, bias = (tensor.detach().to("cpu", torch.float64, copy=True) for tensor in (layer.weight, bias))
+    return weight, bias
+
+
+def _set_weights(layer: Layer, weight: Tensor, bias: Tensor) -> None:
+    layer.weight.copy_(weight)
+    if layer.bias is not None:
+        layer.bias.copy_(bias)
+
+
+def _neighbours(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> tuple[dict[str, Layer], dict[str, Layer]]:
+    """Return by name the linear layers whose output is the slot's input, and those whose input is the slot's output."""
+    layer_type = nn.Conv2d if slot.layout == "image" else nn.Linear
+    slot_tensors: list[Tensor] = []  # input and output of the slot
+    calls: dict[str, tuple[Layer, Any, Any]] = {}  # by name: layer, input and output
+    passed_on: list[Any] = []  # tensors that a layer returned unchanged
+    inside = set(slot.modules())
+
+    def make_hook(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            given = [*args, *kwargs.values()]
+            if isinstance(module, layer_type):
+                calls[name] = module, given[0], output
+            elif not isinstance(module, PASS_THROUGH_LAYERS) and not list(module.children()):
+                passed_on.extend(x for x in given if x is output)
+
+        return hook
+
+    def record_slot(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        slot_tensors.extend((args[0], output))
+
+    with ExitStack() as hooks:
+        hooks.callback(slot.register_forward_hook(record_slot).remove)
+        for name, module in network.named_modules():
+            if module not in inside:
+                # Runs before all other hooks, because the hook of an attached slot changes the output.
+                hooks.callback(module.register_forward_hook(make_hook(name), prepend=True, with_kwargs=True).remove)
+        call_network(network, example)
+    if len(slot_tensors) != 2:  # a slot that runs several times has no unique neighbours
+        return {}, {}
+    entering, leaving = (None if any(x is tensor for x in passed_on) else tensor for tensor in slot_tensors)
+    before = {name: layer for name, (layer, _, output) in calls.items() if output is entering}
+    return before, {name: layer for name, (layer, given, _) in calls.items() if given is leaving}

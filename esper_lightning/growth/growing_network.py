@@ -18,8 +18,7 @@ from esper_lightning.growth import lifecycle as lifecycle_ops
 from esper_lightning.growth.blend import Curve, Ramp
 from esper_lightning.growth.blueprints import suggest_name
 from esper_lightning.growth.depth import DepthSlot
-from esper_lightning.growth.gates import Evidence, LifecycleConfig
-from esper_lightning.growth.gradient_stats import GradientStats, gradient_stats
+from esper_lightning.growth.gates import Evidence, GradientStats, LifecycleConfig, gradient_stats
 from esper_lightning.growth.lifecycle import SeedEvent, check_slot_names, slots_of
 from esper_lightning.growth.param_groups import (
     SEED_GROUP_PREFIX,
@@ -30,7 +29,6 @@ from esper_lightning.growth.param_groups import (
     host_groups,
     order_groups,
     remove_group,
-    remove_module,
     remove_parameters,
     reset_optimizer_state,
     seed_group_name,
@@ -109,8 +107,8 @@ class GrowingNetwork:
 
         def sort_groups(optimizer: Optimizer, state: dict[str, Any]) -> None:
             """Sort parameter groups as a state that is about to be loaded has them, by name."""
-            if (own := growing()) is not None and own.optimizer is optimizer:
-                own.sync_seed_groups()  # the network may have been loaded before its optimizer
+            if (network := growing()) is not None and network.optimizer is optimizer:
+                network.sync_seed_groups()  # the network may have been loaded before its optimizer
                 order_groups(optimizer, [group.get("name", "") for group in state["param_groups"]])
 
         optimizer.register_load_state_dict_pre_hook(sort_groups)
@@ -160,11 +158,17 @@ class GrowingNetwork:
         """
         if stage not in ("GERMINATED", "BLENDING"):
             raise ValueError(f"a seed cannot begin in {stage!r}; choose GERMINATED or BLENDING")
-        seed_slot, birth = self._slot(slot), self.lifecycle.birth
+        seed_slot = self._slot(slot)
         if reasons := reasons_of_cache(self.module, seed_slot, blueprint):
             raise ValueError(f"blueprint {blueprint!r} cannot grow in slot {slot!r}: {'; '.join(reasons)}")
-        own = {"generator": self.generator, "optimizers": [self.optimizer]}
-        event = lifecycle_ops.germinate(seed_slot, blueprint, Ramp(ticks, curve), birth=birth, **own)
+        event = lifecycle_ops.germinate(
+            seed_slot,
+            blueprint,
+            Ramp(ticks, curve),
+            generator=self.generator,
+            birth=self.lifecycle.birth,
+            optimizers=[self.optimizer],
+        )
         try:
             self.sync_seed_groups()
         except (TypeError, ValueError):  # an option that the optimizer does not accept
@@ -204,11 +208,11 @@ class GrowingNetwork:
         With the blocks of a depth slot those of all later slots of the list are removed.
         """
         seed_slot = self._slot(slot)
-        later = [each for each in self.slots.values() if isinstance(each, DepthSlot) and seed_slot in each.earlier]
-        for each in (seed_slot, *later):
-            if each.occupied:
-                self._drop_seed(each.name, each.seed)
-            each.empty()
+        later = [other for other in self.slots.values() if isinstance(other, DepthSlot) and seed_slot in other.earlier]
+        for emptied in (seed_slot, *later):
+            if emptied.occupied:
+                self._drop_seed(emptied.name, emptied.seed)
+            emptied.empty()
         if isinstance(seed_slot, DepthSlot):
             self._sync_blocks()
 
@@ -236,8 +240,7 @@ class GrowingNetwork:
         """
         contributions = contributions or {}
         gradients = self.measure_gradients() if gradients is None else gradients
-        for named in (contributions, gradients):
-            check_slot_names(list(named), self.slots)
+        check_slot_names([*{*contributions, *gradients}], self.slots)
         events = []
         for name, slot in self.slots.items():
             measured = self.measurements[name]
@@ -246,13 +249,11 @@ class GrowingNetwork:
             if slot.blended and name in contributions:
                 measured.previous_contribution, measured.contribution = measured.contribution, contributions[name]
             slot.end_epoch()
-            seed, contribution = slot.seed, measured.contribution
-            changes = lifecycle_ops.auto_transition(
-                slot, self.evidence(name), self.lifecycle, horizon=self.horizon, hold=hold
-            )
+            seed, evidence = slot.seed, self.evidence(name)
+            changes = lifecycle_ops.auto_transition(slot, evidence, self.lifecycle, horizon=self.horizon, hold=hold)
             if any(event.after is Stage.CULLED for event in changes):
                 self._drop_seed(name, seed)
-            events += [event._replace(contribution=contribution) for event in changes]
+            events += [event._replace(contribution=evidence.contribution) for event in changes]
         return events
 
     # Reasons of the gates.
@@ -358,5 +359,5 @@ class GrowingNetwork:
             raise ValueError(f"slot {slot!r} cannot be {change}: {'; '.join(reasons)}")
 
     def _drop_seed(self, slot: str, seed: nn.Module) -> None:
-        remove_module(self.optimizer, seed_group_name(slot), seed)
+        remove_group(self.optimizer, seed_group_name(slot), seed.parameters())
         self.measurements[slot] = SeedMeasurements()

@@ -1,7 +1,4 @@
-"""Lifecycle operations on one slot. They change its stage and return an event, without logging.
-
-`GrowingNetwork` combines them with an optimizer, measurements and gates.
-"""
+"""Lifecycle operations on one slot, which return an event. `GrowingNetwork` adds optimizer, measurements and gates."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -53,10 +50,9 @@ def slots_of(network: nn.Module) -> dict[str, SeedSlot]:
 
 def check_slot_names(wanted: Sequence[str], available: Iterable[str]) -> None:
     """Raise ValueError if a wanted slot does not exist or is named twice."""
-    available = list(available)
-    known, counts = set(available), Counter(wanted)
+    available, counts = list(available), Counter(wanted)
     for name in wanted:
-        if name not in known:
+        if name not in available:
             raise ValueError(f"unknown slot {name!r}; {suggest_name(name, available)}")
         if counts[name] > 1:
             raise ValueError(f"slot {name!r} is named twice; name each slot once")
@@ -79,8 +75,7 @@ def germinate(
     """
     check_transition(slot.name, slot.stage, Stage.GERMINATED)
     check_ramp(ramp)
-    # If this fails, the slot is unchanged.
-    slot.deepen(blueprint, optimizers)
+    slot.deepen(blueprint, optimizers)  # if this fails, the slot is unchanged
     slot.seed = new_seed(slot, blueprint, generator=generator, birth=birth)
     slot.blueprint, slot.age = blueprint, 0
     slot.start_ramp(ramp)

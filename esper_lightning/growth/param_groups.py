@@ -4,7 +4,8 @@ A scheduler of `torch.optim.lr_scheduler` keeps a number for each parameter grou
 once groups are added or removed. `follow` shows it the host's groups alone.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -49,25 +50,21 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 def optimizers_in(*optimizers: Optimizer) -> list[Optimizer]:
     """Return optimizers with those that they wrap at any depth, such as the inner one of SAM or Lookahead."""
-    found: list[Optimizer] = []
+    every: list[Optimizer] = []
     waiting: list[tuple[Any, int]] = [(optimizer, 0) for optimizer in optimizers]
     while waiting:
         value, depth = waiting.pop(0)
         if isinstance(value, Optimizer):
-            if any(value is other for other in found):
+            if any(value is other for other in every):
                 continue
-            found.append(value)
+            every.append(value)
             depth = 0
-        if isinstance(value, Mapping):
-            inner = value.values()
-        elif isinstance(value, list | tuple | set):
-            inner = value
-        else:
-            inner = (
-                {} if isinstance(value, nn.Module | torch.Tensor | type) else getattr(value, "__dict__", {}).values()
-            )
-        waiting += [(x, depth + 1) for x in inner] if depth < WRAPPED_DEEPEST else []
-    return found
+        if depth == WRAPPED_DEEPEST or isinstance(value, nn.Module | torch.Tensor | type):
+            continue
+        if not isinstance(value, Mapping | list | tuple | set):
+            value = getattr(value, "__dict__", {})
+        waiting += [(x, depth + 1) for x in (value.values() if isinstance(value, Mapping) else value)]
+    return every
 
 
 def seed_group_name(slot: str) -> str:
@@ -87,22 +84,18 @@ def find_group(optimizer: Optimizer, name: str) -> dict[str, Any]:
 
 def has_group(optimizer: Optimizer, name: str, module: nn.Module) -> bool:
     """Return True if group `name` holds exactly the parameters of `module`, compared by identity."""
-    found = [group["params"] for group in optimizer.param_groups if group.get("name") == name]
-    return len(found) == 1 and [id(p) for p in found[0]] == [id(p) for p in module.parameters()]
+    held = [[id(p) for p in group["params"]] for group in optimizer.param_groups if group.get("name") == name]
+    return held == [[id(p) for p in module.parameters()]]
 
 
 def host_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the parameter groups that belong to no seed."""
-    return [group for group in optimizer.param_groups if not _is_of_seed(group.get("name", ""))]
+    return [group for group in optimizer.param_groups if not group.get("name", "").startswith(SEED_GROUP_PREFIX)]
 
 
 def seed_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the parameter groups of seeds."""
-    return [group for group in optimizer.param_groups if _is_of_seed(group.get("name", ""))]
-
-
-def _is_of_seed(name: str) -> bool:
-    return name.startswith(SEED_GROUP_PREFIX)
+    return [group for group in optimizer.param_groups if group.get("name", "").startswith(SEED_GROUP_PREFIX)]
 
 
 def add_group(optimizer: Optimizer, name: str, module: nn.Module, **options: float) -> None:
@@ -114,7 +107,7 @@ def add_group(optimizer: Optimizer, name: str, module: nn.Module, **options: flo
     _remove_from_groups(optimizer, set(module.parameters()))
     # An optimizer created with named parameters requires names for all.
     has_names = any("param_names" in group for group in optimizer.param_groups)
-    named = [(f"{name}.{own_name}", parameter) for own_name, parameter in module.named_parameters()]
+    named = list(module.named_parameters(prefix=name))
     # A learning-rate scheduler may have changed the first group; the new group follows it.
     first = optimizer.param_groups[0]
     copied = {key: value for key, value in first.items() if key not in ("params", "param_names")}
@@ -134,28 +127,19 @@ def add_group(optimizer: Optimizer, name: str, module: nn.Module, **options: flo
         optimizer.param_groups[-1].pop(key, None)
 
 
-def remove_group(optimizer: Optimizer, name: str) -> None:
-    """Remove group `name` with its state; the state of other groups is unchanged."""
-    remove_parameters(optimizer, set(find_group(optimizer, name)["params"]))
+def remove_group(optimizer: Optimizer, name: str, parameters: Iterable[nn.Parameter] = ()) -> None:
+    """Remove group `name`, if it exists, and `parameters`, which another group may hold, all with their state."""
+    removed = [group["params"] for group in optimizer.param_groups if group.get("name") == name]
+    remove_parameters(optimizer, set(chain(parameters, *removed)))
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group.get("name") != name]
 
 
-def remove_module(optimizer: Optimizer, name: str, module: nn.Module) -> None:
-    """Remove the parameters of `module` with their state from all groups, and group `name` if it exists.
-
-    Both, because another group may hold the parameters, and because group `name` would be left behind empty.
-    """
-    remove_parameters(optimizer, set(module.parameters()))
-    if name in group_names(optimizer):
-        remove_group(optimizer, name)
-
-
 def remove_parameters(optimizer: Optimizer, parameters: Collection[nn.Parameter]) -> None:
-    """Remove parameters with their state from all groups."""
+    """Remove parameters with their state from all groups; the state of others is unchanged."""
     _remove_from_groups(optimizer, parameters)
-    for each in optimizers_in(optimizer):
+    for inner in optimizers_in(optimizer):
         for parameter in parameters:
-            each.state.pop(parameter, None)
+            inner.state.pop(parameter, None)
 
 
 def _remove_from_groups(optimizer: Optimizer, removed: Collection[nn.Parameter]) -> None:
@@ -167,18 +151,20 @@ def _remove_from_groups(optimizer: Optimizer, removed: Collection[nn.Parameter])
 
 
 def order_groups(optimizer: Optimizer, names: Sequence[str]) -> None:
-    """Sort the groups as the names of a saved state are, whose parameters are known by their place alone.
+    """Sort the groups as the names of a saved state are, whose parameters are known by their order alone.
 
     Groups of equal name, such as those without one, keep their order. Raises ValueError if the names differ.
     """
-    own = group_names(optimizer)
-    if sorted(own) != sorted(names):
+    present = group_names(optimizer)
+    if sorted(present) != sorted(names):
         raise ValueError(
-            f"the saved optimizer has the groups {list(names)}, this one has {own}; load the state of the network "
+            f"the saved optimizer has the groups {list(names)}, this one has {present}; load the state of the network "
             f"first, and that of the optimizer into one that is made alike"
         )
-    waiting = {name: [group for group in optimizer.param_groups if group.get("name", "") == name] for name in own}
-    optimizer.param_groups[:] = [waiting[name].pop(0) for name in names]
+    by_name: dict[str, list[dict[str, Any]]] = {name: [] for name in present}
+    for name, group in zip(present, optimizer.param_groups, strict=True):
+        by_name[name].append(group)
+    optimizer.param_groups[:] = [by_name[name].pop(0) for name in names]
 
 
 @torch.no_grad()
@@ -234,31 +220,31 @@ def follow(scheduler: Scheduler, growing: "GrowingNetwork") -> Scheduler:
     Call it once for each of several schedulers, and before states are loaded. Raises ValueError if the scheduler
     belongs to another optimizer.
     """
-    optimizer, schedulers = growing.optimizer, list(_nested(scheduler))
-    for each in schedulers:
-        if each.optimizer != optimizer:
+    optimizer, schedulers = growing.optimizer, [scheduler]
+    for part in schedulers:  # with those that it contains, at any depth
+        if part.optimizer != optimizer:
             raise ValueError(
-                f"the {type(each).__name__} schedules another optimizer than that of the growing network; "
+                f"the {type(part).__name__} schedules another optimizer than that of the growing network; "
                 f"make it from growing.optimizer"
             )
-    for each in schedulers:
-        if type(each.optimizer) is not HostGroups:
+        schedulers += getattr(part, "_schedulers", ())
+    is_of_host = [not name.startswith(SEED_GROUP_PREFIX) for name in group_names(optimizer)]
+    for part in schedulers:
+        if type(part.optimizer) is not HostGroups:
             # It may have been made after seeds germinated.
-            names = group_names(optimizer)
             for attribute in PER_GROUP:
-                values = getattr(each, attribute, None)
-                if isinstance(values, list) and len(values) == len(names):
-                    kept = [value for value, name in zip(values, names, strict=True) if not _is_of_seed(name)]
-                    setattr(each, attribute, kept)
-            each.optimizer = HostGroups(optimizer)
+                values = getattr(part, attribute, None)
+                if isinstance(values, list) and len(values) == len(is_of_host):
+                    setattr(part, attribute, list(compress(values, is_of_host)))
+            part.optimizer = HostGroups(optimizer)
     host = host_groups(optimizer)[0]
     host.setdefault("initial_lr", host["lr"])  # kept in checkpoints; ReduceLROnPlateau alone does not set it
-    peaks = [float(each.max_lrs[0]) for each in schedulers if hasattr(each, "max_lrs")]
-    cycles_momentum = any(getattr(each, "cycle_momentum", False) for each in schedulers)
+    peaks = [float(part.max_lrs[0]) for part in schedulers if hasattr(part, "max_lrs")]
+    cycles_momentum = any(getattr(part, "cycle_momentum", False) for part in schedulers)
 
     def set_rates_of_seeds(optimizer: Optimizer, *_: Any) -> None:
-        host, own = host_groups(optimizer)[0], growing.seed_options.get("lr")
-        rate = host["lr"] if own is None else own * (host["lr"] / max([nominal_lr(host), *peaks]))
+        host, seed_lr = host_groups(optimizer)[0], growing.seed_options.get("lr")
+        rate = host["lr"] if seed_lr is None else seed_lr * (host["lr"] / max([nominal_lr(host), *peaks]))
         for group in seed_groups(optimizer):
             group["lr"] = rate
             if cycles_momentum:
@@ -271,10 +257,3 @@ def follow(scheduler: Scheduler, growing: "GrowingNetwork") -> Scheduler:
 def nominal_lr(group: Mapping[str, Any]) -> float:
     """Return the nominal learning rate of a parameter group: the largest that its schedulers name, else the present."""
     return max(float(group.get("initial_lr", group["lr"])), float(group.get("max_lr", 0.0)))
-
-
-def _nested(scheduler: Any) -> Iterator[Any]:
-    """Yield a scheduler and all schedulers that it contains."""
-    yield scheduler
-    for part in getattr(scheduler, "_schedulers", ()):
-        yield from _nested(part)

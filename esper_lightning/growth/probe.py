@@ -76,11 +76,20 @@ def probe_seeds(
                     errors[slot.name] = str(error)
         loss_of(network).backward()
         for name, slot in slots.items():
-            reasons[name, blueprint] = (
-                [errors[name]] if name in errors else _reasons_against(slot, name in reached or not slot.is_judged)
-            )
-            if slot.occupied:
-                reasons[name, blueprint] += reasons_of_cache(network, slot, blueprint)
+            gradients = [parameter.grad for parameter in slot.grown_parameters()]
+            if name in errors:
+                against = [errors[name]]
+            elif not slot.occupied:
+                against = [f"does not grow on {slot.layout} features"]
+            elif slot.is_judged and name not in reached:
+                against = ["the host's forward pass does not reach the slot"]
+            elif not gradients:
+                against = ["has no parameters"]
+            elif not any(gradient is not None and gradient.any() for gradient in gradients):
+                against = ["its first gradient is zero: it could never learn"]
+            else:
+                against = []
+            reasons[name, blueprint] = against + (reasons_of_cache(network, slot, blueprint) if slot.occupied else [])
     return reasons
 
 
@@ -117,15 +126,3 @@ def looks_at_other_positions(blueprint: str, width: int) -> bool:
         return not is_equal_up_to_rounding(seed.eval()(x)[:, -1:], seed(x[:, -1:]))
     except BATCH_LENGTH_ERRORS:
         return True
-
-
-def _reasons_against(slot: SeedSlot, is_reached: bool) -> list[str]:
-    if not slot.occupied:
-        return [f"does not grow on {slot.layout} features"]
-    if not is_reached:
-        return ["the host's forward pass does not reach the slot"]
-    if slot.size == 0:
-        return ["has no parameters"]
-    if not any(p.grad is not None and p.grad.any() for p in slot.grown_parameters()):
-        return ["its first gradient is zero: it could never learn"]
-    return []

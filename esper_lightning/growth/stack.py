@@ -19,19 +19,17 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
 from esper_lightning.growth.attach import attach_at, attached_places
-from esper_lightning.growth.blocks import (
-    BlockList,
-    count_fields,
-    find_blocks,
-    index_fields,
-    numbered,
-    place,
-    renumber,
-    set_counts,
-)
+from esper_lightning.growth.blocks import BlockFields, BlockList, find_blocks, numbered
 from esper_lightning.growth.param_groups import optimizers_in
 from esper_lightning.growth.slot import SeedSlot, SlotHook, pass_on
-from esper_lightning.runtime.nested import COPY_ERRORS, computed_tensors, copy_module, hooks_of, iter_tensors
+from esper_lightning.runtime.nested import (
+    COPY_ERRORS,
+    computed_tensors,
+    copy_module,
+    hooks_of,
+    iter_tensors,
+    map_tensors,
+)
 
 OrderName = Literal["stack", "interleave", "last", "middle"]
 Order = OrderName | str | Sequence[int]
@@ -42,7 +40,7 @@ Content = Literal["copy", "zero", "fresh"]
 State = Literal["copy", "reset"]
 
 FLAT_OPTIMIZERS = ("LBFGS", "ZeroRedundancyOptimizer")
-"""Optimizers that keep their parameters in a further place than their groups."""
+"""Optimizers that keep their parameters elsewhere than in their groups, too."""
 
 STORAGE = {"_parameters", "_buffers", "_modules", "_compiled_call_impl"}
 """Attributes of a module that are no settings of it: its parts, and its compiled form."""
@@ -70,7 +68,7 @@ def stack(
     Call it between two steps: copies have no gradients. Blocks that exist stay the same objects, and a copy has all
     that its source has: buffers, extra state, modes, `requires_grad` and hooks, where a hook that holds a part of its
     block holds the copy's part. What blocks share with each other stays shared. Slots in a copy are its own, and empty.
-    Places that blocks know, such as `layer_idx`, and the configuration of the network follow. If the first backward
+    Indices that blocks know, such as `layer_idx`, and the configuration of the network follow. If the first backward
     pass gives a new block no gradient, a warning says that it is not run. The guide is docs/guides/depth.md.
 
     Raises ValueError, and changes nothing, if the list cannot grow.
@@ -104,13 +102,14 @@ def stack(
     given: Any = [] if optimizer is None else optimizer
     optimizers: list[Optimizer] = list(given) if isinstance(given, list | tuple) else [given]
     check_optimizers(optimizers, found.blocks)
-    per_block = any(field.per_block for field in count_fields(found))
-    varying = [] if per_block else _varying(found, sources, {x[:2] for x in index_fields(found.modules)})
+    fields = BlockFields(found)
+    per_block = any(field.per_block for field in fields.counts)
+    varying = [] if per_block else _varying(found, sources, {x[:2] for x in fields.indices})
     added = deepen(found, sources, optimizers, new=new, state=state, zero=zero)
     warn_without_gradients(found, added)
     if varying:
         warnings.warn(
-            f"{found.name!r}: blocks differ by their place in {', '.join(varying)}, which no state dict holds, and "
+            f"{found.name!r}: blocks differ by their index in {', '.join(varying)}, which no state dict holds, and "
             f"copies have that of their source; {type(network).__name__} built with {len(found.modules)} blocks may "
             f"differ, so compare its outputs before you load the weights there",
             stacklevel=2,
@@ -131,37 +130,31 @@ def deepen(
     old, sources = list(found.modules), found.whole_order(order)
     is_new = [source in sources[:i] for i, source in enumerate(sources)]
     places = _places_of_copies(found, sources, is_new)
-    indices, counts = index_fields(found.modules), count_fields(found)
+    fields = BlockFields(found)
     grown = [_copy_of(old[s], s, found) if n else old[s] for s, n in zip(sources, is_new, strict=True)]
     added = [block for block, n in zip(grown, is_new, strict=True) if n]
     for block in added:
         _refill(block, new, zero)
     origins = [old[source] for source in sources]
-    for each in optimizers_in(*optimizers):
-        join_groups(each, origins, grown)
+    for optimizer in optimizers_in(*optimizers):
+        join_groups(optimizer, origins, grown)
         for origin, block in zip(origins, grown, strict=True):
             pairs = [(p, block.get_parameter(name)) for name, p in origin.named_parameters()]
-            _move_state(each, pairs, keep=state == "copy" and new != "fresh")
-    place(found.modules, grown)
-    renumber(found.modules, indices)
-    set_counts(counts, sources)
+            _move_state(optimizer, pairs, keep=state == "copy" and new != "fresh")
+    fields.fill(grown, sources)
     for owner, records in places:
         attach_at(owner, records)
-    for i, block in enumerate(grown):
-        if is_new[i]:
-            for name, part in block.named_modules():
-                if isinstance(part, SeedSlot):
-                    part.name = f"{found.name}.{i}.{name}"
+    for i in [i for i, is_copy in enumerate(is_new) if is_copy]:
+        for name, part in grown[i].named_modules():
+            if isinstance(part, SeedSlot):
+                part.name = f"{found.name}.{i}.{name}"
     return added
 
 
 def shorten(found: BlockList, to: int) -> None:
     """Remove the last blocks of a list, down to `to` blocks. Optimizers still hold their parameters."""
     blocks, sources = list(found.modules), found.whole_order(range(to))
-    indices, counts = index_fields(found.modules), count_fields(found)
-    place(found.modules, [blocks[source] for source in sources])
-    renumber(found.modules, indices)
-    set_counts(counts, sources)
+    BlockFields(found).fill([blocks[source] for source in sources], sources)
 
 
 def listed_order(order: Order) -> list[int] | None:
@@ -201,7 +194,8 @@ def sources_of(count: int, to: int, order: Order) -> list[int]:
         }[str(order)]
     if len(listed) != to:
         raise ValueError(f"stack: order lists {len(listed)} blocks, and to is {to}; leave one of them out")
-    if list(dict.fromkeys(listed)) != list(range(count)):
+    firsts = [source for i, source in enumerate(listed) if source not in listed[:i]]
+    if firsts != list(range(count)):
         raise ValueError(
             f"stack: order must name each of the blocks 0 to {count - 1}, for the first time behind those before it, "
             f"got {order!r}"
@@ -213,18 +207,17 @@ def _varying(found: BlockList, order: Sequence[int], indices: set[tuple[str, str
     """Return what differs between the blocks of a list, outside of their state dicts, unless it goes on as it began.
 
     With windows in every second of four blocks, and `order` for the sources of eight, every second one of eight has
-    one. Places themselves, `indices`, are left out.
+    one. Indices themselves, `indices`, are left out.
     """
     blocks, names = found.blocks, []
-    for name in dict.fromkeys(name for block in blocks for name, _ in block.named_modules()):
-        parts = [dict(block.named_modules()).get(name) for block in blocks]
+    named = [dict(block.named_modules()) for block in blocks]
+    for name in {name: None for parts in named for name in parts}:
+        parts = [parts.get(name) for parts in named]
+        present = [part for part in parts if part is not None]
+        kept = {key for part in present for key in part._buffers.keys() - part._non_persistent_buffers_set}
         compared: dict[str, list[Any]] = {"": [type(part) for part in parts]}
-        for key in dict.fromkeys(key for part in parts if part is not None for key in (*vars(part), *part._buffers)):
-            if key in STORAGE or "hook" in key or key == "training" or (name, key) in indices:
-                continue
-            if not any(
-                part is not None and key in part._buffers.keys() - part._non_persistent_buffers_set for part in parts
-            ):
+        for key in {key: None for part in present for key in (*vars(part), *part._buffers)}:
+            if not (key in STORAGE | kept or "hook" in key or key == "training" or (name, key) in indices):
                 compared[key] = [getattr(part, key, None) for part in parts]
         for key, values in compared.items():
             kinds = [next(k for k, other in enumerate(values) if _same(other, value)) for value in values]
@@ -235,13 +228,12 @@ def _varying(found: BlockList, order: Sequence[int], indices: set[tuple[str, str
     return names
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(a: Any, b: Any) -> bool:
     """Return True if two settings are equal, or of a kind that is not compared, such as functions and modules."""
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    plain = (str, int, float, type, type(None))
-    lists = [x if isinstance(x, list | tuple) else [x] for x in (one, other)]
-    return one is other or not all(isinstance(x, plain) for each in lists for x in each) or one == other
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+    parts = chain.from_iterable(x if isinstance(x, list | tuple) else [x] for x in (a, b))
+    return a is b or not all(isinstance(x, str | int | float | type | None) for x in parts) or a == b
 
 
 def check_options(blocks: Sequence[nn.Module], *, order: Order, new: str, state: str, zero: Sequence[str]) -> None:
@@ -310,17 +302,16 @@ def _shared_with(block: nn.Module, found: BlockList) -> dict[int, Any]:
     This is what the block has in common with other blocks of the list, and all else of the network that is no part of
     the block, but that one of its attributes may refer to, such as a configuration.
     """
-    own, others = _ids(block), [other for other in found.modules if other is not block]
-    between = set().union(*map(_ids, others)) if others else set()
-    parts = set(block.modules())
+    ids, parts = _ids(block), set(block.modules())
+    between = set().union(*(_ids(other) for other in found.modules if other is not block))
     memo: dict[int, Any] = {}
     for module in found.network.modules():
         for x in (module, *module._parameters.values(), *module._buffers.values()):
-            if id(x) not in own or id(x) in between:
+            if id(x) not in ids or id(x) in between:
                 memo[id(x)] = x
         if module not in parts or id(module) in between:
             values = (value for name, value in vars(module).items() if name not in STORAGE and "hook" not in name)
-            memo |= {id(value): value for value in values if id(value) not in own}
+            memo |= {id(value): value for value in values if id(value) not in ids}
     memo.pop(id(None), None)
     return memo
 
@@ -328,8 +319,8 @@ def _shared_with(block: nn.Module, found: BlockList) -> dict[int, Any]:
 def _copy_of(block: nn.Module, index: int, found: BlockList) -> nn.Module:
     """Return a copy of a block with all that it has, and empty slots. Raises ValueError if it cannot be copied."""
     memo = _shared_with(block, found)
-    own = _ids(block) - memo.keys()
-    memo |= _hooks_not_copied(block, own)
+    ids = _ids(block) - memo.keys()
+    memo |= _hooks_not_copied(block, ids)
     try:
         copied = copy_module(block, memo)
     except ValueError as error:
@@ -339,7 +330,7 @@ def _copy_of(block: nn.Module, index: int, found: BlockList) -> nn.Module:
             if "hook" in attribute and isinstance(value, dict):
                 for key in [key for key, hook in value.items() if hook is pass_on]:
                     del value[key]
-            if id(value) not in memo and _holds(value, own):
+            if id(value) not in memo and _holds(value, ids):
                 raise ValueError(
                     f"stack: {attribute} of {name or 'a block'} ({type(part).__name__}) holds a function that refers "
                     f"to block {index}, so that a copy would run the original; make it a method, or take the module "
@@ -348,25 +339,25 @@ def _copy_of(block: nn.Module, index: int, found: BlockList) -> nn.Module:
         if isinstance(part, SeedSlot):
             part.empty()
     for name, parameter in block.named_parameters():
-        _copy_extras(parameter, copied.get_parameter(name), own)
+        _copy_extras(parameter, copied.get_parameter(name), ids)
     return copied
 
 
-def _hooks_not_copied(block: nn.Module, own: set[int]) -> dict[int, Any]:
+def _hooks_not_copied(block: nn.Module, ids: set[int]) -> dict[int, Any]:
     """Return what stands for the hooks of a block in its copy, by identity: a hook that holds no part of the block
-    (`own`) is shared, and that of a slot is left out. All others are copied."""
+    (`ids`) is shared, and that of a slot is left out. All others are copied."""
     hooks = [hook for part in block.modules() for hook in hooks_of(part)]
     return {
         id(hook): pass_on if isinstance(hook, SlotHook) else hook
         for hook in hooks
-        if isinstance(hook, SlotHook) or not _holds(hook, own)
+        if isinstance(hook, SlotHook) or not _holds(hook, ids)
     }
 
 
-def _copy_extras(source: nn.Parameter, target: nn.Parameter, own: set[int]) -> None:
+def _copy_extras(source: nn.Parameter, target: nn.Parameter, ids: set[int]) -> None:
     """Give a new parameter the attributes of its source, and its hooks unless it has some of its own.
 
-    Raises ValueError if a hook refers to the block of the source, whose parts are `own`.
+    Raises ValueError if a hook refers to the block of the source, whose parts are `ids`.
     """
     if target is source:
         return
@@ -377,7 +368,7 @@ def _copy_extras(source: nn.Parameter, target: nn.Parameter, own: set[int]) -> N
         ("_post_accumulate_grad_hooks", target.register_post_accumulate_grad_hook),
     ):
         for hook in (getattr(source, table, None) or {}).values() if not getattr(target, table, None) else ():
-            if _holds(hook, own):
+            if _holds(hook, ids):
                 raise ValueError(
                     "stack: a hook on a gradient refers to its own block or parameter, so that a copy would have that "
                     "of the original; let it take the gradient or the parameter as its argument"
@@ -404,18 +395,11 @@ def _holds(value: Any, parts: set[int], depth: int = 0) -> bool:
     elif isinstance(value, partial):
         inner = [value.func, *value.args, *value.keywords.values()]
     elif isinstance(value, FunctionType):
-        inner = [*map(_content, value.__closure__ or ()), *(value.__defaults__ or ())]
+        filled = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]  # not an empty cell
+        inner = [*filled, *(value.__defaults__ or ())]
     else:
         inner = getattr(value, "__dict__", {}).values()
     return any(_holds(x, parts, depth + 1) for x in inner)
-
-
-def _content(cell: CellType) -> Any:
-    """Return what a variable of a closure holds; None if it is not set yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
 
 
 def _places_of_copies(
@@ -423,7 +407,7 @@ def _places_of_copies(
 ) -> list[tuple[nn.Module, list[dict[str, Any]]]]:
     """Return where slots are to be attached in new blocks, as in their sources, by the module that holds them.
 
-    Raises ValueError if a slot is attached in a block that would get another place.
+    Raises ValueError if a slot is attached in a block that would get another index.
     """
     names, old_names = numbered(found.modules, len(sources)), list(found.modules._modules)
     added: list[tuple[nn.Module, list[dict[str, Any]]]] = []
@@ -454,13 +438,12 @@ def warn_without_gradients(found: BlockList, added: Sequence[nn.Module]) -> None
     waiting = [p for _, block in new for p in block.parameters() if p.requires_grad]
     old = [p for p in found.modules.parameters() if p.requires_grad and id(p) not in owner]
     old = old or [p for p in found.network.parameters() if p.requires_grad and id(p) not in owner]
-
-    places = {id(p): i for i, block in enumerate(found.modules) for p in block.parameters()}
-    expected = {places.get(id(p), -1) for p in old}
+    indices = {id(p): i for i, block in enumerate(found.modules) for p in block.parameters()}
+    expected = {indices.get(id(p), -1) for p in old}
     reached: set[int] = set()
 
     def judge(gradients: Sequence[Tensor | None]) -> None:
-        reached.update(places.get(id(p), -1) for p, x in zip(watched, gradients, strict=True) if x is not None)
+        reached.update(indices.get(id(p), -1) for p, x in zip(watched, gradients, strict=True) if x is not None)
         if not expected <= reached:  # a part of a pass, such as the backward pass of one checkpointed block
             return
         handle.remove()
@@ -488,7 +471,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], blocks: Iterable[nn.Module
         if not isinstance(optimizer, Optimizer):
             raise ValueError(f"stack: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     every = optimizers_in(*optimizers)
-    held: dict[int, Tensor] = {id(p): p for each in every for group in each.param_groups for p in group["params"]}
+    groups = chain.from_iterable(optimizer.param_groups for optimizer in every)
+    held: dict[int, Tensor] = {id(p): p for group in groups for p in group["params"]}
     for i, block in enumerate(blocks):
         for name, parameter in block.named_parameters():
             if parameter.requires_grad and id(parameter) not in held:
@@ -507,8 +491,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], blocks: Iterable[nn.Module
         for name, value in chain(attributes.items(), *(group.items() for group in in_groups)):
             if any(value is table for table in _tables(optimizer)):
                 continue
-            own = [x.shape for x in iter_tensors(value)]
-            alike = own and (own in shapes or own == list(chain(*shapes)))
+            of_value = [x.shape for x in iter_tensors(value)]
+            alike = of_value and (of_value in shapes or of_value == list(chain(*shapes)))
             flags = isinstance(value, list) and len(value) == len(held) >= FEWEST_FLAGS
             ids = isinstance(value, set | frozenset | list | tuple) and any(x in held for x in value if type(x) is int)
             if alike or flags or ids or _holds(value, set(held)):
@@ -520,9 +504,9 @@ def check_optimizers(optimizers: Sequence[Optimizer], blocks: Iterable[nn.Module
 
 def _tables(optimizer: Optimizer) -> list[dict[Any, Any]]:
     """Return the states that an optimizer keeps by parameter."""
-    tables = [value for value in vars(optimizer).values() if isinstance(value, dict)]
-    own = [table for table in tables if table is optimizer.state or any(isinstance(key, Tensor) for key in table)]
-    return own if any(table is optimizer.state for table in own) else [*own, optimizer.state]
+    attributes = [value for value in vars(optimizer).values() if value is not optimizer.state]
+    by_parameter = (x for x in attributes if isinstance(x, dict) and any(isinstance(key, Tensor) for key in x))
+    return [optimizer.state, *by_parameter]
 
 
 def _move_state(optimizer: Optimizer, pairs: Iterable[tuple[Tensor, Tensor]], *, keep: bool) -> None:
@@ -531,29 +515,25 @@ def _move_state(optimizer: Optimizer, pairs: Iterable[tuple[Tensor, Tensor]], *,
         for table in _tables(optimizer) if target is not source else ():
             table.pop(target, None)
             if keep and source in table:
-                table[target] = _cloned(table[source])
-
-
-def _cloned(state: Any) -> Any:
-    if isinstance(state, Tensor):
-        return state.detach().clone()
-    if isinstance(state, dict):
-        return {key: _cloned(value) for key, value in state.items()}
-    return copy.deepcopy(state)
+                table[target] = copy.deepcopy(map_tensors(table[source], Tensor.detach))
 
 
 def join_groups(optimizer: Optimizer, origins: list[nn.Module], grown: list[nn.Module]) -> None:
     """Put the parameters of new blocks into the groups of their sources, and name them if parameters have names."""
-    places = {id(p): (i, name) for i in reversed(range(len(grown))) for name, p in grown[i].named_parameters()}
-    before = {id(block): i for i, block in enumerate(dict.fromkeys(origins))}
+    positions: dict[int, tuple[int, str]] = {}
+    for i in reversed(range(len(grown))):  # a parameter that blocks share is at the first of them
+        positions |= {id(p): (i, name) for name, p in grown[i].named_parameters()}
+    before: dict[int, int] = {}
+    for block in origins:
+        before.setdefault(id(block), len(before))
     for group in optimizer.param_groups:
         params, names = group["params"], group.get("param_names")
-        known = [places[id(p)] for p in params if id(p) in places]
+        known = [positions[id(p)] for p in params if id(p) in positions]
         block_by_block = [i for i, _ in known] == sorted(i for i, _ in known)
         if names is not None:
             for k, parameter in enumerate(params):
-                if id(parameter) in places:
-                    i, name = places[id(parameter)]
+                if id(parameter) in positions:
+                    i, name = positions[id(parameter)]
                     names[k] = _renamed(names[k], name, before[id(grown[i])], i)
         order = {id(p): k for k, p in enumerate(params)}  # of parameters within a block, as the user has them
         for i, (origin, block) in enumerate(zip(origins, grown, strict=True)):
@@ -562,18 +542,18 @@ def join_groups(optimizer: Optimizer, origins: list[nn.Module], grown: list[nn.M
                 target = block.get_parameter(name)
                 if target is source or not any(source is p for p in params) or any(target is p for p in params):
                     continue
-                ahead = [places.get(id(p), (len(grown), "")) for p in params]
+                ahead = [positions.get(id(p), (len(grown), "")) for p in params]
                 index = 1 + max(k for k, (j, n) in enumerate(ahead) if j <= i and (block_by_block or n == name))
                 if names is not None:
                     origin_index = next(k for k, p in enumerate(params) if p is source)
-                    names.insert(index, _renamed(names[origin_index], name, places[id(source)][0], i))
+                    names.insert(index, _renamed(names[origin_index], name, positions[id(source)][0], i))
                 params.insert(index, target)
 
 
-def _renamed(name: str, own: str, before: int, after: int) -> str:
+def _renamed(name: str, in_block: str, before: int, after: int) -> str:
     """Return `blocks.5.weight` for `blocks.2.weight`, where block 2 has become block 5."""
-    end = f"{before}.{own}"
-    return f"{name.removesuffix(end)}{after}.{own}" if name.endswith(end) else f"{name}.{after}"
+    end = f"{before}.{in_block}"
+    return f"{name.removesuffix(end)}{after}.{in_block}" if name.endswith(end) else f"{name}.{after}"
 
 
 # Blocks that a class has built for a list that begins with fewer.
@@ -582,15 +562,15 @@ def _renamed(name: str, own: str, before: int, after: int) -> str:
 class BuiltBlocks:
     """The blocks that a class has built for a list, which holds only the first ones while the network is shallow.
 
-    Each block stays at the place for which it was built, with what the class gave it there: its index, buffers that no
-    state dict holds, settings. Growth gives it the weights and the state of its source, and whatever has changed in
+    Each block keeps the index for which it was built, with what the class gave it there: buffers that no state dict
+    holds, and settings. Growth gives it the weights and the state of its source, and whatever has changed in
     the source since the blocks were built, such as hooks, rates of dropout, flags and modes.
     """
 
     def __init__(self, found: BlockList) -> None:
         self.found = found
         self.whole = list(found.modules)
-        self._indices, self._counts = index_fields(found.modules), count_fields(found)
+        self._fields = BlockFields(found)
         parts = [part for block in self.whole for part in block.modules()]
         self._settings = {
             id(part): {name: _frozen(value) for name, value in vars(part).items() if name not in STORAGE}
@@ -627,7 +607,7 @@ class BuiltBlocks:
     def spare(self, to: int) -> list[nn.Module]:
         """Return the blocks that are not in the list yet, and will be when it has grown to `to` blocks."""
         present = list(self.found.modules)
-        return [b for b in (self.whole[i] for i in self._places(to)) if not any(b is other for other in present)]
+        return [b for b in (self.whole[i] for i in self._indices(to)) if not any(b is other for other in present)]
 
     def _inside(self) -> set[int]:
         """Return the identities of all parts of all blocks."""
@@ -639,7 +619,7 @@ class BuiltBlocks:
         rest = [p for part in self.found.network.modules() if id(part) not in inside for p in part._parameters.values()]
         counts: dict[int, int] = {}
         for depth in depths:
-            blocks = [self.whole[i] for i in self._places(depth)]
+            blocks = [self.whole[i] for i in self._indices(depth)]
             every = {id(p): p for p in (*rest, *(p for b in blocks for p in b.parameters())) if p is not None}
             counts[depth] = sum(p.numel() for p in every.values())
         return counts
@@ -660,8 +640,8 @@ class BuiltBlocks:
 
     def check_present(self) -> None:
         """Raise ValueError if the list has other blocks than those that its class has built."""
-        places = self._places(self.depth) if self.depth <= self.most else []
-        if [id(block) for block in self.found.modules] != [id(self.whole[i]) for i in places]:
+        indices = self._indices(self.depth) if self.depth <= self.most else []
+        if [id(block) for block in self.found.modules] != [id(self.whole[i]) for i in indices]:
             raise ValueError(
                 f"stack: blocks of {self.found.name!r} were replaced or added after setup, so that new ones would lack "
                 f"what they have; change them in __init__, setup or configure_model"
@@ -669,12 +649,10 @@ class BuiltBlocks:
 
     def show(self, depth: int) -> None:
         """Let the list hold the first `depth` blocks, and the network know that it does."""
-        places = self._places(depth)
-        place(self.found.modules, [self.whole[i] for i in places])
-        renumber(self.found.modules, self._indices)
-        set_counts(self._counts, places)
+        indices = self._indices(depth)
+        self._fields.fill([self.whole[i] for i in indices], indices)
 
-    def _places(self, depth: int) -> list[int]:
+    def _indices(self, depth: int) -> list[int]:
         return [*range(self.found.before + depth), *range(len(self.whole) - self.found.behind, len(self.whole))]
 
     def grow(
@@ -687,11 +665,11 @@ class BuiltBlocks:
         state: State,
         zero: Sequence[str] = (),
     ) -> list[int]:
-        """Grow to `to` blocks, with the options of `stack`, and return the places of copies in the whole list."""
+        """Grow to `to` blocks, with the options of `stack`, and return the indices of copies in the whole list."""
         found, old = self.found, list(self.found.modules)
         self.check_present()
         sources = found.whole_order(sources_of(self.depth, to, order))
-        targets = [self.whole[i] for i in self._places(to)]
+        targets = [self.whole[i] for i in self._indices(to)]
         check_optimizers(optimizers, found.blocks)
         every = optimizers_in(*optimizers)
         inside = self._inside()
@@ -712,11 +690,11 @@ class BuiltBlocks:
             pairs = self._take_over(target, source, kept)
             if is_new:
                 _refill(target, new, zero)
-            for each in every:
-                _move_state(each, pairs, keep=not is_new or (state == "copy" and new != "fresh"))
+            for optimizer in every:
+                _move_state(optimizer, pairs, keep=not is_new or (state == "copy" and new != "fresh"))
             filled |= _ids(target)
-        for each in every:
-            join_groups(each, [old[source] for source in sources], targets)
+        for optimizer in every:
+            join_groups(optimizer, [old[source] for source in sources], targets)
         self.show(to)
         return [i for i in range(len(targets)) if sources[i] in sources[:i]]
 
@@ -725,7 +703,7 @@ class BuiltBlocks:
     ) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """Give a block the content of its source, but for what `kept` names; return the parameters of both in pairs."""
         memo = _shared_with(source, self.found)
-        own, late = _ids(source) - memo.keys(), (_ids(source) & memo.keys()) - self._shared
+        ids, late = _ids(source) - memo.keys(), (_ids(source) & memo.keys()) - self._shared
         memo |= {key: x for key, x in computed_tensors(source).items() if key not in memo}
         matched = list(self._matched(source, target, late))
         counterparts = {id(part) for part, _ in matched}
@@ -734,13 +712,13 @@ class BuiltBlocks:
             memo |= {
                 id(p): other._parameters[name] for name, p in part._parameters.items() if name in other._parameters
             }
-        memo |= _hooks_not_copied(source, own)
+        memo |= _hooks_not_copied(source, ids)
         pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         taken: dict[int, nn.Parameter] = {}
         for part, other in matched:
             if isinstance(part, SeedSlot) or id(other) in kept:
                 continue
-            self._take_settings(other, part, memo, own)
+            self._take_settings(other, part, memo, ids)
             was_there = self._names.get(id(part), set())
             for name, child in part._modules.items():
                 if child is None or child is other._modules.get(name) or id(child) in counterparts:
@@ -751,22 +729,19 @@ class BuiltBlocks:
                     other._modules[name] = copied = copy_module(child, memo)
                     pairs += [(p, copied.get_parameter(key)) for key, p in child.named_parameters()]
             for name, parameter in part._parameters.items():
-                own_one = other._parameters.get(name)
-                if parameter is None or own_one is parameter or id(own_one) in kept:
+                filled = other._parameters.get(name)
+                if parameter is None or filled is parameter or id(filled) in kept:
                     continue
-                if id(parameter) in late:
-                    other._parameters[name] = parameter
+                if id(parameter) in late or id(parameter) in taken:  # in the latter case it has two names in the block
+                    other._parameters[name] = parameter if id(parameter) in late else taken[id(parameter)]
                     continue
-                if id(parameter) in taken:  # it has two names in the block
-                    other._parameters[name] = taken[id(parameter)]
-                    continue
-                if own_one is None or own_one.shape != parameter.shape:
-                    other._parameters[name] = own_one = copy.deepcopy(parameter)
-                own_one.data, own_one.grad = parameter.detach().clone(), None
-                own_one.requires_grad_(parameter.requires_grad)
-                _copy_extras(parameter, own_one, own)
-                taken[id(parameter)] = own_one
-                pairs.append((parameter, own_one))
+                if filled is None or filled.shape != parameter.shape:
+                    other._parameters[name] = filled = copy.deepcopy(parameter)
+                filled.data, filled.grad = parameter.detach().clone(), None
+                filled.requires_grad_(parameter.requires_grad)
+                _copy_extras(parameter, filled, ids)
+                taken[id(parameter)] = filled
+                pairs.append((parameter, filled))
             for name, buffer in part._buffers.items():
                 built = other._buffers.get(name)
                 if buffer is None or built is buffer or id(built) in kept:
@@ -805,10 +780,10 @@ class BuiltBlocks:
         then = then.to(now.device)
         return not (torch.equal(now, then.to(now.dtype)) or torch.equal(now.to(then.dtype), then))
 
-    def _take_settings(self, target: nn.Module, source: nn.Module, memo: dict[int, Any], own: set[int]) -> None:
+    def _take_settings(self, target: nn.Module, source: nn.Module, memo: dict[int, Any], ids: set[int]) -> None:
         """Give a part of a block the attributes of its source that have changed since the class has built it.
 
-        Raises ValueError if one cannot be copied, or refers to the block of the source, whose parts are `own`.
+        Raises ValueError if one cannot be copied, or refers to the block of the source, whose parts are `ids`.
         """
         built, present = self._settings.get(id(source), {}), vars(target)
         before = self._settings.get(id(target), {})
@@ -826,7 +801,7 @@ class BuiltBlocks:
                 raise ValueError(f"stack: {name} of {type(source).__name__} cannot be copied: {error}") from error
             if isinstance(value, dict) and "hook" in name:
                 copied = type(value)((key, hook) for key, hook in copied.items() if hook is not pass_on)
-            if _holds(copied, own):
+            if _holds(copied, ids):
                 raise ValueError(
                     f"stack: {name} of {type(source).__name__} holds a function that refers to its own block, so that "
                     f"a new block would run that one; make it a method, or take the module as its argument"

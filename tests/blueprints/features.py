@@ -4,19 +4,14 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.growth.blueprints import Birth, blueprint_names, build_seed
-
-CPU = torch.device("cpu")
+from tests.growth.grown import CPU, generator_of
 
 EVERYTHING = [(layout, name) for layout in ("image", "sequence", "vector") for name in blueprint_names(layout)]
 """Pairs of layout and blueprint."""
 
 
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def seed_of(name: str, layout: str, width: int = 8, *, rng_seed: int = 0, birth: Birth = "random") -> nn.Module:
-    return build_seed(name, layout, width, device=CPU, generator=seeded(rng_seed), birth=birth)
+    return build_seed(name, layout, width, device=CPU, generator=generator_of(rng_seed), birth=birth)
 
 
 def feature(layout: str, width: int = 8, samples: int = 3, positions: tuple[int, int] = (5, 7)) -> Tensor:
@@ -27,4 +22,4 @@ def feature(layout: str, width: int = 8, samples: int = 3, positions: tuple[int,
         "sequence": (samples, height * length, width),
         "vector": (samples, width),
     }
-    return 2.0 * torch.randn(shapes[layout], generator=seeded(width)) + 0.5
+    return 2.0 * torch.randn(shapes[layout], generator=generator_of(width)) + 0.5

@@ -1,5 +1,8 @@
-"""Registry of blueprints by layout and name; every error message says how to fix the mistake."""
+"""Registry of blueprints by layout and name, and initial weights from the explicit generator alone."""
 
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,12 +12,16 @@ from torch import nn
 from esper_lightning.growth.blueprints import (
     Residual,
     blueprint_names,
+    build_on,
     check_blueprint_name,
     get_blueprint,
+    initialise,
     register,
     registry,
 )
+from esper_lightning.hosts import CNN
 from tests.blueprints.features import feature, seed_of
+from tests.growth.grown import CPU, generator_of
 
 COUNTS: dict[str, Any] = {"parameters": lambda c: c * c + c, "flops": lambda c, n: 2 * n * c * c}
 
@@ -72,3 +79,136 @@ def test_unknown_names_and_other_layouts_are_refused_with_what_fits(monkeypatch:
     ):
         with pytest.raises(ValueError, match=said):
             call()
+
+
+# Initialisation.
+
+
+def cnn() -> CNN:
+    return CNN((1, 8, 8), 10, base=4)
+
+
+def same(first: nn.Module, second: nn.Module) -> bool:
+    pairs = zip(first.state_dict().items(), second.state_dict().items(), strict=True)
+    return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+
+
+class Scaled(nn.Module):
+    """Module with a parameter of its own that changes its child during initialisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.zeros(3))
+
+    def initialise(self, generator: torch.Generator) -> None:
+        nn.init.constant_(self.scale, 7.0)
+        nn.init.zeros_(self.linear.bias)
+
+
+class Masked(nn.Module):
+    """Module with a buffer whose value only the constructor sets: elsewhere it would be uninitialised memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+        self.register_buffer("mask", torch.ones(4, 1, 1))
+
+
+def test_the_same_generator_seed_gives_the_same_host() -> None:
+    assert same(build_on(CPU, cnn, generator_of(3)), build_on(CPU, cnn, generator_of(3)))
+    assert not same(build_on(CPU, cnn, generator_of(3)), build_on(CPU, cnn, generator_of(4)))
+
+
+def test_initialising_a_used_host_makes_it_new() -> None:
+    fresh, used = build_on(CPU, cnn, generator_of(3)), build_on(CPU, cnn, generator_of(8))
+    optimizer = torch.optim.SGD(used.parameters(), lr=0.1)
+    used(torch.randn(4, 1, 8, 8, generator=generator_of())).square().mean().backward()
+    optimizer.step()
+    assert used.norms[0].num_batches_tracked == 1
+    initialise(used, generator_of(3))
+    assert same(used, fresh)  # BatchNorm's running statistics too
+
+
+@pytest.mark.parametrize(
+    ("layer", "bound"),
+    [
+        (nn.Conv2d(16, 64, 3), 1 / 12),  # 16·9 = 144 inputs
+        (nn.Conv2d(64, 64, 5, groups=64), 1 / 5),  # 25 inputs: a depthwise convolution has one input channel
+        (nn.Conv1d(16, 64, 9), 1 / 12),
+        (nn.Conv3d(16, 64, 3), 1 / 432**0.5),
+        (nn.ConvTranspose1d(64, 16, 9), 1 / 12),  # PyTorch uses the number of outputs here: 16·9
+        (nn.ConvTranspose2d(64, 16, 3), 1 / 12),
+        (nn.ConvTranspose3d(64, 16, 3), 1 / 432**0.5),
+        (nn.Linear(100, 30), 1 / 10),
+    ],
+)
+def test_weights_fill_the_usual_interval_evenly(layer: nn.Module, bound: float) -> None:
+    initialise(layer, generator_of())
+    assert 0.97 * bound < layer.weight.abs().max() <= bound
+    assert layer.weight.mean().item() == pytest.approx(0.0, abs=0.05 * bound)
+    assert layer.weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)  # of a uniform distribution
+    assert layer.bias.abs().max() <= bound
+    assert layer.bias.std() > 0
+
+
+def overwritten(module: nn.Module) -> nn.Module:
+    """Return a module with every parameter and buffer overwritten."""
+    with torch.no_grad():
+        for value in module.state_dict().values():
+            value.fill_(9.0)
+    return module
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        *(partial(norm, 4) for norm in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)),
+        *(partial(norm, 4, affine=True) for norm in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)),
+        partial(nn.InstanceNorm2d, 4),
+        partial(nn.InstanceNorm2d, 4, track_running_stats=True),
+        *(partial(norm, 4) for norm in (nn.LayerNorm, nn.RMSNorm)),
+        partial(nn.GroupNorm, 2, 4),
+        partial(nn.PReLU, 4),
+    ],
+)
+def test_normalisations_begin_as_pytorch_builds_them(build: Callable[[], nn.Module]) -> None:
+    module, generator = overwritten(build()), generator_of()
+    initialise(module, generator)
+    assert same(module, build())
+    assert torch.equal(generator.get_state(), generator_of().get_state())  # draws no random numbers
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Linear(3, 4, bias=False),
+        nn.ConvTranspose3d(3, 4, 2),
+        nn.EmbeddingBag(3, 4),
+        nn.MultiheadAttention(4, 2, add_bias_kv=True),
+        nn.MultiheadAttention(4, 2, kdim=3, vdim=5),
+    ],
+)
+def test_layers_draw_from_the_generator_alone(layer: nn.Module) -> None:
+    other, before = deepcopy(layer), torch.get_rng_state()
+    initialise(layer, generator_of(3))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(5)
+    initialise(other, generator_of(3))
+    assert same(layer, other)
+
+
+def test_a_module_with_its_own_method_has_the_last_word() -> None:
+    module = build_on(CPU, Scaled, generator_of())
+    assert module.scale.tolist() == [7.0] * 3
+    assert module.linear.bias.tolist() == [0.0] * 3
+    assert module.linear.weight.any()
+
+
+@pytest.mark.parametrize(
+    ("module", "unknown"),
+    [(nn.Bilinear(2, 3, 4), "Bilinear"), (nn.Sequential(nn.LSTM(2, 2)), "LSTM"), (Masked(), "Masked")],
+)
+def test_a_module_whose_parameters_or_buffers_are_unknown_is_refused_by_name(module: nn.Module, unknown: str) -> None:
+    with pytest.raises(ValueError, match=rf"^cannot initialise a {unknown}: give it a method initialise\(generator\)$"):
+        initialise(module, generator_of())

@@ -25,7 +25,7 @@ from esper_lightning.growth.attach import attach_at
 from esper_lightning.growth.blueprints import build_on
 from esper_lightning.growth.depth import DepthSlot
 from esper_lightning.growth.export import load, save
-from esper_lightning.growth.gradient_stats import NO_GRADIENT, GradientStats
+from esper_lightning.growth.gates import NO_GRADIENT, GradientStats
 from esper_lightning.growth.growing_network import GrowingNetwork
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import GPT, Attached

@@ -10,8 +10,7 @@ from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.measurements import EpochResult, LossAndScore, TrainingStats, Validation
-from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.growth.gates import GradientStats, LifecycleConfig
 from esper_lightning.growth.stages import Stage
 from esper_lightning.runtime.nested import iter_tensors
 from tests.decisions import WAIT, act, cull, fossilize, germinate

@@ -18,7 +18,7 @@ from esper_lightning.envs.measurements import (
     unpack_validations,
     upload,
 )
-from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.growth.gates import GradientStats
 from esper_lightning.growth.stages import Stage
 from tests.decisions import CPU
 from tests.growth.grown import grow

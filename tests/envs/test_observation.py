@@ -24,7 +24,7 @@ from esper_lightning.envs.observation import (
 )
 from esper_lightning.envs.rewards import ObjectiveConfig, rent
 from esper_lightning.growth.blueprints import get_blueprint
-from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.growth.gates import GradientStats
 from esper_lightning.hosts import CNN
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms

@@ -8,8 +8,7 @@ from torch.nn import functional as F
 
 from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.blueprints import build_on
-from esper_lightning.growth.gates import Evidence
-from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.growth.gates import Evidence, GradientStats
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.slot import Layout, SeedSlot, decode
 from esper_lightning.growth.stages import Stage
@@ -20,7 +19,22 @@ CPU = torch.device("cpu")
 LIFE = [Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED]
 
 
+FOLLOWERS = {
+    "DORMANT": ["GERMINATED"],
+    "GERMINATED": ["TRAINING", "CULLED"],
+    "TRAINING": ["BLENDING", "CULLED"],
+    "BLENDING": ["PROBATIONARY", "CULLED"],
+    "PROBATIONARY": ["FOSSILIZED", "CULLED"],
+    "FOSSILIZED": [],
+    "CULLED": ["EMBARGOED"],
+    "EMBARGOED": ["DORMANT"],
+}
+"""Stages that may follow each stage."""
+
 LAYOUTS: list[Layout] = list(get_args(Layout))
+
+SIMPLE: dict[str, str] = {"image": "conv_light", "sequence": "lora", "vector": "mlp_small"}
+"""A blueprint for each layout."""
 
 CALM = GradientStats(norm=1.0, rms=0.1, vanished=0.0, exploded=0.0)
 """Gradient statistics of a healthy seed."""
@@ -134,6 +148,11 @@ def evidence_of(
         gradient=gradient,
         contribution=contribution,
     )
+
+
+def bits(x: Tensor) -> Tensor:
+    """Return the bit patterns as integers, which distinguish 0 from -0 and make NaN equal to itself."""
+    return x.detach().view(torch.int32)
 
 
 def slot_named(network: nn.Module, name: str) -> SeedSlot:

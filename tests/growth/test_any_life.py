@@ -13,27 +13,26 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from esper_lightning.growth.blend import Curve, Isolation
 from esper_lightning.growth.blueprints import blueprint_names, build_on
 from esper_lightning.growth.counterfactual import contributions
-from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.growth.gates import GradientStats, LifecycleConfig
 from esper_lightning.growth.growing_network import GrowingNetwork, SeedMeasurements
 from esper_lightning.growth.lifecycle import SeedEvent, slots_of
 from esper_lightning.growth.slot import Layout
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from tests.growth.by_hand import check_optimizer_matches
-from tests.growth.grown import CPU, LAYOUTS, TinyHost, add_noise, batch_of, generator_of, loss_on, same, story
+from tests.growth.grown import (
+    CPU,
+    FOLLOWERS,
+    LAYOUTS,
+    TinyHost,
+    add_noise,
+    batch_of,
+    generator_of,
+    loss_on,
+    same,
+    story,
+)
 from tests.tiers import rest_is_slow
-
-FOLLOWERS = {
-    "DORMANT": {"GERMINATED"},
-    "GERMINATED": {"TRAINING", "CULLED"},
-    "TRAINING": {"BLENDING", "CULLED"},
-    "BLENDING": {"PROBATIONARY", "CULLED"},
-    "PROBATIONARY": {"FOSSILIZED", "CULLED"},
-    "FOSSILIZED": set(),
-    "CULLED": {"EMBARGOED"},
-    "EMBARGOED": {"DORMANT"},
-}
 
 POSSIBLE = {
     "germinate": {"DORMANT"},

@@ -13,22 +13,15 @@ from torch import Tensor
 from esper_lightning.growth.blend import Curve, Ramp, blend, straight_through
 from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.growth.stages import Stage
-from tests.growth.grown import LAYOUTS, generator_of, grow
+from tests.growth.grown import LAYOUTS, SIMPLE, bits, generator_of, grow
 
 AWKWARD = [0.0, -0.0, 1e-45, 3e38, float("inf"), float("-inf"), float("nan"), 1.0]
 
 SHAPES: dict[Layout, tuple[int, ...]] = {"image": (3, 8, 4, 5), "sequence": (3, 7, 8), "vector": (3, 8)}
 
-BLUEPRINT: dict[Layout, str] = {"image": "conv_light", "sequence": "attention", "vector": "mlp_small"}
-
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 finite = st.floats(-(2.0**60), 2.0**60, width=32)
-
-
-def bits(x: Tensor) -> Tensor:
-    """Return the bit patterns as integers, which distinguish 0 from -0 and make NaN equal to itself."""
-    return x.detach().view(torch.int32)
 
 
 def row(value: float) -> Tensor:
@@ -45,7 +38,7 @@ def feature(layout: Layout, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def grown_slot(layout: Layout, stage: Stage = Stage.PROBATIONARY) -> SeedSlot:
     slot = SeedSlot("place", layout, 8)
-    grow(slot, stage, BLUEPRINT[layout], Ramp())
+    grow(slot, stage, SIMPLE[layout], Ramp())
     return slot
 
 

@@ -20,13 +20,11 @@ from esper_lightning.growth.counterfactual import forward_variants
 from esper_lightning.growth.stages import Stage
 from tests.growth.attached import Residual, images, small_network
 from tests.growth.by_hand import EAGER
-from tests.growth.grown import CALM, add_noise, batch_of, generator_of, grow, host_of
+from tests.growth.grown import CALM, SIMPLE, add_noise, batch_of, generator_of, grow, host_of
 
 ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)
 
 HAS_COMPILER = shutil.which("g++") is not None or shutil.which("clang++") is not None
-
-BLUEPRINTS = {"image": "conv_light", "sequence": "lora", "vector": "mlp_small"}
 
 
 class Subject(NamedTuple):
@@ -41,17 +39,17 @@ class Subject(NamedTuple):
 
 def built_in(layout: Any) -> Subject:
     slot = "block1" if layout == "image" else "first"
-    return Subject(host_of(layout), slot, BLUEPRINTS[layout], *batch_of(layout, samples=6))
+    return Subject(host_of(layout), slot, SIMPLE[layout], *batch_of(layout, samples=6))
 
 
 def attached(layout: str) -> Subject:
     network, slot = small_network(), {"image": "2", "vector": "5"}[layout]
     attach_slots(network, [slot], images())
-    return Subject(network, slot, BLUEPRINTS[layout], images(6), torch.arange(6) % 2)
+    return Subject(network, slot, SIMPLE[layout], images(6), torch.arange(6) % 2)
 
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {
-    **{f"built-in {layout}": lambda layout=layout: built_in(layout) for layout in BLUEPRINTS},
+    **{f"built-in {layout}": lambda layout=layout: built_in(layout) for layout in SIMPLE},
     **{f"attached {layout}": lambda layout=layout: attached(layout) for layout in ("image", "vector")},
 }
 

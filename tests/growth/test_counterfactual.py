@@ -1,8 +1,9 @@
 """Many combinations of active seeds in one pass, compared with a separate pass for each; what the seeds are worth."""
 
+import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from itertools import combinations
+from itertools import combinations, permutations
 
 import pytest
 import torch
@@ -40,6 +41,8 @@ PLACES = ["block1", "block2.pool", "block3.pool"]
 BLENDED = [Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED]
 
 ALL = frozenset(PLACES)
+
+PLAYERS = ["a", "b", "c", "d"]
 
 
 def images() -> Tensor:
@@ -270,3 +273,17 @@ def test_batches_that_are_used_up_and_scores_that_are_means_are_refused() -> Non
         contributions(network, batches, right)
     with pytest.raises(ValueError, match=r"a score is a number per sample, \[5\], and no mean; got \[\]"):
         contributions(network, unequal_batches(), lambda outputs, digits: right(outputs, digits).mean())
+
+
+@pytest.mark.parametrize("count", range(5))
+def test_shapley_values_are_the_mean_over_all_orders_of_joining_and_sum_to_the_whole_gain(count: int) -> None:
+    players = PLAYERS[:count]
+    worth = dict(zip(all_variants(players), torch.randn(2**count, generator=generator_of(count)).tolist(), strict=True))
+    totals = dict.fromkeys(players, 0.0)
+    for order in permutations(players):
+        for i, player in enumerate(order):
+            totals[player] += worth[frozenset(order[: i + 1])] - worth[frozenset(order[:i])]
+    values = shapley_values(worth, players)
+    expected = {player: total / math.factorial(count) for player, total in totals.items()}
+    assert values == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert sum(values.values()) == pytest.approx(worth[frozenset(players)] - worth[frozenset()], abs=1e-9)

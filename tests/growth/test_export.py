@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision import models
 
+from esper_lightning.cli.commands import export_grown
 from esper_lightning.growth import export as export_module
 from esper_lightning.growth.attach import attach_slots, detach_slots
 from esper_lightning.growth.blend import Ramp
@@ -23,7 +24,7 @@ from esper_lightning.growth.export import ONNX_PACKAGES, export, fold
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import GPT, MLP
-from tests.growth.grown import generator_of, grow, slot_named, small_batch, small_cnn
+from tests.growth.grown import SIMPLE, generator_of, grow, slot_named, small_batch, small_cnn
 from tests.runs import ROOT
 from tests.tiers import rest_is_slow
 
@@ -66,36 +67,12 @@ def images(samples: int) -> Tensor:
     return torch.randn(samples, 3, 32, 32, generator=generator_of(samples))
 
 
-SIMPLE = {"image": "conv_light", "sequence": "lora", "vector": "lora"}
-
-
 def grown(network: nn.Module) -> nn.Module:
     """Return a network with three seeds, the second at alpha 1/2."""
     stages = [Stage.FOSSILIZED, Stage.BLENDING, Stage.FOSSILIZED]
     for slot, stage in zip(slots_of(network).values(), stages, strict=True):
         grow(slot, stage, SIMPLE[slot.layout], Ramp(2))
     return network.eval()
-
-
-def exported(network: nn.Module, x: Tensor) -> torch.export.ExportedProgram:
-    return torch.export.export(network, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
-
-
-@pytest.mark.parametrize(
-    ("build", "inputs"),
-    rest_is_slow([(cnn, digits), (gpt, tokens), (mlp, vectors), (resnet, images)], lambda case: case[0] in (gpt, mlp)),
-)
-def test_an_exported_network_says_the_same_on_batches_of_any_size(
-    build: Callable[[], nn.Module], inputs: Callable[[int], Tensor], tmp_path: Path
-) -> None:
-    network = grown(build())
-    program = exported(network, inputs(3))
-    torch.export.save(program, tmp_path / "grown.pt2")
-    loaded = torch.export.load(tmp_path / "grown.pt2")
-    for samples in (1, 3, 8):
-        expected = network(inputs(samples))
-        for each in (program, loaded):
-            torch.testing.assert_close(each.module()(inputs(samples)), expected, rtol=1e-5, atol=1e-6)
 
 
 def resnet_with_a_kept_and_a_folded_seed() -> nn.Module:
@@ -141,14 +118,6 @@ def outputs_of(program: str, inputs: Tensor, folder: Path) -> Tensor:
     return torch.from_numpy(np.load(folder / "outputs.npy"))
 
 
-@pytest.mark.slow
-def test_an_exported_program_gives_the_same_outputs_without_this_package(tmp_path: Path) -> None:
-    network = resnet_with_a_kept_and_a_folded_seed()
-    export(network, real_images(3), tmp_path / "grown.pt2", "pt2")
-    outputs = outputs_of(PROGRAM_ALONE, real_images(5), tmp_path)
-    torch.testing.assert_close(outputs, network(real_images(5)), rtol=1e-5, atol=1e-6)
-
-
 def test_weights_fit_the_plain_architecture_once_all_seeds_are_folded_into_it() -> None:
     def plain() -> nn.Module:
         return nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
@@ -161,33 +130,46 @@ def test_weights_fit_the_plain_architecture_once_all_seeds_are_folded_into_it() 
     assert torch.equal(fresh(vectors(5)), network(vectors(5)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("build", "inputs"),
-    [
-        (resnet_with_a_kept_and_a_folded_seed, real_images),
-        (lambda: grown(cnn()), digits),
-        (lambda: grown(gpt()), tokens),
-        (lambda: grown(mlp()), vectors),
-    ],
-    ids=["resnet", "cnn", "gpt", "mlp"],
-)
-def test_an_onnx_model_gives_the_same_outputs_without_this_package_and_without_torch(
-    build: Callable[[], nn.Module], inputs: Callable[[int], Tensor], tmp_path: Path
-) -> None:
-    for package in ONNX_PACKAGES:
-        pytest.importorskip(package)
+NETWORKS = {
+    "resnet": (resnet_with_a_kept_and_a_folded_seed, real_images),
+    "cnn": (lambda: grown(cnn()), digits),
+    "gpt": (lambda: grown(gpt()), tokens),
+    "mlp": (lambda: grown(mlp()), vectors),
+}
+
+
+@pytest.mark.parametrize("name", rest_is_slow(NETWORKS, {"gpt", "mlp"}))
+def test_an_exported_program_says_the_same_on_batches_of_any_size(name: str, tmp_path: Path) -> None:
+    build, inputs = NETWORKS[name]
     network = build()
-    export(network, inputs(3), tmp_path / "grown.onnx", "onnx")
+    export(network, inputs(3), tmp_path / "grown.pt2", "pt2")
+    loaded = torch.export.load(tmp_path / "grown.pt2").module()
+    for samples in (1, 3, 8):
+        torch.testing.assert_close(loaded(inputs(samples)), network(inputs(samples)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "to"), [("resnet", "pt2"), *((name, "onnx") for name in NETWORKS)])
+def test_an_exported_network_runs_without_this_package_and_a_model_of_onnx_without_torch(
+    name: str, to: Any, tmp_path: Path
+) -> None:
+    if to == "onnx":
+        for package in ONNX_PACKAGES:
+            pytest.importorskip(package)
+    build, inputs = NETWORKS[name]
+    network = build()
+    export(network, inputs(3), tmp_path / f"grown.{to}", to)
     for samples in (1, 5):
-        outputs = outputs_of(MODEL_ALONE, inputs(samples), tmp_path)
+        outputs = outputs_of(PROGRAM_ALONE if to == "pt2" else MODEL_ALONE, inputs(samples), tmp_path)
         torch.testing.assert_close(outputs, network(inputs(samples)), rtol=1e-4, atol=1e-5)
 
 
 def test_a_missing_package_for_onnx_is_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_module, "find_spec", lambda name: None if name == "onnxscript" else find_spec("json"))
-    with pytest.raises(ValueError, match=r"^to onnx: packages are missing; install them: pip install onnxscript$"):
+    with pytest.raises(ValueError, match=r"^to onnx needs the extra \[onnx\] of this package: pip install onnxscript$"):
         export(cnn(), digits(2), tmp_path / "grown.onnx", "onnx")
+    with pytest.raises(ValueError, match=r"^to onnx needs the extra \[onnx\]"):
+        export_grown("no folder", "onnx")  # before anything is read
 
 
 class Chooses(nn.Module):

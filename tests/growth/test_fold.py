@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -126,21 +127,12 @@ def test_outputs_stay_and_the_seeds_parameters_go(
     torch.testing.assert_close(network(other), grown(other), rtol=tolerance, atol=10 * tolerance)
 
 
+linear, conv, next_conv = partial(nn.Linear, 5, WIDTH), partial(nn.Conv2d, 3, WIDTH), partial(nn.Conv2d, WIDTH, 4)
+
+
 def shielded(layer: nn.Module) -> nn.Module:
     """Return the layer with a non-linear function between it and the slot."""
     return nn.Sequential(layer, nn.Tanh())
-
-
-def linear(bias: bool = True) -> nn.Linear:
-    return nn.Linear(5, WIDTH, bias)
-
-
-def conv(kernel: int = 3, **options: Any) -> nn.Conv2d:
-    return nn.Conv2d(3, WIDTH, kernel, **options)
-
-
-def next_conv(kernel: int, **options: Any) -> nn.Conv2d:
-    return nn.Conv2d(WIDTH, 4, kernel, **options)
 
 
 @pytest.mark.parametrize(
@@ -152,18 +144,18 @@ def next_conv(kernel: int, **options: Any) -> nn.Conv2d:
         ("sequence", linear(), nn.Tanh(), True, "before"),
         ("sequence", shielded(linear()), nn.Linear(WIDTH, 4), True, "behind"),
         ("image", conv(5, stride=2, padding=2, padding_mode="circular"), nn.Tanh(), True, "before"),
-        ("image", conv(bias=False), nn.Tanh(), True, "place"),
-        ("image", conv(bias=False), nn.Tanh(), False, "before"),
-        ("image", conv(groups=3), nn.Tanh(), True, "place"),
-        ("image", shielded(conv()), next_conv(1, stride=2), True, "behind"),
-        ("image", shielded(conv()), next_conv(1, bias=False), True, "place"),
-        ("image", shielded(conv()), next_conv(1, bias=False), False, "behind"),
-        ("image", shielded(conv()), next_conv(3, padding="valid"), True, "behind"),
-        ("image", shielded(conv()), next_conv(3, padding=1), True, "place"),  # the padding has no bias
-        ("image", shielded(conv()), next_conv(3, padding=1), False, "behind"),
-        ("image", shielded(conv()), next_conv(3, padding="same"), True, "place"),
-        ("image", shielded(conv()), next_conv(1, groups=2), True, "place"),
-        ("image", shielded(conv()), nn.ConvTranspose2d(WIDTH, 4, 3), True, "place"),
+        ("image", conv(3, bias=False), nn.Tanh(), True, "place"),
+        ("image", conv(3, bias=False), nn.Tanh(), False, "before"),
+        ("image", conv(3, groups=3), nn.Tanh(), True, "place"),
+        ("image", shielded(conv(3)), next_conv(1, stride=2), True, "behind"),
+        ("image", shielded(conv(3)), next_conv(1, bias=False), True, "place"),
+        ("image", shielded(conv(3)), next_conv(1, bias=False), False, "behind"),
+        ("image", shielded(conv(3)), next_conv(3, padding="valid"), True, "behind"),
+        ("image", shielded(conv(3)), next_conv(3, padding=1), True, "place"),  # the padding has no bias
+        ("image", shielded(conv(3)), next_conv(3, padding=1), False, "behind"),
+        ("image", shielded(conv(3)), next_conv(3, padding="same"), True, "place"),
+        ("image", shielded(conv(3)), next_conv(1, groups=2), True, "place"),
+        ("image", shielded(conv(3)), nn.ConvTranspose2d(WIDTH, 4, 3), True, "place"),
         ("image", nn.ConvTranspose2d(3, WIDTH, 3), nn.Tanh(), True, "place"),
     ],
 )
@@ -251,13 +243,11 @@ class UsedElsewhere(nn.Module):
         return answer + grown[:, :3].exp() if self.both else answer
 
 
-class Again(nn.Module):
+class Again(Chain):
     """Network in which the data meets a slot twice."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.before, self.slot = nn.Linear(5, WIDTH), SeedSlot("place", "vector", WIDTH)
-        self.behind = nn.Linear(WIDTH, 3)
+        super().__init__("vector", nn.Linear(5, WIDTH), nn.Linear(WIDTH, 3))
 
     def forward(self, x: Tensor) -> Tensor:  # [B, 5] -> [B, 3]
         return self.behind(self.slot(torch.tanh(self.slot(self.before(x)))))

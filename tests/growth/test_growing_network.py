@@ -10,10 +10,9 @@ from torch.optim import SGD, Adam
 
 from esper_lightning.growth.blueprints import build_seed
 from esper_lightning.growth.counterfactual import contributions
-from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.gradient_stats import NO_GRADIENT
+from esper_lightning.growth.gates import NO_GRADIENT, LifecycleConfig
 from esper_lightning.growth.growing_network import GrowingNetwork
-from esper_lightning.growth.lifecycle import count_parameters
+from esper_lightning.growth.lifecycle import SeedEvent, count_parameters
 from esper_lightning.growth.stages import Stage
 from tests.growth.by_hand import (
     check_optimizer_matches,
@@ -48,26 +47,20 @@ def test_a_seed_goes_through_its_whole_life_and_makes_the_network_better() -> No
     def right(outputs: Tensor, classes: Tensor) -> Tensor:
         return (outputs.argmax(1) == classes).double()
 
-    network.germinate("block2.pool", "conv_light", ticks=3, curve="sigmoid12")
+    born = network.germinate("block2.pool", "conv_light", ticks=3, curve="sigmoid12")
+    assert str(born) == "block2.pool: conv_light DORMANT → GERMINATED (germinate)"
     lived, losses = [], []
     for _ in range(8):
         losses.append(learn(host, optimizer, step=7))
         # Sixteen samples measure a contribution to 6 points, and its sign depends on the processor's rounding.
         measured = contributions(host, [batch], right)
-        lived.append(describe_events(network.end_epoch(dict.fromkeys(measured, 1.0))))
-    assert lived == [
-        ["block2.pool: TRAINING"],
-        [],
-        [],
-        ["block2.pool: BLENDING"],
-        [],
-        [],
-        ["block2.pool: PROBATIONARY"],
-        [],
-    ]
+        lived.append([f"{e.after.name}: {e.cause}" for e in network.end_epoch(dict.fromkeys(measured, 1.0))])
+    blending, probation = ["BLENDING: ready to blend"], ["PROBATIONARY: alpha reached its target"]
+    assert lived == [["TRAINING: placed"], [], [], blending, [], [], probation, []]
     assert network.reasons_against_fossilizing("block2.pool") == []
     kept = network.fossilize("block2.pool")
-    assert (kept.blueprint, kept.after, kept.contribution) == ("conv_light", Stage.FOSSILIZED, 1.0)
+    stages = (Stage.PROBATIONARY, Stage.FOSSILIZED)
+    assert kept == SeedEvent("block2.pool", "conv_light", *stages, "fossilize", age=8, contribution=1.0)
     for _ in range(8):
         losses.append(learn(host, optimizer, step=7))
         assert network.end_epoch() == []

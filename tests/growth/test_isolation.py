@@ -16,6 +16,7 @@ from esper_lightning.growth.stages import Stage
 from tests.growth.grown import (
     CPU,
     LAYOUTS,
+    SIMPLE,
     add_noise,
     batch_of,
     generator_of,
@@ -26,8 +27,6 @@ from tests.growth.grown import (
 )
 
 ISOLATIONS: list[Isolation] = list(get_args(Isolation))
-
-BLUEPRINTS: dict[Layout, str] = {"image": "conv_light", "sequence": "mlp_small", "vector": "mlp_small"}
 
 every_isolation = pytest.mark.parametrize("isolation", ISOLATIONS)
 
@@ -84,7 +83,7 @@ def test_a_host_trains_bit_for_bit_as_without_seeds_while_they_learn(layout: str
     feature: Layout = "image" if layout == "dropout" else layout
     empty, growing = growing_of(make(), isolation), growing_of(make(), isolation)
     for i, name in enumerate(growing.slots):
-        growing.germinate(name, BLUEPRINTS[feature])
+        growing.germinate(name, SIMPLE[feature])
         add_noise(growing.slots[name].seed, i)
         growing.slots[name].move_to(Stage.TRAINING)
     seeds = deepcopy([slot.seed.state_dict() for slot in growing.slots.values()])
@@ -109,9 +108,3 @@ def test_the_proximal_gradient_is_the_loss_gradient_and_a_pull_of_bounded_reach(
     each = proximal_gradient(grad, h, s, dims=(1, 2, 3))
     torch.testing.assert_close(each[1:2], proximal_gradient(grad[1:2], h[1:2], s[1:2]))
     assert torch.equal(proximal_gradient(grad, torch.zeros_like(h), s), PROXIMAL_STEP * grad)
-
-
-@pytest.mark.parametrize("setting", ["isolation", "birth"])
-def test_an_unknown_way_to_learn_is_refused(setting: str) -> None:
-    with pytest.raises(ValueError, match=f"lifecycle.{setting} 'proximall' is not known"):
-        LifecycleConfig(**{setting: "proximall"})

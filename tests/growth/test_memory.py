@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from esper_lightning.growth.export import load, save
 from esper_lightning.growth.gates import LifecycleConfig
@@ -147,13 +147,15 @@ def grown(make: Make) -> GrowingNetwork:
 
 
 @every_optimizer
-def test_growth_that_was_stopped_ends_as_growth_that_was_not(make: Make) -> None:
+@pytest.mark.parametrize("present", [[], ["block1"], SLOTS, SLOTS[::-1]], ids=str)
+def test_growth_that_was_stopped_ends_as_growth_that_was_not(make: Make, present: list[str]) -> None:
     network, file = grown(make), io.BytesIO()
     torch.save(network.state_dict(), file)
     file.seek(0)
     resumed = growing(network.lifecycle, make, generator=generator_of(5))
-    resumed.germinate("block1", "bottleneck")  # removed by load_state_dict
-    epoch(resumed)
+    for slot in present:  # other seeds, or the same in another order
+        resumed.germinate(slot, "conv_light")
+        epoch(resumed)
 
     resumed.load_state_dict(torch.load(file, weights_only=True))
 
@@ -171,23 +173,59 @@ def test_growth_that_was_stopped_ends_as_growth_that_was_not(make: Make) -> None
     assert same_optimizer_state(optimizer_state(resumed), optimizer_state(network))
 
 
-@every_optimizer
-def test_a_network_that_was_rolled_back_under_its_optimizer_goes_on_learning(make: Make, tmp_path: Path) -> None:
-    network = grown(make)
-    save(network.module, tmp_path / "grown")
-    epoch(network, 7)
-    load(network.module, tmp_path / "grown")
-    again = GrowingNetwork(network.module, network.optimizer, horizon=20)
-    before = {slot: deepcopy(list(again.slots[slot].seed.parameters())) for slot in SLOTS}
-    epoch(again, 8)
-    check_optimizer_matches(again)
-    for slot, old in before.items():
-        assert any(not torch.equal(a, b) for a, b in zip(old, again.slots[slot].seed.parameters(), strict=True)), slot
-
-
 def test_a_seed_whose_optimizer_was_replaced_can_still_be_culled() -> None:
     network = grown(lambda host: SGD(host.parameters(), lr=0.1))
     network.optimizer = AdamW(network.module.parameters(), lr=0.01)
     doomed = set(network.slots["block1"].seed.parameters())
     network.cull("block1")
     assert not doomed & {p for group in network.optimizer.param_groups for p in group["params"]}
+
+
+# Every optimizer of torch.
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    name: kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+}
+
+REFUSED = {
+    "LBFGS": "LBFGS cannot hold parameter groups that come and go; use SGD, Adam or AdamW",
+    "Muon": "Muon trains matrices alone, and seeds have other parameters; use SGD, Adam or AdamW",
+    "SparseAdam": "SparseAdam takes sparse gradients alone, and those of seeds are dense; use SGD, Adam or AdamW",
+}
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - REFUSED.keys()))
+def test_seeds_come_and_go_in_a_resumed_run_and_after_a_rollback(name: str) -> None:
+    def made() -> GrowingNetwork:
+        return growing(EAGER, lambda host: OPTIMIZERS[name](host.parameters(), lr=0.01))  # type: ignore[call-arg]
+
+    first = made()
+    first.germinate("block1", "conv_light")
+    learn(first.module, first.optimizer, 0)
+    saved = deepcopy(first.state_dict())
+    resumed = made()
+    resumed.load_state_dict(saved)
+
+    for step in range(2):
+        resumed.germinate("block2.pool", "conv_light")
+        seed = resumed.slots["block2.pool"].seed
+        before = [parameter.detach().clone() for parameter in seed.parameters()]
+        learn(resumed.module, resumed.optimizer, step)
+        assert any(not torch.equal(*pair) for pair in zip(before, seed.parameters(), strict=True))
+        resumed.cull("block1")
+        learn(resumed.module, resumed.optimizer, step)
+        check_optimizer_matches(resumed)
+        resumed.load_state_dict(saved)
+        check_optimizer_matches(resumed)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_optimizer_that_cannot_train_seeds_is_refused_in_one_line(name: str) -> None:
+    matrices = [parameter for parameter in host_of("image").parameters() if parameter.ndim == 2]
+
+    with pytest.raises(ValueError) as refusal:
+        growing(EAGER, lambda _: OPTIMIZERS[name](matrices, lr=0.01))  # type: ignore[call-arg]
+
+    assert str(refusal.value) == REFUSED[name]

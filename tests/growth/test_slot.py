@@ -13,6 +13,7 @@ from tests.growth.grown import (
     LAYOUTS,
     add_noise,
     batch_of,
+    bits,
     generator_of,
     grow,
     host_of,
@@ -31,11 +32,6 @@ def feature() -> Tensor:  # [B, C, H, W]
 
 def host_gradients(network: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in network.named_parameters() if ".seed." not in name}
-
-
-def bits(x: Tensor) -> Tensor:
-    """Return the bit patterns as integers, which distinguish 0 from -0 and make NaN equal to itself."""
-    return x.detach().view(torch.int32)
 
 
 while_learning = pytest.mark.parametrize("stage", [Stage.GERMINATED, Stage.TRAINING], ids=lambda stage: stage.name)
@@ -150,11 +146,3 @@ def test_a_seed_ages_and_an_empty_slot_does_not() -> None:
     slot.end_epoch()
     slot.end_epoch()
     assert (slot.age, slot.ticks_in_stage) == (2, 2)
-
-
-def test_a_host_may_work_in_place_behind_a_slot_with_a_training_seed() -> None:
-    slot = SeedSlot("block1", "image", 4)
-    host = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), slot, nn.ReLU(inplace=True))  # like torchvision's ResNets
-    grow(slot, Stage.TRAINING)
-    host(feature()).sum().backward()
-    assert all(p.grad.any() for p in slot.seed.parameters())

@@ -11,31 +11,21 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.optim import SGD
+from torch import nn
 
 from esper_lightning.growth.attach import attach_from_state_dict, attach_slots, detach_slots
 from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.export import load, save
-from esper_lightning.growth.growing_network import GrowingNetwork
 from esper_lightning.growth.lifecycle import cull, slots_of
 from esper_lightning.growth.slot import EXTRA_STATE, SeedSlot, decode, encode, new_folded
 from esper_lightning.growth.stages import Stage
 from tests.growth.attached import images, small_network
-from tests.growth.by_hand import EAGER
+from tests.growth.by_hand import growing
 from tests.growth.grown import (
-    LIFE,
-    SLOTS,
     add_noise,
-    generator_of,
     grow,
-    loss_of,
     outputs_in_both_modes,
     same,
-    slot_named,
-    small_batch,
-    small_cnn,
     story,
 )
 
@@ -114,18 +104,6 @@ def test_a_state_dict_loaded_into_any_state_of_the_network_gives_the_outputs_it_
     assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
     found = outputs_in_both_modes(deepcopy(other), images())
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_slots_that_a_network_has_built_in_are_restored_in_all_stages() -> None:
-    network, fresh = small_cnn(SLOTS), small_cnn(SLOTS, seed=9).double()
-    for name, stage in zip(SLOTS, [*LIFE, Stage.TRAINING], strict=True):
-        grow(slot_named(network, name), stage, "conv_light", HALF)
-    cull(slot_named(network, "block3.pool"))
-    loss_of(network)  # moves BatchNorm's statistics
-    fresh.load_state_dict(saved(network))
-    assert {p.dtype for p in fresh.parameters()} == {torch.float64}, "seeds have their host's precision"
-    assert same(network, fresh.float(), small_batch()[0])
-    assert not any(module.training for module in slot_named(fresh.eval(), "block2").seed.modules())
 
 
 def test_states_of_earlier_versions_name_a_style_and_load_if_it_is_to_add() -> None:
@@ -208,45 +186,12 @@ def test_a_seed_in_a_slot_that_the_network_lacks_is_refused() -> None:
         network.load_state_dict(saved(network_in(kept)))
 
 
-def trained(order: list[str], steps: int, seed: int = 0) -> GrowingNetwork:
-    """Return a network with seeds of one width in two slots, germinated in the given order."""
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
-    attach_slots(network, ["1", "3"], torch.randn(2, 5))
-    optimizer = SGD(network.parameters(), lr=0.1, momentum=0.9)
-    growing = GrowingNetwork(network, optimizer, horizon=20, lifecycle=EAGER, generator=generator_of(seed))
-    for slot in order:
-        growing.germinate(slot, "lora", stage="BLENDING")
-    train(growing, steps)
-    return growing
-
-
-def train(growing: GrowingNetwork, steps: int) -> list[Tensor]:
-    """Train, and return all weights."""
-    x, y = torch.randn(16, 5, generator=generator_of(1)), torch.randint(3, (16,), generator=generator_of(2))
-    for _ in range(steps):
-        growing.optimizer.zero_grad()
-        F.cross_entropy(growing.module(x), y).backward()
-        growing.optimizer.step()
-    return [value.clone() for value in growing.module.state_dict().values()]
-
-
-@pytest.mark.parametrize("present", [[], ["1"], ["1", "3"], ["3", "1"]], ids=str)
-def test_an_optimizer_finds_the_momenta_of_each_seed_by_its_name(present: list[str]) -> None:
-    growing = trained(["3", "1"], 4)
-    state, optimizer_state = saved(growing.module), deepcopy(growing.optimizer.state_dict())
-    expected = train(growing, 3)
-    other = trained(present, 2, seed=5)
-    other.module.load_state_dict(state)
-    other.optimizer.load_state_dict(optimizer_state)
-    assert all(other.evidence(slot).in_optimizer for slot in ("1", "3"))
-    assert all(torch.equal(a, b) for a, b in zip(train(other, 3), expected, strict=True))
-
-
 def test_an_optimizer_of_other_seeds_is_refused() -> None:
-    growing, other = trained(["1"], 1), trained(["3"], 1)
-    with pytest.raises(ValueError, match=r"the saved optimizer has the groups \['', 'seed.1'\], this one has"):
-        other.optimizer.load_state_dict(growing.optimizer.state_dict())
+    saved, other = growing(), growing()
+    saved.germinate("block1", "norm")
+    other.germinate("block2.pool", "norm")
+    with pytest.raises(ValueError, match=r"the saved optimizer has the groups \['', 'seed.block1'\], this one has"):
+        other.optimizer.load_state_dict(saved.optimizer.state_dict())
 
 
 # Files of `save`.

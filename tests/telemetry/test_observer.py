@@ -11,8 +11,7 @@ import torch
 from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import ActionConfig, HostPool, HostVerdict
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.growth.gates import GradientStats, LifecycleConfig
 from esper_lightning.growth.lifecycle import SeedEvent
 from esper_lightning.growth.stages import Stage
 from esper_lightning.runtime.ranks import ALONE, Ranks

@@ -19,7 +19,7 @@ from esper_lightning.growth.counterfactual import (
     fossilized_only,
     mixes_rows,
 )
-from esper_lightning.growth.gradient_stats import NO_GRADIENT
+from esper_lightning.growth.gates import NO_GRADIENT
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.runtime.machine import PhaseClock, first_line, is_out_of_memory

@@ -7,17 +7,18 @@ A custom blueprint takes three lines:
         return Residual(nn.Conv2d(channels, channels, 1))
 """
 
-from esper_lightning.growth.blueprints.initialise import build_on, initialise
 from esper_lightning.growth.blueprints.registry import (
     STACK,
     Birth,
     Blueprint,
     blueprint_names,
+    build_on,
     build_seed,
     check_blueprint_name,
     default_blueprints,
     find_blueprint,
     get_blueprint,
+    initialise,
     register,
 )
 from esper_lightning.growth.blueprints.seeds import Residual  # importing this module registers its blueprints

@@ -1,5 +1,6 @@
-"""Registry of blueprints by layout and name."""
+"""Registry of blueprints by layout and name, and initialisation of what they build from an explicit generator."""
 
+import math
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from typing import Literal, NamedTuple, TypeVar
@@ -7,7 +8,6 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from esper_lightning.growth.blueprints.initialise import build_on
 from esper_lightning.runtime.registry import (
     check_part_name,
     import_installed,
@@ -38,12 +38,12 @@ class Blueprint(NamedTuple):
 
 
 Builder = TypeVar("Builder", bound=Callable[[int], nn.Module])
+Built = TypeVar("Built", bound=nn.Module)
 
 _BLUEPRINTS: dict[tuple[str, str], Blueprint] = {}  # by (layout, name)
 
 STACK = "stack"
-"""Layout of a place of a list of like blocks, and its only blueprint: copies of the last blocks, as many as there were
-at first."""
+"""Layout of a depth slot, and its only blueprint: copies of the last blocks of a list, as many as at first."""
 
 
 def register(
@@ -102,9 +102,9 @@ def check_blueprint_name(name: str) -> None:
     """Raise ValueError, with a suggestion, if no layout has a blueprint called `name`, not even an installed one."""
     if name not in {STACK, *(known for _, known in _BLUEPRINTS)}:
         import_installed()
-    known_names = list(dict.fromkeys([*(known for _, known in _BLUEPRINTS), STACK]))
+    known_names = {known: None for _, known in _BLUEPRINTS} | {STACK: None}
     if name not in known_names:
-        raise ValueError(f"unknown blueprint {name!r}; {suggest_name(name, known_names)}")
+        raise ValueError(f"unknown blueprint {name!r}; {suggest_name(name, list(known_names))}")
 
 
 def get_blueprint(name: str, layout: str) -> Blueprint:
@@ -154,3 +154,67 @@ def build_seed(
         )
     start_as_identity()
     return seed
+
+
+# Initialisation.
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+CONSTANT_LAYERS = (*BATCH_NORMS, *INSTANCE_NORMS, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.PReLU)
+"""Layers whose `reset_parameters` sets constants and draws no random numbers."""
+
+
+@torch.no_grad()
+def initialise(network: nn.Module, generator: torch.Generator) -> None:
+    """Initialise every parameter and buffer of `network` in place, with random numbers from `generator` only.
+
+    Supports linear layers, convolutions, embeddings, normalisations and MultiheadAttention. Any other module that owns
+    parameters or buffers must have a method `initialise(generator)`. Children are visited first, so that this method
+    may also change them (set a last layer to zero, for example). A method `initialise_whole(generator)` initialises a
+    module and all its children. Raises ValueError for an unsupported module.
+    """
+    initialise_whole: Callable[[torch.Generator], None] | None = getattr(network, "initialise_whole", None)
+    if initialise_whole is not None:
+        initialise_whole(generator)
+        return
+    for child in network.children():
+        initialise(child, generator)
+    initialise_own: Callable[[torch.Generator], None] | None = getattr(network, "initialise", None)
+    if initialise_own is not None:
+        initialise_own(generator)
+    elif isinstance(network, (nn.Linear, *CONVOLUTIONS)):
+        # PyTorch's default for these layers: uniform within 1/sqrt(fan in), for weight and bias.
+        bound = 1.0 / math.sqrt(network.weight[0].numel())
+        nn.init.uniform_(network.weight, -bound, bound, generator=generator)
+        if network.bias is not None:
+            nn.init.uniform_(network.bias, -bound, bound, generator=generator)
+    elif isinstance(network, nn.Embedding | nn.EmbeddingBag):
+        nn.init.normal_(network.weight, generator=generator)
+        if network.padding_idx is not None:
+            nn.init.zeros_(network.weight[network.padding_idx])
+    elif isinstance(network, nn.MultiheadAttention):
+        # The output projection is a child and initialised already; as in PyTorch, its bias starts at zero.
+        for name, parameter in network.named_parameters(recurse=False):
+            if name == "in_proj_bias":
+                nn.init.zeros_(parameter)
+            elif name in ("bias_k", "bias_v"):
+                nn.init.xavier_normal_(parameter, generator=generator)
+            else:
+                nn.init.xavier_uniform_(parameter, generator=generator)
+        if network.out_proj.bias is not None:
+            nn.init.zeros_(network.out_proj.bias)
+    elif isinstance(network, CONSTANT_LAYERS):
+        network.reset_parameters()
+    elif [*network.parameters(recurse=False), *network.buffers(recurse=False)]:
+        raise ValueError(f"cannot initialise a {type(network).__name__}: give it a method initialise(generator)")
+
+
+def build_on(device: torch.device, build: Callable[[], Built], generator: torch.Generator) -> Built:
+    """Build a module on `device` with weights from `generator`, without using the global random state."""
+    with torch.device("meta"):
+        module = build()
+    module.to_empty(device=device)
+    initialise(module, generator)
+    return module

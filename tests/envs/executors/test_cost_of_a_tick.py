@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth import growing_network
-from esper_lightning.growth.gradient_stats import gradient_stats
+from esper_lightning.growth.gates import gradient_stats
 from tests.decisions import WAIT, act, germinate
 
 MakePool = Callable[..., HostPool]

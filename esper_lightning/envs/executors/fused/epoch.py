@@ -11,7 +11,7 @@ from esper_lightning.envs.executors.fused.host import BatchedHosts
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining, next_scale
 from esper_lightning.envs.measurements import pack_training, upload
-from esper_lightning.growth.gradient_stats import NO_GRADIENT, stats_of_norms
+from esper_lightning.growth.gates import NO_GRADIENT, stats_of_norms
 from esper_lightning.growth.param_groups import HOST_GROUP, find_group, seed_group_name
 from esper_lightning.tasks import Batches, Split, Task, fetch
 
