@@ -30,8 +30,16 @@ from esper_lightning.growth.blocks import (
     set_counts,
 )
 from esper_lightning.growth.param_groups import optimizers_in
+from esper_lightning.growth.residual import branch_ends, outputs
 from esper_lightning.growth.slot import SeedSlot, SlotHook, pass_on
-from esper_lightning.runtime.nested import COPY_ERRORS, computed_tensors, copy_module, hooks_of, iter_tensors
+from esper_lightning.runtime.nested import (
+    COPY_ERRORS,
+    ExampleInput,
+    computed_tensors,
+    copy_module,
+    hooks_of,
+    iter_tensors,
+)
 
 OrderName = Literal["stack", "interleave", "last", "middle"]
 Order = OrderName | str | Sequence[int]
@@ -64,6 +72,8 @@ def stack(
     new: Content = "copy",
     state: State = "copy",
     zero: Sequence[str] = (),
+    example: ExampleInput | None = None,
+    freeze: Literal["old"] | None = None,
 ) -> list[int]:
     """Grow a list of like blocks, in place, and return the index of each block's source.
 
@@ -88,7 +98,11 @@ def stack(
         new: Content of new blocks. `copy`: that of the source. `zero`: the same, but the layers named by `zero` are
             zero, so that residual blocks change nothing at first. `fresh`: `reset_parameters` of all modules.
         state: `copy`: new parameters, unless fresh, begin with the optimizer state of their source. `reset`: with none.
-        zero: Names or ends of names of the last layer of each residual branch, as in `("attention.project", "mlp.2")`.
+        zero: Names or ends of names of the last layer of each residual branch, or of its parameters, as in
+            `("attention.project", "mlp.2")`. `auto`: they are found by trial on `example`; see `branch_ends`.
+        example: Input of the network, for `zero`: a tensor, a tuple of arguments, or a mapping of keyword arguments. In
+            evaluation mode the network then returns the same tensors as before, bit for bit, or is refused.
+        freeze: `old`: new blocks alone learn, all other parameters have `requires_grad` False. None: as before.
     """
     try:
         found = find_blocks(network, blocks)
@@ -98,15 +112,28 @@ def stack(
     to = len(listed) if to is None and listed is not None else to
     if not isinstance(to, int) or to <= count:
         raise ValueError(f"stack: to must be a number of blocks above {count}, the present one, got {to!r}")
-    zero = [zero] if isinstance(zero, str) else list(zero or ())
-    check_options(found.blocks, order=order, new=new, state=state, zero=zero)
     sources = sources_of(count, to, order)
+    zero = [zero] if isinstance(zero, str) else list(zero or ())
+    if new != "zero" and example is not None:
+        raise ValueError(f"stack: example= shows what zero= changes, and new is {new!r}; leave it out, or new='zero'")
+    if new == "zero" and zero == ["auto"]:
+        if example is None:
+            raise ValueError("stack: zero='auto' needs example=, an input of the network")
+        copied = next(source for i, source in enumerate(sources) if source in sources[:i])
+        zero = branch_ends(network, found.blocks[copied], example)
+    check_options(found.blocks, order=order, new=new, state=state, zero=zero)
+    if freeze not in (None, "old"):
+        raise ValueError(f"stack: freeze must be 'old' or None, got {freeze!r}")
     given: Any = [] if optimizer is None else optimizer
     optimizers: list[Optimizer] = list(given) if isinstance(given, list | tuple) else [given]
     check_optimizers(optimizers, found.blocks)
     per_block = any(field.per_block for field in count_fields(found))
     varying = [] if per_block else _varying(found, sources, {x[:2] for x in index_fields(found.modules)})
-    added = deepen(found, sources, optimizers, new=new, state=state, zero=zero)
+    added = deepen(found, sources, optimizers, new=new, state=state, zero=zero, example=example)
+    if freeze:
+        network.requires_grad_(False)
+        for block in added:
+            block.requires_grad_(True)
     warn_without_gradients(found, added)
     if varying:
         warnings.warn(
@@ -126,6 +153,7 @@ def deepen(
     new: Content = "copy",
     state: State = "copy",
     zero: Sequence[str] = (),
+    example: ExampleInput | None = None,
 ) -> list[nn.Module]:
     """Grow a list to the blocks whose sources `order` names, and return the new ones; see `stack`, which checks it."""
     old, sources = list(found.modules), found.whole_order(order)
@@ -136,15 +164,27 @@ def deepen(
     added = [block for block, n in zip(grown, is_new, strict=True) if n]
     for block in added:
         _refill(block, new, zero)
+    before = [] if example is None else outputs(found.network, example)
+
+    def hold(blocks: list[nn.Module], order: Sequence[int]) -> None:
+        place(found.modules, blocks)
+        renumber(found.modules, indices)
+        set_counts(counts, order)
+
+    hold(grown, sources)
+    behind = [] if example is None else outputs(found.network, example)
+    if len(before) != len(behind) or not all(map(torch.equal, before, behind)):
+        hold(old, range(len(old)))
+        raise ValueError(
+            f"stack: with {', '.join(zero)} of new blocks at zero {type(found.network).__name__} returns other outputs "
+            f"than before on the example; name the last layer of each residual branch in zero=, or use new='copy'"
+        )
     origins = [old[source] for source in sources]
     for each in optimizers_in(*optimizers):
         join_groups(each, origins, grown)
         for origin, block in zip(origins, grown, strict=True):
             pairs = [(p, block.get_parameter(name)) for name, p in origin.named_parameters()]
             _move_state(each, pairs, keep=state == "copy" and new != "fresh")
-    place(found.modules, grown)
-    renumber(found.modules, indices)
-    set_counts(counts, sources)
     for owner, records in places:
         attach_at(owner, records)
     for i, block in enumerate(grown):
@@ -257,43 +297,47 @@ def check_options(blocks: Sequence[nn.Module], *, order: Order, new: str, state:
             f"stack: new='zero' needs in zero=(…) the last layer of each residual branch, and nothing else does; "
             f"linear layers of a block: {layers}"
         )
-    chosen = _layers_to_change(blocks[0], new, zero)
     for end in zero:
-        if not any(name == end or name.endswith(f".{end}") for name in chosen):
+        named = [name for name in parts if f".{name}".endswith(f".{end}")]
+        if not named and not _zeroed(blocks[0], [end]):
             raise ValueError(
                 f"stack: a block has no layer {end!r} to set to zero; it has {', '.join(filter(None, parts))}"
             )
-    holders = Counter(chain.from_iterable({id(p) for p in block.parameters()} for block in blocks))
-    for name in chosen:
-        part = parts[name]
-        if new == "fresh" and not hasattr(part, "reset_parameters"):
-            kind = type(part).__name__
-            raise ValueError(f"stack: {name!r} of a block, a {kind}, has no reset_parameters for new='fresh'; add it")
-        if new == "zero" and (is_parametrized(part) or not list(part.parameters(recurse=False))):
+        if any(is_parametrized(parts[name]) or not list(parts[name].parameters(recurse=False)) for name in named):
             raise ValueError(
-                f"stack: {name!r} of a block has no parameters of its own to set to zero; name its last layer"
+                f"stack: {named[0]!r} of a block has no parameters of its own to set to zero; name its last layer"
             )
-        if any(holders[id(parameter)] > 1 for parameter in part.parameters(recurse=False)):
+    holders = Counter(chain.from_iterable({id(p) for p in block.parameters()} for block in blocks))
+    changed = _layers(blocks[0]) if new == "fresh" else [name.rpartition(".")[0] for name in _zeroed(blocks[0], zero)]
+    for name in dict.fromkeys(changed):
+        if new == "fresh" and not hasattr(parts[name], "reset_parameters"):
+            kind = type(parts[name]).__name__
+            raise ValueError(f"stack: {name!r} of a block, a {kind}, has no reset_parameters for new='fresh'; add it")
+        if any(holders[id(parameter)] > 1 for parameter in parts[name].parameters(recurse=False)):
             raise ValueError(
                 f"stack: {name!r} is shared among blocks, so new={new!r} would change them all; use 'copy'"
             )
 
 
-def _layers_to_change(block: nn.Module, new: str, zero: Sequence[str]) -> list[str]:
-    """Return the names of the modules of a block that are set to zero or made fresh."""
-    parts = dict(block.named_modules())
-    if new == "fresh":
-        return [name for name, part in parts.items() if list(part.parameters(recurse=False))]
-    return [name for name in parts if any(name == end or name.endswith(f".{end}") for end in zero)]
+def _layers(block: nn.Module) -> list[str]:
+    """Return the names of the modules of a block that have parameters of their own."""
+    return [name for name, part in block.named_modules() if list(part.parameters(recurse=False))]
+
+
+def _zeroed(block: nn.Module, zero: Sequence[str]) -> list[str]:
+    """Return the names of the parameters of a block that `zero` names, or whose layers it names."""
+    names = [name for name, _ in block.named_parameters()]
+    ways = {name: (f".{name}", f".{name.rpartition('.')[0]}") for name in names}
+    return [name for name in names if any(way.endswith(f".{end}") for end in zero for way in ways[name])]
 
 
 def _refill(block: nn.Module, new: Content, zero: Sequence[str]) -> None:
     """Set layers of a new block to zero, or all of it to fresh values."""
-    for layer in map(block.get_submodule, _layers_to_change(block, new, zero)):
-        if new == "fresh":
-            layer.reset_parameters()  # pyright: ignore[reportCallIssue]
-        for parameter in layer.parameters(recurse=False) if new == "zero" else ():
-            nn.init.zeros_(parameter)
+    if new == "fresh":
+        for name in _layers(block):
+            block.get_submodule(name).reset_parameters()  # pyright: ignore[reportCallIssue]
+    for name in _zeroed(block, zero):
+        nn.init.zeros_(block.get_parameter(name))
 
 
 # Copies of blocks, and what they share.
