@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch.distributed import is_torchelastic_launched
 
 from esper_lightning.callbacks import DEFAULT_CALLBACKS, Governor
+from esper_lightning.cli.expand import expand
 from esper_lightning.cli.sweep import sweep
 from esper_lightning.datamodules import HostPoolData
 from esper_lightning.envs.governor.judge import GovernorConfig
@@ -284,6 +285,7 @@ def init(config: str) -> None:
 COMMANDS: dict[str, Callable[..., object]] = {
     "grow": grow,
     "export": export_grown,
+    "expand": expand,
     "sweep": sweep,
     "report": report,
     "configs": configs,

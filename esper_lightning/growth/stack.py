@@ -336,6 +336,11 @@ def _refill(block: nn.Module, new: Content, zero: Sequence[str]) -> None:
     if new == "fresh":
         for name in _layers(block):
             block.get_submodule(name).reset_parameters()  # pyright: ignore[reportCallIssue]
+    set_to_zero(block, zero)
+
+
+def set_to_zero(block: nn.Module, zero: Sequence[str]) -> None:
+    """Set the parameters of a block to zero that `zero` names, or whose layers it names."""
     for name in _zeroed(block, zero):
         nn.init.zeros_(block.get_parameter(name))
 
