@@ -97,7 +97,8 @@ def stack(
             name: `stack` (0 1 2 0 1 2), `interleave` (0 0 1 1 2 2), `last` (0 1 2 2 2 2) or `middle` (0 1 1 1 1 2).
         new: Content of new blocks. `copy`: that of the source. `zero`: the same, but the layers named by `zero` are
             zero, so that residual blocks change nothing at first. `fresh`: `reset_parameters` of all modules.
-        state: `copy`: new parameters, unless fresh, begin with the optimizer state of their source. `reset`: with none.
+        state: `copy`: new parameters, but fresh ones and those at zero, begin with the optimizer state of their source.
+            `reset`: with none.
         zero: Names or ends of names of the last layer of each residual branch, or of its parameters, as in
             `("attention.project", "mlp.2")`. `auto`: they are found by trial on `example`; see `branch_ends`.
         example: Input of the network, for `zero`: a tensor, a tuple of arguments, or a mapping of keyword arguments. In
@@ -162,8 +163,7 @@ def deepen(
     indices, counts = index_fields(found.modules), count_fields(found)
     grown = [_copy_of(old[s], s, found) if n else old[s] for s, n in zip(sources, is_new, strict=True)]
     added = [block for block, n in zip(grown, is_new, strict=True) if n]
-    for block in added:
-        _refill(block, new, zero)
+    emptied = set[int]().union(*(_refill(block, new, zero) for block in added))
     before = [] if example is None else outputs(found.network, example)
 
     def hold(blocks: list[nn.Module], order: Sequence[int]) -> None:
@@ -184,7 +184,7 @@ def deepen(
         join_groups(each, origins, grown)
         for origin, block in zip(origins, grown, strict=True):
             pairs = [(p, block.get_parameter(name)) for name, p in origin.named_parameters()]
-            _move_state(each, pairs, keep=state == "copy" and new != "fresh")
+            _move_state(each, pairs, emptied, keep=state == "copy")
     for owner, records in places:
         attach_at(owner, records)
     for i, block in enumerate(grown):
@@ -331,12 +331,14 @@ def _zeroed(block: nn.Module, zero: Sequence[str]) -> list[str]:
     return [name for name in names if any(way.endswith(f".{end}") for end in zero for way in ways[name])]
 
 
-def _refill(block: nn.Module, new: Content, zero: Sequence[str]) -> None:
-    """Set layers of a new block to zero, or all of it to fresh values."""
+def _refill(block: nn.Module, new: Content, zero: Sequence[str]) -> set[int]:
+    """Set layers of a new block to zero, or all of it to fresh values; return the identities of those parameters."""
     if new == "fresh":
         for name in _layers(block):
             block.get_submodule(name).reset_parameters()  # pyright: ignore[reportCallIssue]
+        return {id(parameter) for parameter in block.parameters()}
     set_to_zero(block, zero)
+    return {id(block.get_parameter(name)) for name in _zeroed(block, zero)}
 
 
 def set_to_zero(block: nn.Module, zero: Sequence[str]) -> None:
@@ -574,12 +576,16 @@ def _tables(optimizer: Optimizer) -> list[dict[Any, Any]]:
     return own if any(table is optimizer.state for table in own) else [*own, optimizer.state]
 
 
-def _move_state(optimizer: Optimizer, pairs: Iterable[tuple[Tensor, Tensor]], *, keep: bool) -> None:
-    """Give the second parameter of each pair the optimizer's state of the first one, or none."""
+def _move_state(optimizer: Optimizer, pairs: Iterable[tuple[Tensor, Tensor]], emptied: set[int], *, keep: bool) -> None:
+    """Give the second parameter of each pair the optimizer's state of the first one, or none.
+
+    Those that hold other values than their source, whose identities are `emptied`, have none: a state may hold values
+    of the parameter, as in schedule-free optimizers.
+    """
     for source, target in pairs:
         for table in _tables(optimizer) if target is not source else ():
             table.pop(target, None)
-            if keep and source in table:
+            if keep and source in table and id(target) not in emptied:
                 table[target] = _cloned(table[source])
 
 
@@ -759,10 +765,9 @@ class BuiltBlocks:
             moved = i < len(old) and old[i] is target
             kept = filled | {key for key in _ids(target) if (holders[key] > 1 if moved else key in present)}
             pairs = self._take_over(target, source, kept)
-            if is_new:
-                _refill(target, new, zero)
+            emptied = _refill(target, new, zero) if is_new else set[int]()
             for each in every:
-                _move_state(each, pairs, keep=not is_new or (state == "copy" and new != "fresh"))
+                _move_state(each, pairs, emptied, keep=not is_new or state == "copy")
             filled |= _ids(target)
         for each in every:
             join_groups(each, [old[source] for source in sources], targets)
