@@ -52,6 +52,9 @@ State = Literal["copy", "reset"]
 FLAT_OPTIMIZERS = ("LBFGS", "ZeroRedundancyOptimizer")
 """Optimizers that keep their parameters in a further place than their groups."""
 
+SHARDING = "__composable_api"
+"""Beginning of attributes in which torch keeps how it shards a module, such as by `fully_shard`."""
+
 STORAGE = {"_parameters", "_buffers", "_modules", "_compiled_call_impl"}
 """Attributes of a module that are no settings of it: its parts, and its compiled form."""
 
@@ -405,13 +408,19 @@ def _copy_of(block: nn.Module, index: int, found: BlockList) -> nn.Module:
 
 def _hooks_not_copied(block: nn.Module, own: set[int]) -> dict[int, Any]:
     """Return what stands for the hooks of a block in its copy, by identity: a hook that holds no part of the block
-    (`own`) is shared, and that of a slot is left out. All others are copied."""
+    (`own`) is shared, and those of slots and of sharding are left out. All others are copied."""
     hooks = [hook for part in block.modules() for hook in hooks_of(part)]
+    left_out = {id(hook) for hook in hooks if isinstance(hook, SlotHook) or _is_of_sharding(hook)}
     return {
-        id(hook): pass_on if isinstance(hook, SlotHook) else hook
+        id(hook): pass_on if id(hook) in left_out else hook
         for hook in hooks
-        if isinstance(hook, SlotHook) or not _holds(hook, own)
+        if id(hook) in left_out or not _holds(hook, own)
     }
+
+
+def _is_of_sharding(hook: Any) -> bool:
+    """Return True if a hook is one by which torch shards a module: each block has its own."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
 
 
 def _copy_extras(source: nn.Parameter, target: nn.Parameter, own: set[int]) -> None:
@@ -816,7 +825,11 @@ class BuiltBlocks:
                     continue
                 if own_one is None or own_one.shape != parameter.shape:
                     other._parameters[name] = own_one = copy.deepcopy(parameter)
-                own_one.data, own_one.grad = parameter.detach().clone(), None
+                if hasattr(own_one, "device_mesh"):  # a DTensor, whose storage its sharding holds
+                    own_one.detach().copy_(parameter.detach())
+                else:
+                    own_one.data = parameter.detach().clone()
+                own_one.grad = None
                 own_one.requires_grad_(parameter.requires_grad)
                 _copy_extras(parameter, own_one, own)
                 taken[id(parameter)] = own_one
@@ -867,7 +880,7 @@ class BuiltBlocks:
         built, present = self._settings.get(id(source), {}), vars(target)
         before = self._settings.get(id(target), {})
         for name, value in vars(source).items():
-            if name in STORAGE:
+            if name in STORAGE or name.startswith(SHARDING):
                 continue
             # A block that moves leaves its own changes behind.
             left = name in present and name in before and before[name] != _frozen(present[name])
@@ -879,7 +892,12 @@ class BuiltBlocks:
             except COPY_ERRORS as error:
                 raise ValueError(f"stack: {name} of {type(source).__name__} cannot be copied: {error}") from error
             if isinstance(value, dict) and "hook" in name:
-                copied = type(value)((key, hook) for key, hook in copied.items() if hook is not pass_on)
+                tables = [table for key, table in present.items() if key.endswith("_hooks")]
+                kept = {key for table in tables for key, hook in table.items() if _is_of_sharding(hook)}
+                copied = type(value)(
+                    [(key, hook) for key, hook in present.get(name, {}).items() if key in kept]
+                    + [(key, hook) for key, hook in copied.items() if hook is not pass_on]
+                )
             if _holds(copied, own):
                 raise ValueError(
                     f"stack: {name} of {type(source).__name__} holds a function that refers to its own block, so that "
