@@ -72,6 +72,8 @@ def weights(
         except ValueError as error:
             assert "\n" not in str(error) and str(error).startswith("Stack: ")
             raise SystemExit(3) from None
+        if processes > 1:  # a process that ends while another one waits would end that, too
+            torch.distributed.barrier()
 
     with ExitStack() as stack:
         codes = [fork.wait() for fork in start_ranks(stack, processes, run)]
