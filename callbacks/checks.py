@@ -61,12 +61,20 @@ def _set_attribute(module: LightningModule, name: str, value: Any) -> None:
         vars(module)[name] = value
 
 
-def check_trainer(name: str, trainer: Trainer, module: LightningModule, conflicting: Mapping[type, str]) -> None:
+def check_trainer(
+    name: str,
+    trainer: Trainer,
+    module: LightningModule,
+    conflicting: Mapping[type, str],
+    *,
+    strategies: tuple[type, ...] = (),
+) -> None:
     """Raise ValueError, which begins with `name`, if a part of the training does not follow a network that grows.
 
-    `conflicting` are the classes of callbacks that do not, each with the reason.
+    `conflicting` are the classes of callbacks that do not, each with the reason; `strategies` follow beside one device
+    and DDP.
     """
-    if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
+    if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy, *strategies):
         raise ValueError(
             f"{name}: {type(trainer.strategy).__name__} keeps parameters in a form that cannot grow; use one device, "
             f"or strategy='ddp'"

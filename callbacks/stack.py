@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,7 +21,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -185,6 +186,33 @@ class Stack(Callback):
             if self._begins:
                 each.show(self.start)
         self._loading = trainer
+        if isinstance(trainer.strategy, ModelParallelStrategy):
+            self._grow_before_loading(trainer, trainer.strategy)
+
+    def _grow_before_loading(self, trainer: Trainer, strategy: ModelParallelStrategy) -> None:
+        """Give the list the depth of a checkpoint before a strategy loads weights and optimizer states into it.
+
+        Raises ValueError at that moment if the checkpoint began with another number of blocks.
+        """
+        load = strategy.load_checkpoint
+
+        def grow_and_load(checkpoint_path: str | Path, *args: Any, **settings: Any) -> dict[str, Any]:
+            path = Path(strategy.broadcast(checkpoint_path))
+            saved = torch.load(path / "meta.pt" if path.is_dir() else path, "cpu", mmap=True, weights_only=False)
+            depths = saved.get("callbacks", {}).get(self.state_key, {}).get("depths", [self.built.depth])
+            if trainer.state.fn != TrainerFn.FITTING:
+                self.built.show(depths[-1])
+                strategy.optimizers = []  # those of a training before would be loaded, too
+            elif depths[0] != self.built.depth:
+                raise ValueError(
+                    f"Stack: {path} began with {depths[0]} blocks of {self.name!r}; give start={depths[0]}"
+                )
+            else:
+                for depth in depths[1:]:
+                    self._grow_list(trainer, depth)
+            return load(checkpoint_path, *args, **settings)
+
+        vars(strategy)["load_checkpoint"] = grow_and_load
 
     def _find(self, module: nn.Module, trainer: Trainer) -> BuiltBlocks:
         """Return the list of blocks in the LightningModule, or in its averaged copy (`WeightAveraging`, SWA).
@@ -242,7 +270,15 @@ class Stack(Callback):
             )
         grows_alone = (Grow,) if isinstance(trainer.strategy, DDPStrategy) else ()
         reason = "does not follow a network whose depth grows here"
-        check_trainer("Stack", trainer, module, dict.fromkeys((*CONFLICTING_CALLBACKS, *grows_alone), reason))
+        check_trainer(
+            "Stack",
+            trainer,
+            module,
+            dict.fromkeys((*CONFLICTING_CALLBACKS, *grows_alone), reason),
+            strategies=(ModelParallelStrategy,),
+        )
+        if isinstance(trainer.strategy, ModelParallelStrategy) and trainer.strategy.device_mesh.size(1) > 1:
+            raise ValueError("Stack: layers that processes share cannot be copied; set tensor_parallel_size=1")
         if not has_end(trainer):
             raise ValueError(
                 "Stack: the training has no end to take a share of; give max_steps, max_epochs or max_time"
@@ -258,6 +294,8 @@ class Stack(Callback):
         """Take the hooks off the network: in a training it holds nothing of this callback, and can be pickled."""
         for handle in self._handles:
             handle.remove()
+        if self._loading is not None:
+            vars(self._loading.strategy).pop("load_checkpoint", None)
         self._handles, self._loading = [], None
 
     def state_dict(self) -> dict[str, Any]:
@@ -273,7 +311,8 @@ class Stack(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._loading is None or self._loading.state.fn != TrainerFn.FITTING:
+        trainer = self._loading
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return
         self.depths, self.lr_peak = list(state_dict["depths"]), state_dict["lr_peak"]
         self.cost = BatchCost(**state_dict["cost"]) if state_dict.get("cost") else None
@@ -284,7 +323,10 @@ class Stack(Callback):
         name, remembered = state_dict.get("plan", ("", None))
         if name == self._plan_name and hasattr(self.plan, "load_state_dict"):
             self.plan.load_state_dict(remembered)
-        if len(self.depths) > 1:  # the optimizer is made for the first depth, as it was, and takes the rest again
+        self._begins = False
+        if len(self.depths) > 1 and not isinstance(
+            trainer.strategy, ModelParallelStrategy
+        ):  # the optimizer is made for the first depth, as it was, and takes the rest again
             saved = self.built.found.modules.state_dict()
             self._loaded = {name: x.clone() if isinstance(x, Tensor) else copy.deepcopy(x) for name, x in saved.items()}
             self.built.show(self.depths[0])

@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed import is_torchelastic_launched
 
 from esper_lightning.callbacks import DEFAULT_CALLBACKS, Governor
+from esper_lightning.cli.expand import expand
 from esper_lightning.datamodules import HostPoolData
 from esper_lightning.envs import HostPool, StepResult
 from esper_lightning.envs.governor import GovernorConfig
@@ -393,6 +394,7 @@ def init(config: str) -> None:
 COMMANDS: dict[str, Callable[..., object]] = {
     "grow": grow,
     "export": export_network,
+    "expand": expand,
     "report": report,
     "configs": configs,
     "init": init,

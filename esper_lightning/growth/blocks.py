@@ -279,5 +279,9 @@ class BlockFields:
             self.modules.add_module(name, block)
             for field in self.indices:
                 setattr(block.get_submodule(field.part), field.name, field.first + i)
+        self.set_counts(sources)
+
+    def set_counts(self, sources: Sequence[int]) -> None:
+        """Tell the network the source of each block, without a change of the list."""
         for field in self.counts:
             field.holder[field.name] = field.value(sources)

@@ -21,9 +21,11 @@ from torch.optim import Optimizer
 from esper_lightning.growth.attach import attach_at, attached_places
 from esper_lightning.growth.blocks import BlockFields, BlockList, find_blocks, numbered
 from esper_lightning.growth.param_groups import optimizers_in
+from esper_lightning.growth.residual import branch_ends, outputs
 from esper_lightning.growth.slot import SeedSlot, SlotHook, pass_on
 from esper_lightning.runtime.nested import (
     COPY_ERRORS,
+    ExampleInput,
     computed_tensors,
     copy_module,
     hooks_of,
@@ -41,6 +43,9 @@ State = Literal["copy", "reset"]
 
 FLAT_OPTIMIZERS = ("LBFGS", "ZeroRedundancyOptimizer")
 """Optimizers that keep their parameters elsewhere than in their groups, too."""
+
+SHARDING = "__composable_api"
+"""Beginning of attributes in which torch keeps how it shards a module, such as by `fully_shard`."""
 
 STORAGE = {"_parameters", "_buffers", "_modules", "_compiled_call_impl"}
 """Attributes of a module that are no settings of it: its parts, and its compiled form."""
@@ -62,6 +67,8 @@ def stack(
     new: Content = "copy",
     state: State = "copy",
     zero: Sequence[str] = (),
+    example: ExampleInput | None = None,
+    freeze: Literal["old"] | None = None,
 ) -> list[int]:
     """Grow a list of like blocks, in place, and return the index of each block's source.
 
@@ -85,8 +92,13 @@ def stack(
             name: `stack` (0 1 2 0 1 2), `interleave` (0 0 1 1 2 2), `last` (0 1 2 2 2 2) or `middle` (0 1 1 1 1 2).
         new: Content of new blocks. `copy`: that of the source. `zero`: the same, but the layers named by `zero` are
             zero, so that residual blocks change nothing at first. `fresh`: `reset_parameters` of all modules.
-        state: `copy`: new parameters, unless fresh, begin with the optimizer state of their source. `reset`: with none.
-        zero: Names or ends of names of the last layer of each residual branch, as in `("attention.project", "mlp.2")`.
+        state: `copy`: new parameters, but fresh ones and those at zero, begin with the optimizer state of their source.
+            `reset`: with none.
+        zero: Names or ends of names of the last layer of each residual branch, or of its parameters, as in
+            `("attention.project", "mlp.2")`. `auto`: they are found by trial on `example`; see `branch_ends`.
+        example: Input of the network, for `zero`: a tensor, a tuple of arguments, or a mapping of keyword arguments. In
+            evaluation mode the network then returns the same tensors as before, bit for bit, or is refused.
+        freeze: `old`: new blocks alone learn, all other parameters have `requires_grad` False. None: as before.
     """
     try:
         found = find_blocks(network, blocks)
@@ -96,16 +108,29 @@ def stack(
     to = len(listed) if to is None and listed is not None else to
     if not isinstance(to, int) or to <= count:
         raise ValueError(f"stack: to must be a number of blocks above {count}, the present one, got {to!r}")
-    zero = [zero] if isinstance(zero, str) else list(zero or ())
-    check_options(found.blocks, order=order, new=new, state=state, zero=zero)
     sources = sources_of(count, to, order)
+    zero = [zero] if isinstance(zero, str) else list(zero or ())
+    if new != "zero" and example is not None:
+        raise ValueError(f"stack: example= shows what zero= changes, and new is {new!r}; leave it out, or new='zero'")
+    if new == "zero" and zero == ["auto"]:
+        if example is None:
+            raise ValueError("stack: zero='auto' needs example=, an input of the network")
+        copied = next(source for i, source in enumerate(sources) if source in sources[:i])
+        zero = branch_ends(network, found.blocks[copied], example)
+    check_options(found.blocks, order=order, new=new, state=state, zero=zero)
+    if freeze not in (None, "old"):
+        raise ValueError(f"stack: freeze must be 'old' or None, got {freeze!r}")
     given: Any = [] if optimizer is None else optimizer
     optimizers: list[Optimizer] = list(given) if isinstance(given, list | tuple) else [given]
     check_optimizers(optimizers, found.blocks)
     fields = BlockFields(found)
     per_block = any(field.per_block for field in fields.counts)
     varying = [] if per_block else _varying(found, sources, {x[:2] for x in fields.indices})
-    added = deepen(found, sources, optimizers, new=new, state=state, zero=zero)
+    added = deepen(found, sources, optimizers, new=new, state=state, zero=zero, example=example)
+    if freeze:
+        network.requires_grad_(False)
+        for block in added:
+            block.requires_grad_(True)
     warn_without_gradients(found, added)
     if varying:
         warnings.warn(
@@ -125,6 +150,7 @@ def deepen(
     new: Content = "copy",
     state: State = "copy",
     zero: Sequence[str] = (),
+    example: ExampleInput | None = None,
 ) -> list[nn.Module]:
     """Grow a list to the blocks whose sources `order` names, and return the new ones; see `stack`, which checks it."""
     old, sources = list(found.modules), found.whole_order(order)
@@ -133,15 +159,22 @@ def deepen(
     fields = BlockFields(found)
     grown = [_copy_of(old[s], s, found) if n else old[s] for s, n in zip(sources, is_new, strict=True)]
     added = [block for block, n in zip(grown, is_new, strict=True) if n]
-    for block in added:
-        _refill(block, new, zero)
+    emptied = set[int]().union(*(_refill(block, new, zero) for block in added))
+    before = [] if example is None else outputs(found.network, example)
+    fields.fill(grown, sources)
+    behind = [] if example is None else outputs(found.network, example)
+    if len(before) != len(behind) or not all(map(torch.equal, before, behind)):
+        fields.fill(old, range(len(old)))
+        raise ValueError(
+            f"stack: with {', '.join(zero)} of new blocks at zero {type(found.network).__name__} returns other outputs "
+            f"than before on the example; name the last layer of each residual branch in zero=, or use new='copy'"
+        )
     origins = [old[source] for source in sources]
     for optimizer in optimizers_in(*optimizers):
         join_groups(optimizer, origins, grown)
         for origin, block in zip(origins, grown, strict=True):
             pairs = [(p, block.get_parameter(name)) for name, p in origin.named_parameters()]
-            _move_state(optimizer, pairs, keep=state == "copy" and new != "fresh")
-    fields.fill(grown, sources)
+            _move_state(optimizer, pairs, emptied, keep=state == "copy")
     for owner, records in places:
         attach_at(owner, records)
     for i in [i for i, is_copy in enumerate(is_new) if is_copy]:
@@ -249,43 +282,54 @@ def check_options(blocks: Sequence[nn.Module], *, order: Order, new: str, state:
             f"stack: new='zero' needs in zero=(…) the last layer of each residual branch, and nothing else does; "
             f"linear layers of a block: {layers}"
         )
-    chosen = _layers_to_change(blocks[0], new, zero)
     for end in zero:
-        if not any(name == end or name.endswith(f".{end}") for name in chosen):
+        named = [name for name in parts if f".{name}".endswith(f".{end}")]
+        if not named and not _zeroed(blocks[0], [end]):
             raise ValueError(
                 f"stack: a block has no layer {end!r} to set to zero; it has {', '.join(filter(None, parts))}"
             )
-    holders = Counter(chain.from_iterable({id(p) for p in block.parameters()} for block in blocks))
-    for name in chosen:
-        part = parts[name]
-        if new == "fresh" and not hasattr(part, "reset_parameters"):
-            kind = type(part).__name__
-            raise ValueError(f"stack: {name!r} of a block, a {kind}, has no reset_parameters for new='fresh'; add it")
-        if new == "zero" and (is_parametrized(part) or not list(part.parameters(recurse=False))):
+        if any(is_parametrized(parts[name]) or not list(parts[name].parameters(recurse=False)) for name in named):
             raise ValueError(
-                f"stack: {name!r} of a block has no parameters of its own to set to zero; name its last layer"
+                f"stack: {named[0]!r} of a block has no parameters of its own to set to zero; name its last layer"
             )
-        if any(holders[id(parameter)] > 1 for parameter in part.parameters(recurse=False)):
+    holders = Counter(chain.from_iterable({id(p) for p in block.parameters()} for block in blocks))
+    changed = _layers(blocks[0]) if new == "fresh" else [name.rpartition(".")[0] for name in _zeroed(blocks[0], zero)]
+    for name in dict.fromkeys(changed):
+        if new == "fresh" and not hasattr(parts[name], "reset_parameters"):
+            kind = type(parts[name]).__name__
+            raise ValueError(f"stack: {name!r} of a block, a {kind}, has no reset_parameters for new='fresh'; add it")
+        if any(holders[id(parameter)] > 1 for parameter in parts[name].parameters(recurse=False)):
             raise ValueError(
                 f"stack: {name!r} is shared among blocks, so new={new!r} would change them all; use 'copy'"
             )
 
 
-def _layers_to_change(block: nn.Module, new: str, zero: Sequence[str]) -> list[str]:
-    """Return the names of the modules of a block that are set to zero or made fresh."""
-    parts = dict(block.named_modules())
+def _layers(block: nn.Module) -> list[str]:
+    """Return the names of the modules of a block that have parameters of their own."""
+    return [name for name, part in block.named_modules() if list(part.parameters(recurse=False))]
+
+
+def _zeroed(block: nn.Module, zero: Sequence[str]) -> list[str]:
+    """Return the names of the parameters of a block that `zero` names, or whose layers it names."""
+    names = [name for name, _ in block.named_parameters()]
+    ways = {name: (f".{name}", f".{name.rpartition('.')[0]}") for name in names}
+    return [name for name in names if any(way.endswith(f".{end}") for end in zero for way in ways[name])]
+
+
+def _refill(block: nn.Module, new: Content, zero: Sequence[str]) -> set[int]:
+    """Set layers of a new block to zero, or all of it to fresh values; return the identities of those parameters."""
     if new == "fresh":
-        return [name for name, part in parts.items() if list(part.parameters(recurse=False))]
-    return [name for name in parts if any(name == end or name.endswith(f".{end}") for end in zero)]
+        for name in _layers(block):
+            block.get_submodule(name).reset_parameters()  # pyright: ignore[reportCallIssue]
+        return {id(parameter) for parameter in block.parameters()}
+    set_to_zero(block, zero)
+    return {id(block.get_parameter(name)) for name in _zeroed(block, zero)}
 
 
-def _refill(block: nn.Module, new: Content, zero: Sequence[str]) -> None:
-    """Set layers of a new block to zero, or all of it to fresh values."""
-    for layer in map(block.get_submodule, _layers_to_change(block, new, zero)):
-        if new == "fresh":
-            layer.reset_parameters()  # pyright: ignore[reportCallIssue]
-        for parameter in layer.parameters(recurse=False) if new == "zero" else ():
-            nn.init.zeros_(parameter)
+def set_to_zero(block: nn.Module, zero: Sequence[str]) -> None:
+    """Set the parameters of a block to zero that `zero` names, or whose layers it names."""
+    for name in _zeroed(block, zero):
+        nn.init.zeros_(block.get_parameter(name))
 
 
 # Copies of blocks, and what they share.
@@ -345,13 +389,19 @@ def _copy_of(block: nn.Module, index: int, found: BlockList) -> nn.Module:
 
 def _hooks_not_copied(block: nn.Module, ids: set[int]) -> dict[int, Any]:
     """Return what stands for the hooks of a block in its copy, by identity: a hook that holds no part of the block
-    (`ids`) is shared, and that of a slot is left out. All others are copied."""
+    (`ids`) is shared, and those of slots and of sharding are left out. All others are copied."""
     hooks = [hook for part in block.modules() for hook in hooks_of(part)]
+    left_out = {id(hook) for hook in hooks if isinstance(hook, SlotHook) or _is_of_sharding(hook)}
     return {
-        id(hook): pass_on if isinstance(hook, SlotHook) else hook
+        id(hook): pass_on if id(hook) in left_out else hook
         for hook in hooks
-        if isinstance(hook, SlotHook) or not _holds(hook, ids)
+        if id(hook) in left_out or not _holds(hook, ids)
     }
+
+
+def _is_of_sharding(hook: Any) -> bool:
+    """Return True if a hook is one by which torch shards a module: each block has its ids."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
 
 
 def _copy_extras(source: nn.Parameter, target: nn.Parameter, ids: set[int]) -> None:
@@ -509,12 +559,16 @@ def _tables(optimizer: Optimizer) -> list[dict[Any, Any]]:
     return [optimizer.state, *by_parameter]
 
 
-def _move_state(optimizer: Optimizer, pairs: Iterable[tuple[Tensor, Tensor]], *, keep: bool) -> None:
-    """Give the second parameter of each pair the optimizer's state of the first one, or none."""
+def _move_state(optimizer: Optimizer, pairs: Iterable[tuple[Tensor, Tensor]], emptied: set[int], *, keep: bool) -> None:
+    """Give the second parameter of each pair the optimizer's state of the first one, or none.
+
+    Those that hold other values than their source, whose identities are `emptied`, have none: a state may hold values
+    of the parameter, as in schedule-free optimizers.
+    """
     for source, target in pairs:
         for table in _tables(optimizer) if target is not source else ():
             table.pop(target, None)
-            if keep and source in table:
+            if keep and source in table and id(target) not in emptied:
                 table[target] = copy.deepcopy(map_tensors(table[source], Tensor.detach))
 
 
@@ -688,10 +742,9 @@ class BuiltBlocks:
             moved = i < len(old) and old[i] is target
             kept = filled | {key for key in _ids(target) if (holders[key] > 1 if moved else key in present)}
             pairs = self._take_over(target, source, kept)
-            if is_new:
-                _refill(target, new, zero)
+            emptied = _refill(target, new, zero) if is_new else set[int]()
             for optimizer in every:
-                _move_state(optimizer, pairs, keep=not is_new or (state == "copy" and new != "fresh"))
+                _move_state(optimizer, pairs, emptied, keep=not is_new or state == "copy")
             filled |= _ids(target)
         for optimizer in every:
             join_groups(optimizer, [old[source] for source in sources], targets)
@@ -737,7 +790,11 @@ class BuiltBlocks:
                     continue
                 if filled is None or filled.shape != parameter.shape:
                     other._parameters[name] = filled = copy.deepcopy(parameter)
-                filled.data, filled.grad = parameter.detach().clone(), None
+                if hasattr(filled, "device_mesh"):  # a DTensor, whose storage its sharding holds
+                    filled.detach().copy_(parameter.detach())
+                else:
+                    filled.data = parameter.detach().clone()
+                filled.grad = None
                 filled.requires_grad_(parameter.requires_grad)
                 _copy_extras(parameter, filled, ids)
                 taken[id(parameter)] = filled
@@ -788,7 +845,7 @@ class BuiltBlocks:
         built, present = self._settings.get(id(source), {}), vars(target)
         before = self._settings.get(id(target), {})
         for name, value in vars(source).items():
-            if name in STORAGE:
+            if name in STORAGE or name.startswith(SHARDING):
                 continue
             # A block that moves leaves its own changes behind.
             left = name in present and name in before and before[name] != _frozen(present[name])
@@ -800,7 +857,12 @@ class BuiltBlocks:
             except COPY_ERRORS as error:
                 raise ValueError(f"stack: {name} of {type(source).__name__} cannot be copied: {error}") from error
             if isinstance(value, dict) and "hook" in name:
-                copied = type(value)((key, hook) for key, hook in copied.items() if hook is not pass_on)
+                tables = [table for key, table in present.items() if key.endswith("_hooks")]
+                kept = {key for table in tables for key, hook in table.items() if _is_of_sharding(hook)}
+                copied = type(value)(
+                    [(key, hook) for key, hook in present.get(name, {}).items() if key in kept]
+                    + [(key, hook) for key, hook in copied.items() if hook is not pass_on]
+                )
             if _holds(copied, ids):
                 raise ValueError(
                     f"stack: {name} of {type(source).__name__} holds a function that refers to its own block, so that "

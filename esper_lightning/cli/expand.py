@@ -1,0 +1,186 @@
+"""Block expansion of a trained network of transformers, folder to folder, one file of weights at a time."""
+
+import copy
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from esper_lightning.growth.blocks import BlockFields, find_blocks, numbered
+from esper_lightning.growth.residual import branch_ends
+from esper_lightning.growth.stack import check_options, set_to_zero
+from esper_lightning.runtime.console import print_status
+
+INDEX = "model.safetensors.index.json"
+"""File that names the file of each tensor, where there are several."""
+
+WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx"}
+"""Types of files with weights. Only safetensors are read, and none is copied as it is."""
+
+
+def expand(
+    folder: str, *, blocks: str, out: str, every: int = 4, zero: Sequence[str] = (), trust_remote_code: bool = False
+) -> None:
+    """Add blocks to a trained network of transformers that change none of its outputs until they are trained.
+
+    Args:
+        folder: Folder with config.json and safetensors, as `save_pretrained` writes it.
+        blocks: Name of the list of blocks in the network, as `model.layers`.
+        out: Folder to write, for `from_pretrained`; it must not exist.
+        every: Number of blocks behind which a copy of the last of them is added.
+        zero: Names, or ends of names, of the last layer of each residual branch. None: they are found by trial on a
+            network with one block, random weights and a small input.
+        trust_remote_code: Whether code in the folder may run, where the class of the network is not in transformers.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError("expand: transformers is missing; pip install 'esper-lightning[hf]'") from None
+    source, target = Path(folder), Path(out)
+    if target.exists():
+        raise ValueError(f"expand: {out!r} exists already; name another folder in --out")
+    files = sorted(source.glob("*.safetensors"))
+    if not files or not (source / "config.json").is_file():
+        raise ValueError(f"expand: {folder!r} lacks config.json or *.safetensors; write it by save_pretrained")
+    config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    auto = next(iter(getattr(config, "auto_map", {}).keys() - {"AutoConfig"}), None)
+    make: Any = getattr(transformers, (config.architectures or [""])[0], None)
+    if make is None and auto is None:
+        raise ValueError(f"expand: {source / 'config.json'} names no class of transformers in architectures")
+    with torch.device("meta"):
+        if make is None:
+            network = getattr(transformers, str(auto)).from_config(config, trust_remote_code=trust_remote_code)
+        else:
+            network = make(config)
+    found = find_blocks(network, blocks)
+    count, fields = len(found.blocks), BlockFields(found)
+    if not 1 <= every <= count:
+        raise ValueError(f"expand: every must be 1 to {count}, the number of blocks, got {every}")
+    order = found.whole_order([i for i in range(count) for _ in range(1 + int((i + 1) % every == 0))])
+
+    def build(depth: int) -> Any:
+        """Return a network with so many blocks and random weights."""
+        fields.set_counts(found.whole_order([0] * depth))
+        return type(network)(copy.deepcopy(network.config))
+
+    if not zero:
+        small = build(1)
+        zero = branch_ends(small, find_blocks(small, blocks).blocks[0], _example(small))
+    path, ends = _names_in_files(build, blocks, zero)
+    fields.set_counts(order)
+    draft = target.with_name(f".{target.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        names = numbered(found.modules, len(order))
+        places = {name: [names[i] for i, s in enumerate(order) if s == k] for k, name in enumerate(names)}
+        _write_weights(files, draft, path, {name: new for name, new in places.items() if new}, ends)
+        network.config.save_pretrained(draft)
+        for path in source.iterdir():
+            if path.is_file() and path.suffix not in WEIGHTS and path.name not in (INDEX, "config.json"):
+                shutil.copy2(path, draft)
+        draft.rename(target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    new = [i for i, k in enumerate(order) if k in order[:i]]
+    print_status(
+        f"written to {out}: {len(order)} blocks; {', '.join(map(str, new))} are new, and return their input until "
+        f"{', '.join(zero)} are trained"
+    )
+
+
+def _names_in_files(build: Callable[[int], Any], blocks: str, zero: Sequence[str]) -> tuple[str, set[str]]:
+    """Return how files of weights call a list of blocks, and the parameters of a block that are to be zero.
+
+    transformers may write other names than the network has, and joined or split parameters. So a network with one
+    block and one with two are written, with zeros in those parameters alone.
+
+    Raises ValueError if a block has none of the layers of `zero`.
+    """
+    written: list[dict[str, bool]] = []  # of each network, whether a tensor is zero
+    for depth in (1, 2):
+        network = build(depth)
+        found = find_blocks(network, blocks)
+        check_options(found.blocks, order="stack", new="zero", state="copy", zero=list(zero))
+        for parameter in network.parameters():
+            nn.init.ones_(parameter)
+        for block in found.blocks:
+            set_to_zero(block, zero)
+        with TemporaryDirectory() as folder:
+            network.save_pretrained(folder)
+            tensors = [load_file(file) for file in Path(folder).glob("*.safetensors")]
+        written.append({key: not bool(tensor.any()) for part in tensors for key, tensor in part.items()})
+    first, second = numbered(found.modules, len(found.modules))[found.before : found.before + 2]
+    paths, ends = set(), set()
+    for key in written[1].keys() - written[0].keys():
+        parts = key.split(".")
+        for i in (i for i, part in enumerate(parts) if part == second):
+            if ".".join([*parts[:i], first, *parts[i + 1 :]]) in written[0]:
+                paths.add(".".join(parts[:i]))
+                ends |= {".".join(parts[i + 1 :])} if written[1][key] else set()
+    (path,) = paths
+    return path, ends
+
+
+def _write_weights(
+    files: Sequence[Path], folder: Path, blocks: str, places: Mapping[str, list[str]], zero: set[str]
+) -> None:
+    """Write files of weights anew, with each block under its new names; the first is itself, the others are copies.
+
+    Raises ValueError if the files hold other blocks than `places` names, or lack a parameter of `zero`.
+    """
+    parts = blocks.split(".")  # files may leave out the first ones: `h.0` stands for `transformer.h.0`
+    lists = "|".join(re.escape(".".join(parts[i:])) for i in range(len(parts)))
+    in_block = re.compile(rf"({lists})\.([^.]+)\.(.+)")
+    seen: dict[str, set[str]] = {}
+    where: dict[str, str] = {}
+    size = 0
+    for file in files:
+        tensors: dict[str, Tensor] = {}
+        with safe_open(file, "pt") as opened:
+            metadata = opened.metadata()
+            for key in opened.keys():  # noqa: SIM118  # it is no mapping
+                tensor, match = opened.get_tensor(key), in_block.fullmatch(key)
+                if match is None or match[2] not in places:
+                    tensors[key] = tensor
+                    continue
+                path, name, rest = match.groups()
+                seen.setdefault(name, set()).add(rest)
+                tensors[f"{path}.{places[name][0]}.{rest}"] = tensor
+                fill = torch.zeros_like if rest in zero else torch.clone
+                tensors |= {f"{path}.{copied}.{rest}": fill(tensor) for copied in places[name][1:]}
+        save_file(tensors, folder / file.name, metadata)
+        where |= dict.fromkeys(tensors, file.name)
+        size += sum(tensor.nbytes for tensor in tensors.values())
+    if seen.keys() != places.keys() or any(not zero <= seen[name] for name, new in places.items() if len(new) > 1):
+        raise ValueError(
+            f"expand: the files do not hold blocks {', '.join(places)} of {blocks!r} with {', '.join(sorted(zero))}; "
+            f"load them by from_pretrained and write them by save_pretrained"
+        )
+    index = files[0].with_name(INDEX)
+    if index.is_file():
+        metadata = json.loads(index.read_text())["metadata"] | {"total_size": size}
+        text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(where.items()))}, indent=2)
+        (folder / INDEX).write_text(f"{text}\n")
+
+
+def _example(network: Any) -> dict[str, Tensor]:
+    """Return a small input for a network of transformers. Raises ValueError for inputs other than text and images."""
+    if network.main_input_name == "pixel_values":
+        size = network.config.image_size
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        return {"pixel_values": torch.randn(1, network.config.num_channels, height, width)}
+    if network.main_input_name not in ("input_ids", "encoder_outputs"):
+        raise ValueError(
+            f"expand: {type(network).__name__} takes {network.main_input_name}, for which there is no small input; "
+            f"name the last layer of each residual branch in --zero"
+        )
+    return network.dummy_inputs

@@ -1,0 +1,111 @@
+"""Stack under FSDP2, two processes on the CPU: equal to one process, and resumed from both kinds of checkpoints."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from esper_lightning.callbacks import Stack
+from tests.callbacks import gpt
+from tests.ranks import start_ranks
+
+SAVED = (2, 5, 7)
+"""Steps after which the network is saved: before, at and after the change."""
+
+
+class Sharded(gpt.LitGPT):
+    """Shards each block, and all else, as Lightning asks for."""
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None and not isinstance(self.net, FSDPModule):
+            mesh = self.device_mesh["data_parallel"]
+            for block in self.net.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.net, mesh=mesh)
+
+
+class Write(Callback):
+    """Writes checkpoints on the way, and the whole weights at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
+        if trainer.global_step in SAVED:
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in pl_module.named_parameters()}
+        torch.save({name: p.detach() for name, p in whole.items()}, self.folder / f"rank{trainer.global_rank}.pt")
+
+
+def weights(
+    folder: Path, processes: int, *, resume_from: Path | None = None, code: int = 0, start: int = 2, **sharding: Any
+) -> list[dict[str, Tensor]]:
+    """Return the parameters with which each process ends."""
+    folder.mkdir()
+
+    def run() -> None:
+        torch.manual_seed(0)
+        module = Sharded().double()
+        for part in module.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
+        several: dict[str, Any] = {}
+        if processes > 1:
+            sizes = {"data_parallel_size": processes, "tensor_parallel_size": 1} | sharding
+            strategy: Any = ModelParallelStrategy(**sizes)
+            several = {"devices": processes, "strategy": strategy, "use_distributed_sampler": False}
+        growth = Stack("net.blocks", start=start, at=0.5)
+        try:
+            made = gpt.train(module, growth, Write(folder), resume_from=resume_from, **several)
+            if processes > 1 and resume_from is None:
+                (grown,) = made.validate(module, verbose=False)
+                (earlier,) = made.validate(module, ckpt_path=folder / f"{SAVED[0]}.ckpt", verbose=False)
+                assert earlier["val_loss"] > grown["val_loss"]
+        except ValueError as error:
+            assert "\n" not in str(error) and str(error).startswith("Stack: ")
+            raise SystemExit(3) from None
+        if processes > 1:  # a process that ends while another one waits would end that, too
+            torch.distributed.barrier()
+
+    with ExitStack() as stack:
+        codes = [fork.wait() for fork in start_ranks(stack, processes, run)]
+    assert codes == [code] * processes
+    if code:
+        return []
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(processes)]
+
+
+def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert list(one) == list(other)
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distributed", [True, False])
+def test_two_sharded_processes_stack_the_network_of_one_and_go_on_from_a_checkpoint(
+    distributed: bool, tmp_path: Path
+) -> None:
+    (alone,) = weights(tmp_path / "alone", 1)
+    whole, other = weights(tmp_path / "two", 2, save_distributed_checkpoint=distributed)
+
+    assert "net.blocks.3.mlp.0.weight" in alone
+    assert difference(whole, other) == 0.0
+    assert difference(whole, alone) < 1e-7
+    for step in SAVED:
+        saved = tmp_path / "two" / f"{step}.ckpt"
+        resumed, _ = weights(tmp_path / f"from {step}", 2, resume_from=saved, save_distributed_checkpoint=distributed)
+        assert difference(resumed, whole) == 0.0, step
+    assert weights(tmp_path / "other", 2, resume_from=saved, start=1, code=3) == []
+
+
+@pytest.mark.slow
+def test_layers_that_processes_share_are_refused_in_one_line(tmp_path: Path) -> None:
+    assert weights(tmp_path / "two", 2, data_parallel_size=1, tensor_parallel_size=2, code=3) == []
