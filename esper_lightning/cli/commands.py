@@ -327,6 +327,7 @@ def export_network(source: str, to: Format, *, out: str | None = None) -> None:
     if not is_zipfile(path):
         raise ValueError(f"{path} is missing or damaged; name a folder that `grow` has written")
     program = torch.export.load(path)
+    assert program.example_inputs is not None, "`grow` has saved samples with it"
     (samples,), _ = program.example_inputs
     target = Path(source) / f"network{SUFFIXES[to]}" if out is None else Path(out)
     difference = export(program, samples, target, to)

@@ -220,7 +220,8 @@ def follow(scheduler: Scheduler, growing: "GrowingNetwork") -> Scheduler:
     Call it once for each of several schedulers, and before states are loaded. Raises ValueError if the scheduler
     belongs to another optimizer.
     """
-    optimizer, schedulers = growing.optimizer, [scheduler]
+    optimizer = growing.optimizer
+    schedulers: list[Any] = [scheduler]
     for part in schedulers:  # with those that it contains, at any depth
         if part.optimizer != optimizer:
             raise ValueError(

@@ -247,9 +247,9 @@ class Observer:
             events.append(Contributed(tick.run_tick, numbers.tolist(), names, slots["contribution"][known].tolist()))
         ops = [Op(op).name for op in tick.hosts["op"]]
         # Rounded, since there is one such event in every tick.
-        measured = (np.round(tick.hosts[name], 4).tolist() for name in ("score", "loss", "objective"))
+        score, loss, objective = (np.round(tick.hosts[name], 4).tolist() for name in ("score", "loss", "objective"))
         parameters = tick.hosts["parameters"].astype(int).tolist()
-        return [*events, HostsMeasured(tick.run_tick, ops, *measured, parameters)]
+        return [*events, HostsMeasured(tick.run_tick, ops, score, loss, objective, parameters)]
 
     def _watch_gradients(self, tick: Tick) -> None:
         """Find seeds that have had no gradient since they were germinated in this rollout."""
