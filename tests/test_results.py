@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import depth, grow, tables, zero_shot
+from benchmarks import depth, expand, grow, tables, zero_shot
 from benchmarks.rows import read_rows
 from esper_lightning.evaluation.statistics import mean_interval
 from tests.runs import ROOT
@@ -259,6 +259,11 @@ def test_the_page_on_depth_shows_the_kept_results() -> None:
         lines = depth.table([row for row in rows if (row.host, row.steps) == (host, steps)])
         assert len(lines) > 4 and "\n".join(lines) in page
     assert "\n".join(depth.value(rows)).partition("\n\n")[0] in page
+
+
+def test_the_page_on_expansion_shows_the_kept_results() -> None:
+    page = (ROOT / "docs" / "guides" / "expand.md").read_text()
+    assert "\n".join(expand.table(read_rows(expand.RESULTS, expand.Row))) in page
 
 
 def test_networks_of_any_depth_are_compared_at_equal_flops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,10 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from esper_lightning.growth import stack
+from tests.callbacks.gpt import GPT, sentences
 from tests.growth.test_stack_networks import (
     CASES,
     END,
@@ -170,3 +172,27 @@ def test_what_cannot_be_expanded_is_refused_in_one_line_and_stays(
     assert before.keys() == after.keys() and all(map(torch.equal, before.values(), after.values()))
     assert flags == [p.requires_grad for p in network.parameters()]
     assert len(optimizer.param_groups[0]["params"]) == len(flags)
+
+
+def test_new_blocks_use_the_code_that_was_compiled_for_their_sources() -> None:
+    losses, compiled = [], CompileCounterWithBackend("aot_eager")
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        network = GPT(2).eval()
+        for block in network.blocks if compiles else ():
+            block.compile(backend=compiled)
+        optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
+        losses.append([])
+        for seed in range(4):
+            if seed == 2:
+                before = compiled.frame_count
+                stack(network, "blocks", to=4, optimizer=optimizer)
+            words = sentences(seed)
+            loss = nn.functional.cross_entropy(network(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+
+    assert compiled.frame_count == before == 1
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
