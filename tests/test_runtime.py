@@ -1,4 +1,4 @@
-"""Files, saved settings, processes, the clock of phases, the record of a run, and output on the terminal."""
+"""Files, saved settings, the clock of phases, the record of a run, and output on the terminal."""
 
 import json
 import logging
@@ -8,21 +8,18 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
 import torch
 from lightning.pytorch.profilers import SimpleProfiler
-from torch import Tensor, zeros
 
 from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import HostPool
 from esper_lightning.ppo.losses import Anneal, PPOConfig
 from esper_lightning.runtime.checkpoint import AtomicCheckpointIO, differences
 from esper_lightning.runtime.console import NOISY_LOGGERS, print_status, quieter_lightning, wide_console
-from esper_lightning.runtime.generators import processes, run_all
 from esper_lightning.runtime.machine import PHASES, PhaseClock, git_revision
 from esper_lightning.runtime.serialization import load_settings, replace_and_keep, replace_durably
 from tests.envs.executors.fake_cuda import Event, FakeCuda, Stream
@@ -103,33 +100,6 @@ def test_a_write_that_fails_half_way_leaves_the_old_checkpoint(tmp_path: Path, m
 
     assert target.read_bytes() == before
     assert list(target.parent.iterdir()) == [target]
-
-
-# Processes
-
-
-def add(values: Tensor, number: int) -> Tensor:
-    if number < 0:
-        raise ValueError(f"{number} is refused")
-    return values.add_(number)
-
-
-@pytest.mark.slow
-def test_pieces_share_no_tensor_and_their_results_come_in_order_whatever_the_number_of_processes() -> None:
-    values = zeros(3)
-    for jobs in (1, 2):
-        work = {"a": [partial(add, values, 1), partial(add, values, 2)], "b": [partial(add, values, 3)]}
-        results = run_all(work, processes(jobs))
-        assert {name: [row.tolist() for row in rows] for name, rows in results.items()} == {
-            "a": [[1.0] * 3, [2.0] * 3],
-            "b": [[3.0] * 3],
-        }
-    assert values.tolist() == [0.0] * 3
-
-
-def test_an_error_of_a_piece_is_raised() -> None:
-    with pytest.raises(ValueError, match="-3 is refused"):
-        run_all({"a": [partial(add, zeros(1), -3)]}, processes(1))
 
 
 # Time by phase

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision import models
 
-from esper_lightning.cli.commands import export_grown
+from esper_lightning.cli.commands import export_network
 from esper_lightning.growth import export as export_module
 from esper_lightning.growth.attach import attach_slots, detach_slots
 from esper_lightning.growth.blend import Ramp
@@ -169,7 +169,7 @@ def test_a_missing_package_for_onnx_is_named_in_one_line(tmp_path: Path, monkeyp
     with pytest.raises(ValueError, match=r"^to onnx needs the extra \[onnx\] of this package: pip install onnxscript$"):
         export(cnn(), digits(2), tmp_path / "grown.onnx", "onnx")
     with pytest.raises(ValueError, match=r"^to onnx needs the extra \[onnx\]"):
-        export_grown("no folder", "onnx")  # before anything is read
+        export_network("no folder", "onnx")  # before anything is read
 
 
 class Chooses(nn.Module):
