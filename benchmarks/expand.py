@@ -137,9 +137,8 @@ def second(row: str, seed: int) -> nn.Module:
         stack(net, "blocks", to=2 * SMALL, order="interleave")
     elif row != "small":
         example = text("source").train.inputs[:BATCH]
-        freeze = "old" if row == "new alone" else None
-        order = "interleave"
-        stack(net, "blocks", to=2 * SMALL, order=order, new="zero", zero="auto", example=example, freeze=freeze)
+        content: Any = {"new": "zero", "zero": "auto", "example": example}
+        stack(net, "blocks", to=2 * SMALL, order="interleave", freeze="old" if row == "new alone" else None, **content)
     return net
 
 

@@ -1,4 +1,4 @@
-"""What `Grow` and `Stack` do before a network grows in a training of the user: wait for it, and refuse what cannot."""
+"""Checks of a training of the user before `Grow` or `Stack` changes its network, and the moment at which they run."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,6 +1,7 @@
 """Plans: functions from the progress of a training to the number of blocks that its network should have."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -75,7 +76,7 @@ class Shares:
         return max((depth for share, depth in depth_from_share.items() if progress.share >= share), default=0)
 
 
-class AtTicks:
+class AtTicks(ABC):
     """Plan that decides at equal shares of the training, its ticks, as controllers do in their environments."""
 
     needs_targets = True
@@ -92,9 +93,9 @@ class AtTicks:
         self.tick = tick
         return self.decide(progress)
 
+    @abstractmethod
     def decide(self, progress: Progress) -> int:
         """Return the number of blocks from this tick on."""
-        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         return {"tick": self.tick}

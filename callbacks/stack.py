@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from lightning import Callback, LightningModule, Trainer
+from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
@@ -196,9 +197,10 @@ class Stack(Callback):
         """
         load = strategy.load_checkpoint
 
-        def grow_and_load(checkpoint_path: str | Path, *args: Any, **settings: Any) -> dict[str, Any]:
+        def grow_and_load(checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
             path = Path(strategy.broadcast(checkpoint_path))
-            saved = torch.load(path / "meta.pt" if path.is_dir() else path, "cpu", mmap=True, weights_only=False)
+            file = path / _METADATA_FILENAME if path.is_dir() else path
+            saved = torch.load(file, "cpu", mmap=True, weights_only=weights_only)
             depths = saved.get("callbacks", {}).get(self.state_key, {}).get("depths", [self.built.depth])
             if trainer.state.fn != TrainerFn.FITTING:
                 self.built.show(depths[-1])
@@ -210,7 +212,7 @@ class Stack(Callback):
             else:
                 for depth in depths[1:]:
                     self._grow_list(trainer, depth)
-            return load(checkpoint_path, *args, **settings)
+            return load(checkpoint_path, weights_only=weights_only)
 
         vars(strategy)["load_checkpoint"] = grow_and_load
 
@@ -324,9 +326,8 @@ class Stack(Callback):
         if name == self._plan_name and hasattr(self.plan, "load_state_dict"):
             self.plan.load_state_dict(remembered)
         self._begins = False
-        if len(self.depths) > 1 and not isinstance(
-            trainer.strategy, ModelParallelStrategy
-        ):  # the optimizer is made for the first depth, as it was, and takes the rest again
+        # The optimizer is made for the first depth, as it was, and takes the rest again.
+        if len(self.depths) > 1 and not isinstance(trainer.strategy, ModelParallelStrategy):
             saved = self.built.found.modules.state_dict()
             self._loaded = {name: x.clone() if isinstance(x, Tensor) else copy.deepcopy(x) for name, x in saved.items()}
             self.built.show(self.depths[0])
@@ -510,7 +511,15 @@ class Stack(Callback):
         if self._log is not None and self is stacks_of(trainer)[0]:
             step, size = trainer.global_step, count_parameters(pl_module)
             seconds = time.perf_counter() - self._began
-            self._log.write([Validated(step, step, size, float(self.flops_spent), seconds, dict(self._metrics))])
+            event = Validated(
+                tick=step,
+                step=step,
+                parameters=size,
+                flops=float(self.flops_spent),
+                seconds=seconds,
+                metrics=dict(self._metrics),
+            )
+            self._log.write([event])
 
     def _last_loss(self, trainer: Trainer) -> str:
         """Return the loss of the last batch as text. Lightning has divided it by the number of accumulated batches."""

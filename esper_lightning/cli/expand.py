@@ -64,6 +64,7 @@ def expand(
     count, fields = len(found.blocks), BlockFields(found)
     if not 1 <= every <= count:
         raise ValueError(f"expand: every must be 1 to {count}, the number of blocks, got {every}")
+    # The present block that each block of the new list is, or is a copy of: every `every`-th one twice.
     order = found.whole_order([i for i in range(count) for _ in range(1 + int((i + 1) % every == 0))])
 
     def build(depth: int) -> Any:
@@ -74,7 +75,7 @@ def expand(
     if not zero:
         small = build(1)
         zero = branch_ends(small, find_blocks(small, blocks).blocks[0], _example(small))
-    path, ends = _names_in_files(build, blocks, zero)
+    list_name, zeroed = _names_in_files(build, blocks, zero)
     fields.set_counts(order)
     draft = target.with_name(f".{target.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
@@ -82,7 +83,7 @@ def expand(
     try:
         names = numbered(found.modules, len(order))
         places = {name: [names[i] for i, s in enumerate(order) if s == k] for k, name in enumerate(names)}
-        _write_weights(files, draft, path, {name: new for name, new in places.items() if new}, ends)
+        _write_weights(files, draft, list_name, {name: new for name, new in places.items() if new}, zeroed)
         network.config.save_pretrained(draft)
         for path in source.iterdir():
             if path.is_file() and path.suffix not in WEIGHTS and path.name not in (INDEX, "config.json"):

@@ -144,6 +144,7 @@ class Heuristic(Rule):
         self.memories = [{"next_blueprint": 0, "is_stable": False, "score_before": {}} for _ in pool.envs]
 
     def choose(self, pool: Hosts, host: int, memory: dict[str, Any]) -> tuple[int, ...]:
+        """Return an op, its slot and a blueprint; a seed is kept or culled first, and germinated on a plateau."""
         env, allowed = pool.envs[host], pool.masks_on_cpu.slot[host].tolist()
         score = 100.0 * env.history.score[-1]
         losses = env.history.loss[-self.stable_ticks - 1 :]

@@ -192,12 +192,12 @@ class HostMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the complete state; its tensors are views of the snapshot, which the next one overwrites."""
-        losses, *counts = self.governor_state
+        losses, *counts = self.governor_state  # counts: all other fields of GovernorState
         return {
             "losses": list(losses),
             "counts": counts,
             "healthy_ticks": self.healthy_ticks,
-            "alphas": list(self.alphas),
+            "alphas": list(self.alphas),  # of the slots
             "snapshot": self.snapshot.view(),
         }
 

@@ -58,6 +58,7 @@ def restore_policy(checkpoint: Mapping[str, Any], source: str, device: torch.dev
             load_settings(ObservationConfig, rules["sight"]),
             TrainingRules(
                 load_settings(LifecycleConfig, rules["lifecycle"]),
+                # Without blueprints: other hosts may offer others.
                 load_settings(ActionConfig, rules["actions"] | {"blueprints": None}),
             ),
         )

@@ -261,7 +261,7 @@ def _value_by_order(
 
 
 class BlockFields:
-    """What a network keeps about the blocks of a list: the index of each, and their number."""
+    """Attributes in which a network keeps the index of each block of a list, and settings with the number of blocks."""
 
     def __init__(self, found: BlockList) -> None:
         self.modules, self.indices, self.counts = found.modules, index_fields(found.modules), count_fields(found)

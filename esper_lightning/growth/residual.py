@@ -56,9 +56,9 @@ def branch_ends(network: nn.Module, block: nn.Module, example: ExampleInput) -> 
                 parameter.copy_(saved[name])
         for parameter, requires_grad in learning:
             parameter.requires_grad_(requires_grad)
-    patterns = {_pattern(name) for name in ends}
+    patterns, known = ({_pattern(name) for name in names} for names in (ends, used))
     unused = [name for name in parameters if name not in used]
-    unknown = [name for name in unused if _pattern(name) not in {_pattern(name) for name in used}]
+    unknown = [name for name in unused if _pattern(name) not in known]
     if unknown:
         raise ValueError(
             f"stack: the example does not run {', '.join(unknown[:3])} of a block, so it does not show whether it must "
@@ -111,8 +111,6 @@ def _used_parameters(
         if not output.requires_grad:
             return []
         gradients = torch.autograd.grad(output.sum(), list(parameters.values()), allow_unused=True)
-    for parameter in parameters.values():
-        parameter.requires_grad_(False)
 
     def position(name: str) -> int:
         """Return when the part that has the parameter was called, or else the nearest one that has that part."""

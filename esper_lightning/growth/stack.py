@@ -388,8 +388,11 @@ def _copy_of(block: nn.Module, index: int, found: BlockList) -> nn.Module:
 
 
 def _hooks_not_copied(block: nn.Module, ids: set[int]) -> dict[int, Any]:
-    """Return what stands for the hooks of a block in its copy, by identity: a hook that holds no part of the block
-    (`ids`) is shared, and those of slots and of sharding are left out. All others are copied."""
+    """Return the entries of a memo for `deepcopy` by which hooks of a block are not copied.
+
+    A hook that holds no part of the block (`ids`) is shared. `pass_on` stands for those of slots and of sharding, which
+    each block has for itself, and the caller removes it.
+    """
     hooks = [hook for part in block.modules() for hook in hooks_of(part)]
     left_out = {id(hook) for hook in hooks if isinstance(hook, SlotHook) or _is_of_sharding(hook)}
     return {
@@ -400,7 +403,7 @@ def _hooks_not_copied(block: nn.Module, ids: set[int]) -> dict[int, Any]:
 
 
 def _is_of_sharding(hook: Any) -> bool:
-    """Return True if a hook is one by which torch shards a module: each block has its ids."""
+    """Return True if a hook is one by which torch shards a module: each block has its own."""
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
 
 
@@ -817,8 +820,11 @@ class BuiltBlocks:
         return pairs
 
     def _matched(self, source: nn.Module, target: nn.Module, late: set[int]) -> Iterator[tuple[nn.Module, nn.Module]]:
-        """Yield the parts of two blocks that correspond. Left out are those that both share, those that are shared
-        since the class has built them (`late`), and those that are of another class since then."""
+        """Yield the modules of two blocks that have the same name in both.
+
+        Left out, with all below them, are modules that both blocks hold, those that became shared after the network
+        was built (`late`), and those that were replaced since by one of another type than the target has.
+        """
         if source is target:
             return
         yield source, target

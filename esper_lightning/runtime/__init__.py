@@ -1,1 +1,1 @@
-"""What every part needs: processes and devices, files and checkpoints, parts by name, output on the terminal."""
+"""Modules on which all other subpackages build: devices and processes, files, registered names, terminal output."""

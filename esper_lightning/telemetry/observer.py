@@ -109,6 +109,7 @@ def _host_row(env: HostEnv) -> tuple[Any, ...]:
 
 
 def _slot_rows(env: HostEnv, blueprints: dict[str | None, int]) -> list[tuple[Any, ...]]:
+    """Return the columns of `SLOT` for each slot of a host."""
     rows = []
     for slot, record, before in zip(env.slots, env.records, env.score_at_germination, strict=True):
         gradient, blended = record.gradient, slot.blended

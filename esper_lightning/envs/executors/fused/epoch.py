@@ -69,7 +69,7 @@ class FusedEpoch:
         self.weights.grads.zero_()
         for part in range(i * self.micro_batches, (i + 1) * self.micro_batches):
             self._accumulate_gradients(part)
-        if self.failing_mask is not None:
+        if self.failing_mask is not None:  # of seeds that are made to fail: they do not learn
             self.weights.grads.masked_fill_(self.failing_mask, 0.0)
         if self.scale is not None:
             self.healthy = self.optimizer.unscale(self.scale)

@@ -315,11 +315,13 @@ class Arena(FlatWeights):
         return sum(section.length(name) for section in self.residents[:kept])
 
     def _describe_groups(self) -> None:
+        """Number the groups of the optimizer, one for each owner in the order of sections, and map weights to them."""
         device = self.values.device
         first_groups = accumulate((section.owners for section in self.residents), initial=0)
         first_parameters = accumulate((len(section.parameters) for section in self.residents), initial=0)
         sections = list(zip(self.residents, first_groups, first_parameters, strict=False))
         self.group_of_weight = upload(np.concatenate([first + s.owner_of_number() for s, first, _ in sections]), device)
+        # Parameters of a section lie by tensor, then by owner.
         of_parameter = [first + k % s.owners for s, first, _ in sections for k in range(len(s.parameters))]
         self.group_of_parameter = upload(of_parameter, device)
         self.first_parameters = upload([first + i for s, _, first in sections for i in range(s.owners)], device)

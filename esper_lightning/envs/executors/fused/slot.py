@@ -61,11 +61,11 @@ class _HideIsolatedSeeds(torch.autograd.Function):
         (grad,) = grad_outputs
         to_seed = grad
         features = ctx.saved_tensors  # read once: with recomputed activations a second reading is an error
-        if features:
-            h, s = (unflatten_entries(feature, ctx.count)[0] for feature in features)
+        if features:  # x and mixed, with isolation `proximal`
+            host, seed = (unflatten_entries(feature, ctx.count)[0] for feature in features)
             grads, axis = unflatten_entries(grad, ctx.count)
             dims = [dim for dim in range(grads.ndim) if dim != axis]
-            to_seed = flatten_entries(proximal_gradient(grads, h, s, dims).to(grad.dtype), axis)
+            to_seed = flatten_entries(proximal_gradient(grads, host, seed, dims).to(grad.dtype), axis)
         if isinstance(ctx.isolated, bool):  # all seeds are isolated
             return grad, to_seed, None, None, None
         isolated = broadcast_per_entry(ctx.isolated, grad)
