@@ -4,7 +4,7 @@ import copy
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from esper_lightning.growth.blocks import BlockFields, find_blocks, numbered
-from esper_lightning.growth.residual import branch_ends
+from esper_lightning.growth.residual import branch_ends, outputs
 from esper_lightning.growth.stack import check_options, set_to_zero
 from esper_lightning.runtime.console import print_status
+from esper_lightning.runtime.nested import ExampleInput
 
 INDEX = "model.safetensors.index.json"
 """File that names the file of each tensor, where there are several."""
@@ -37,7 +38,7 @@ def expand(
         out: Folder to write, for `from_pretrained`; it must not exist.
         every: Number of blocks behind which a copy of the last of them is added.
         zero: Names, or ends of names, of the last layer of each residual branch. None: they are found by trial on a
-            network with one block, random weights and a small input.
+            network with two blocks, random weights and a small input.
         trust_remote_code: Whether code in the folder may run, where the class of the network is not in transformers.
     """
     try:
@@ -47,9 +48,12 @@ def expand(
     source, target = Path(folder), Path(out)
     if target.exists():
         raise ValueError(f"expand: {out!r} exists already; name another folder in --out")
-    files = sorted(source.glob("*.safetensors"))
-    if not files or not (source / "config.json").is_file():
-        raise ValueError(f"expand: {folder!r} lacks config.json or *.safetensors; write it by save_pretrained")
+    files = {source / "model.safetensors"}  # transformers prefers it to several files
+    if not (source / "model.safetensors").is_file() and (source / INDEX).is_file():
+        files = {source / name for name in json.loads((source / INDEX).read_text())["weight_map"].values()}
+    missing = [path.name for path in sorted({source / "config.json", *files}) if not path.is_file()]
+    if missing:
+        raise ValueError(f"expand: {folder!r} lacks {', '.join(missing)}; write it by save_pretrained")
     config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     auto = next(iter(getattr(config, "auto_map", {}).keys() - {"AutoConfig"}), None)
     make: Any = getattr(transformers, (config.architectures or [""])[0], None)
@@ -72,22 +76,28 @@ def expand(
         fields.set_counts(found.whole_order([0] * depth))
         return type(network)(copy.deepcopy(network.config))
 
+    small, deeper = build(2), build(3)
+    example = _example(small)
     if not zero:
-        small = build(1)
-        zero = branch_ends(small, find_blocks(small, blocks).blocks[0], _example(small))
-    list_name, zeroed = _names_in_files(build, blocks, zero)
+        if example is None:
+            raise ValueError(
+                f"expand: {type(network).__name__} takes {network.main_input_name}, for which there is no small input; "
+                f"name the last layer of each residual branch in --zero"
+            )
+        zero = branch_ends(small, find_blocks(small, blocks).blocks[0], example)
+    check_options(find_blocks(small, blocks).blocks, order="stack", new="zero", state="copy", zero=list(zero))
+    _check_outputs(small, deeper, blocks, zero, example)
+    list_name, zeroed = _names_in_files(small, deeper, blocks, zero)
+    del small, deeper
     fields.set_counts(order)
     draft = target.with_name(f".{target.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
     try:
+        shutil.copytree(source, draft, ignore=_left_out)
         names = numbered(found.modules, len(order))
         places = {name: [names[i] for i, s in enumerate(order) if s == k] for k, name in enumerate(names)}
-        _write_weights(files, draft, list_name, {name: new for name, new in places.items() if new}, zeroed)
+        _write_weights(sorted(files), draft, list_name, {name: new for name, new in places.items() if new}, zeroed)
         network.config.save_pretrained(draft)
-        for path in source.iterdir():
-            if path.is_file() and path.suffix not in WEIGHTS and path.name not in (INDEX, "config.json"):
-                shutil.copy2(path, draft)
         draft.rename(target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -98,19 +108,61 @@ def expand(
     )
 
 
-def _names_in_files(build: Callable[[int], Any], blocks: str, zero: Sequence[str]) -> tuple[str, set[str]]:
+def _left_out(folder: str, names: list[str]) -> set[str]:
+    """Return which files and folders of a folder are not copied: weights, folders with weights, hidden ones."""
+    with_weights = {name for name in names for x in (Path(name), *Path(folder, name).rglob("*")) if x.suffix in WEIGHTS}
+    return {name for name in names if name in with_weights or name == INDEX or name.startswith(".")}
+
+
+def _check_outputs(small: Any, deeper: Any, blocks: str, zero: Sequence[str], example: ExampleInput | None) -> None:
+    """Raise ValueError if a new block changes an output of a network with two blocks and random weights.
+
+    The new one is a copy of the first block, so that the second block has another index. Without an example, a line
+    says that outputs are not compared.
+
+    Args:
+        small: Network with two blocks. Its weights change.
+        deeper: Network of the same class and settings with three blocks, whose weights are replaced.
+        blocks: Name of the list of blocks.
+        zero: Names of the layers at zero in the new block.
+        example: Input of the networks, if there is one.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():  # a parameter that is zero or one in every fresh network would hide a difference
+        for parameter in small.parameters():
+            if parameter.is_floating_point():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    found, grown = find_blocks(small, blocks), find_blocks(deeper, blocks)
+    rest = {name: x for name, x in small.state_dict().items() if not name.startswith(f"{found.name}.")}
+    shapes = {(name, x.shape) for name, x in deeper.state_dict().items() if not name.startswith(f"{found.name}.")}
+    differing = shapes ^ {(name, x.shape) for name, x in rest.items()}
+    if differing:
+        raise ValueError(
+            f"expand: with another number of blocks {type(small).__name__} has another {min(differing)[0]}, outside of "
+            f"them, so that a copy of blocks does not expand it"
+        )
+    deeper.load_state_dict(rest, strict=False)
+    for block, source in zip(grown.modules, found.whole_order([0, 0, 1]), strict=True):
+        block.load_state_dict(found.modules[source].state_dict())
+    set_to_zero(grown.blocks[1], zero)
+    if example is None:
+        print_status(f"expand: there is no small input for {type(small).__name__}; compare its outputs yourself")
+    elif not all(map(torch.equal, outputs(small, example), outputs(deeper, example))):
+        raise ValueError(
+            f"expand: {type(small).__name__} with random weights returns other outputs with a new block whose "
+            f"{', '.join(zero)} are zero; its blocks depend on their index or number, or --zero lacks a layer"
+        )
+
+
+def _names_in_files(small: Any, deeper: Any, blocks: str, zero: Sequence[str]) -> tuple[str, set[str]]:
     """Return how files of weights call a list of blocks, and the parameters of a block that are to be zero.
 
-    transformers may write other names than the network has, and joined or split parameters. So a network with one
-    block and one with two are written, with zeros in those parameters alone.
-
-    Raises ValueError if a block has none of the layers of `zero`.
+    transformers may write other names than the network has, and joined or split parameters. So a network with two
+    blocks and one with three are written, with zeros in those parameters alone.
     """
     written: list[dict[str, bool]] = []  # of each network, whether a tensor is zero
-    for depth in (1, 2):
-        network = build(depth)
+    for network in (small, deeper):
         found = find_blocks(network, blocks)
-        check_options(found.blocks, order="stack", new="zero", state="copy", zero=list(zero))
         for parameter in network.parameters():
             nn.init.ones_(parameter)
         for block in found.blocks:
@@ -119,11 +171,11 @@ def _names_in_files(build: Callable[[int], Any], blocks: str, zero: Sequence[str
             network.save_pretrained(folder)
             tensors = [load_file(file) for file in Path(folder).glob("*.safetensors")]
         written.append({key: not bool(tensor.any()) for part in tensors for key, tensor in part.items()})
-    first, second = numbered(found.modules, len(found.modules))[found.before : found.before + 2]
+    first, *_, last = numbered(found.modules, len(found.modules))[found.before : found.before + 3]
     paths, ends = set(), set()
     for key in written[1].keys() - written[0].keys():
         parts = key.split(".")
-        for i in (i for i, part in enumerate(parts) if part == second):
+        for i in (i for i, part in enumerate(parts) if part == last):
             if ".".join([*parts[:i], first, *parts[i + 1 :]]) in written[0]:
                 paths.add(".".join(parts[:i]))
                 ends |= {".".join(parts[i + 1 :])} if written[1][key] else set()
@@ -173,15 +225,10 @@ def _write_weights(
         (folder / INDEX).write_text(f"{text}\n")
 
 
-def _example(network: Any) -> dict[str, Tensor]:
-    """Return a small input for a network of transformers. Raises ValueError for inputs other than text and images."""
+def _example(network: Any) -> dict[str, Tensor] | None:
+    """Return a small input for a network of transformers; None for inputs other than text and images."""
     if network.main_input_name == "pixel_values":
         size = network.config.image_size
         height, width = size if isinstance(size, list | tuple) else (size, size)
         return {"pixel_values": torch.randn(1, network.config.num_channels, height, width)}
-    if network.main_input_name not in ("input_ids", "encoder_outputs"):
-        raise ValueError(
-            f"expand: {type(network).__name__} takes {network.main_input_name}, for which there is no small input; "
-            f"name the last layer of each residual branch in --zero"
-        )
-    return network.dummy_inputs
+    return network.dummy_inputs if network.main_input_name in ("input_ids", "encoder_outputs") else None

@@ -265,6 +265,8 @@ class BlockFields:
 
     def __init__(self, found: BlockList) -> None:
         self.modules, self.indices, self.counts = found.modules, index_fields(found.modules), count_fields(found)
+        self._named = dict(found.modules._modules)
+        self._values = [field.holder[field.name] for field in self.counts]
 
     def fill(self, blocks: Sequence[nn.Module], sources: Sequence[int]) -> None:
         """Fill the list with blocks, in place, and tell them and the network; names such as `layer_0` are continued.
@@ -280,6 +282,16 @@ class BlockFields:
             for field in self.indices:
                 setattr(block.get_submodule(field.part), field.name, field.first + i)
         self.set_counts(sources)
+
+    def restore(self) -> None:
+        """Undo `fill`: list, indices and settings are again as they were when this object was made."""
+        self.modules._modules.clear()
+        self.modules._modules.update(self._named)
+        for i, block in enumerate(self._named.values()):
+            for field in self.indices:
+                setattr(block.get_submodule(field.part), field.name, field.first + i)
+        for field, value in zip(self.counts, self._values, strict=True):
+            field.holder[field.name] = value
 
     def set_counts(self, sources: Sequence[int]) -> None:
         """Tell the network the source of each block, without a change of the list."""

@@ -1,7 +1,8 @@
 """Residual branches of a block, found by what it does: with the last layer of each at zero it returns its input."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ def branch_ends(network: nn.Module, block: nn.Module, example: ExampleInput) -> 
     its input then. Noise stands for the present values, of which some may be zero by chance. The parameters of experts
     that no token of the example chose follow those of other experts.
 
-    Raises ValueError, and leaves the network as it is, if the example does not run all of the block, or if the block
-    never returns its input, such as one that normalises the sum of input and branch.
+    Raises ValueError, and leaves the network as it is, if the example does not run all of the block, if the block never
+    returns its input, such as one that normalises the sum of input and branch, or if these parameters have no gradient
+    at zero, as before a ReLU that ends a branch.
     """
     parameters = {name: p for name, p in block.named_parameters() if p.is_floating_point()}
     saved = {name: p.detach().clone() for name, p in parameters.items()}
@@ -50,6 +52,7 @@ def branch_ends(network: nn.Module, block: nn.Module, example: ExampleInput) -> 
                 if not _returns_input(network, block, example):
                     ends.append(name)
                     parameters[name].detach().zero_()
+            learn = _with_gradient(network, block, example, {name: parameters[name] for name in ends})
     finally:
         with torch.no_grad():
             for name, parameter in parameters.items():
@@ -57,6 +60,13 @@ def branch_ends(network: nn.Module, block: nn.Module, example: ExampleInput) -> 
         for parameter, requires_grad in learning:
             parameter.requires_grad_(requires_grad)
     patterns, known = ({_pattern(name) for name in names} for names in (ends, used))
+    learning_patterns = {_pattern(name) for name in learn}
+    stuck = [name for name in ends if _pattern(name) not in learning_patterns]
+    if stuck:
+        raise ValueError(
+            f"stack: {type(block).__name__} returns its input with {', '.join(ends)} at zero, but "
+            f"{', '.join(stuck)} then have no gradient and never learn; use new='copy'"
+        )
     unused = [name for name in parameters if name not in used]
     unknown = [name for name in unused if _pattern(name) not in known]
     if unknown:
@@ -68,11 +78,31 @@ def branch_ends(network: nn.Module, block: nn.Module, example: ExampleInput) -> 
 
 
 def outputs(network: nn.Module, example: ExampleInput) -> list[Tensor]:
-    """Return the tensors that a network in evaluation mode returns for an example, but for nested ones."""
+    """Return the tensors that a network in evaluation mode returns for an example.
+
+    Those of a sequence within another container are left out, since a cache, or the hidden states, have one for each
+    block. Raises ValueError if no tensor is left.
+    """
     with evaluation_mode(network), preserved_buffers(network), torch.random.fork_rng(), torch.no_grad():
         output = call_network(network, example)
-    parts = list(output.values()) if isinstance(output, Mapping) else output
-    return [part for part in (parts if isinstance(parts, tuple | list) else [parts]) if isinstance(part, Tensor)]
+    tensors = list(_compared(output))
+    if not tensors:
+        raise ValueError(
+            f"stack: {type(network).__name__} returns a {type(output).__name__} without tensors that can be compared; "
+            f"leave out example=, name zero=, and compare the outputs yourself"
+        )
+    return tensors
+
+
+def _compared(output: Any, within: bool = False) -> Iterator[Tensor]:
+    """Yield the tensors of an output, but for those of a sequence `within` another container."""
+    if is_dataclass(output) and not isinstance(output, Mapping):
+        output = vars(output)
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping) or (isinstance(output, tuple | list) and not within):
+        for part in output.values() if isinstance(output, Mapping) else output:
+            yield from _compared(part, within=True)
 
 
 def _pattern(name: str) -> str:
@@ -122,6 +152,22 @@ def _used_parameters(
 
     used = [name for name, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
     return sorted(used, key=position)  # those of one part stay in their order
+
+
+def _with_gradient(
+    network: nn.Module, block: nn.Module, example: ExampleInput, parameters: dict[str, Tensor]
+) -> list[str]:
+    """Return the names of those parameters that get a gradient other than zero from a random change of the output."""
+    if not parameters:
+        return []
+    generator = torch.Generator().manual_seed(NOISE_RNG_SEED)
+    with torch.enable_grad():
+        for parameter in parameters.values():
+            parameter.requires_grad_(True)
+        _, output = _run(network, block, example)
+        change = torch.randn(output.shape, generator=generator).to(output)
+        gradients = torch.autograd.grad(output, list(parameters.values()), change, allow_unused=True)
+    return [name for name, x in zip(parameters, gradients, strict=True) if x is not None and x.any()]
 
 
 def _returns_input(network: nn.Module, block: nn.Module, example: ExampleInput) -> bool:

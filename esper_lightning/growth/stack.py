@@ -95,10 +95,11 @@ def stack(
         state: `copy`: new parameters, but fresh ones and those at zero, begin with the optimizer state of their source.
             `reset`: with none.
         zero: Names or ends of names of the last layer of each residual branch, or of its parameters, as in
-            `("attention.project", "mlp.2")`. `auto`: they are found by trial on `example`; see `branch_ends`.
+            `("attention.project", "mlp.2")`; the whole name of a parameter stands for it alone. `auto`: they are found
+            by trial on `example`; see `branch_ends`.
         example: Input of the network, for `zero`: a tensor, a tuple of arguments, or a mapping of keyword arguments. In
             evaluation mode the network then returns the same tensors as before, bit for bit, or is refused.
-        freeze: `old`: new blocks alone learn, all other parameters have `requires_grad` False. None: as before.
+        freeze: `old`: new blocks alone learn, and all present parameters, shared ones too, have `requires_grad` False.
     """
     try:
         found = find_blocks(network, blocks)
@@ -126,11 +127,12 @@ def stack(
     fields = BlockFields(found)
     per_block = any(field.per_block for field in fields.counts)
     varying = [] if per_block else _varying(found, sources, {x[:2] for x in fields.indices})
+    present = set(network.parameters())
     added = deepen(found, sources, optimizers, new=new, state=state, zero=zero, example=example)
     if freeze:
-        network.requires_grad_(False)
-        for block in added:
-            block.requires_grad_(True)
+        for parameter in network.parameters():
+            if parameter.is_floating_point():  # others cannot learn
+                parameter.requires_grad_(parameter not in present)
     warn_without_gradients(found, added)
     if varying:
         warnings.warn(
@@ -159,12 +161,17 @@ def deepen(
     fields = BlockFields(found)
     grown = [_copy_of(old[s], s, found) if n else old[s] for s, n in zip(sources, is_new, strict=True)]
     added = [block for block, n in zip(grown, is_new, strict=True) if n]
-    emptied = set[int]().union(*(_refill(block, new, zero) for block in added))
     before = [] if example is None else outputs(found.network, example)
-    fields.fill(grown, sources)
-    behind = [] if example is None else outputs(found.network, example)
-    if len(before) != len(behind) or not all(map(torch.equal, before, behind)):
-        fields.fill(old, range(len(old)))
+    emptied = set[int]().union(*(_refill(block, new, zero) for block in added))
+    unchanged = False
+    try:
+        fields.fill(grown, sources)
+        behind = [] if example is None else outputs(found.network, example)
+        unchanged = len(before) == len(behind) and all(map(torch.equal, before, behind))
+    finally:
+        if not unchanged:  # the example may also make the grown network raise
+            fields.restore()
+    if not unchanged:
         raise ValueError(
             f"stack: with {', '.join(zero)} of new blocks at zero {type(found.network).__name__} returns other outputs "
             f"than before on the example; name the last layer of each residual branch in zero=, or use new='copy'"
@@ -298,7 +305,7 @@ def check_options(blocks: Sequence[nn.Module], *, order: Order, new: str, state:
         if new == "fresh" and not hasattr(parts[name], "reset_parameters"):
             kind = type(parts[name]).__name__
             raise ValueError(f"stack: {name!r} of a block, a {kind}, has no reset_parameters for new='fresh'; add it")
-        if any(holders[id(parameter)] > 1 for parameter in parts[name].parameters(recurse=False)):
+        if any(holders[id(p)] > 1 for block in blocks for p in block.get_submodule(name).parameters(recurse=False)):
             raise ValueError(
                 f"stack: {name!r} is shared among blocks, so new={new!r} would change them all; use 'copy'"
             )
@@ -310,10 +317,16 @@ def _layers(block: nn.Module) -> list[str]:
 
 
 def _zeroed(block: nn.Module, zero: Sequence[str]) -> list[str]:
-    """Return the names of the parameters of a block that `zero` names, or whose layers it names."""
+    """Return the names of the parameters of a block that `zero` names, or whose layers it names.
+
+    The whole name of a parameter stands for it alone: `out.weight` is not `attention.out.weight`.
+    """
     names = [name for name, _ in block.named_parameters()]
+    ends = [end for end in zero if end not in names]
     ways = {name: (f".{name}", f".{name.rpartition('.')[0]}") for name in names}
-    return [name for name in names if any(way.endswith(f".{end}") for end in zero for way in ways[name])]
+    return [
+        name for name in names if name in zero or any(way.endswith(f".{end}") for end in ends for way in ways[name])
+    ]
 
 
 def _refill(block: nn.Module, new: Content, zero: Sequence[str]) -> set[int]:

@@ -14,6 +14,12 @@ from tests.growth.test_expansion import EXPANDED
 from tests.growth.test_stack_networks import CASES, SIZES, START, WORDS, Case, logits, of, small
 
 MIXTRAL = Case(of(hf.MixtralForCausalLM, **SIZES, **WORDS, num_key_value_heads=2, num_local_experts=4), "model.layers")
+REFUSED = {"llama": CASES["llama"], "bert": CASES["bert"]} | {
+    # Each attention divides its scores by the index of its block.
+    "scaled by index": Case(
+        of(hf.GPT2LMHeadModel, **SIZES, **WORDS, scale_attn_by_inverse_layer_idx=True), "transformer.h"
+    )
+}
 FOLDERS = {name: case for name, case in EXPANDED.items() if name != "timm"} | {"mixtral": MIXTRAL}
 
 
@@ -56,12 +62,23 @@ def test_files_dtype_tied_weights_tokenizer_and_code_are_those_of_the_folder(tmp
     write(case, small_folder, torch.bfloat16)
     for name in ("tokenizer.json", "modeling_mine.py"):
         (small_folder / name).write_text("{}")
-    (small_folder / "pytorch_model.bin").write_text("other weights")
+    (small_folder / "templates").mkdir()
+    (small_folder / "templates" / "chat.jinja").write_text("{}")
+    for other in (
+        "pytorch_model.bin",
+        "consolidated.safetensors",
+        "checkpoint-5/config.json",
+        "checkpoint-5/model.bin",
+    ):
+        (small_folder / other).parent.mkdir(exist_ok=True)
+        (small_folder / other).write_text("other weights")
 
     main(["expand", str(small_folder), "--blocks=model.layers", f"--out={deep}"])
 
-    names = {path.name for path in small_folder.iterdir()} - {"pytorch_model.bin"}
-    assert {path.name for path in deep.iterdir()} == names and len(names) > 6
+    names = {path.name for path in small_folder.iterdir()}
+    names -= {"pytorch_model.bin", "consolidated.safetensors", "checkpoint-5"}
+    assert {path.name for path in deep.iterdir()} == names and len(names) > 7
+    assert (deep / "templates" / "chat.jinja").is_file()
     for path in deep.glob("*.safetensors"):
         tensors = safetensors.torch.load_file(path)
         assert all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
@@ -83,15 +100,17 @@ def test_files_dtype_tied_weights_tokenizer_and_code_are_those_of_the_folder(tmp
         ("llama", ["--zero=[o_proj, fc9]"], "a block has no layer 'fc9' to set to zero"),
         ("llama", ["--blocks=model.layer"], "there is no 'model.layer' in LlamaForCausalLM"),
         ("bert", ["--blocks=bert.encoder.layer"], "new='copy'"),
-        ("none", [], "lacks config.json or *.safetensors"),
+        ("llama", ["--zero=[o_proj]"], "returns other outputs with a new block whose o_proj are zero"),
+        ("scaled by index", ["--blocks=transformer.h"], "its blocks depend on their index"),
+        ("none", [], "lacks config.json, model.safetensors"),
     ],
 )
 def test_what_cannot_be_expanded_is_refused_in_one_line_and_leaves_nothing(
     name: str, arguments: list[str], problem: str, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if name in CASES:
-        write(CASES[name], Path("small"))
+    if name in REFUSED:
+        write(REFUSED[name], Path("small"))
     with pytest.raises(SystemExit):
         main(["expand", "small", "--blocks=model.layers", "--out=deep", *arguments])
 

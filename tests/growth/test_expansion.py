@@ -1,5 +1,9 @@
 """Block expansion: new blocks that change nothing at first, in networks of transformers and timm, and of one's own."""
 
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +120,7 @@ class Waiting(Scaled):
 class Plain(nn.Module):
     """Blocks one behind the other."""
 
-    def __init__(self, block: type[nn.Module] = Scaled) -> None:
+    def __init__(self, block: Callable[[], nn.Module] = Scaled) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(block() for _ in range(2))
 
@@ -124,6 +128,66 @@ class Plain(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+class Ended(Plain):
+    """Network of residual blocks without a config, whose outputs are in `pack`; `last` is the end of each branch."""
+
+    def __init__(self, last: nn.Module | None = None, pack: Callable[[Tensor], Any] = lambda x: x) -> None:
+        super().__init__(partial(Branch, last or nn.Identity()))
+        self.pack = pack
+
+    def forward(self, x: Tensor) -> Any:
+        return self.pack(super().forward(x))
+
+
+class Branch(nn.Module):
+    """Residual block with a layer `out`, and another one of that name within a part."""
+
+    def __init__(self, last: nn.Module) -> None:
+        super().__init__()
+        self.part = nn.ModuleDict({"out": nn.Linear(4, 4, bias=False)})
+        self.out = nn.Linear(4, 4, bias=False)
+        self.last = last
+        self.step = nn.Parameter(torch.tensor(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last(self.out(self.part["out"](x)))
+
+
+def test_a_found_parameter_stands_for_itself_alone_and_new_blocks_learn_what_they_do_not_share() -> None:
+    network = Ended()
+    shared = network.blocks[0].part.out = network.blocks[1].part.out
+    stack(network, "blocks", order=[0, 1, 1], new="zero", zero="auto", example=X, freeze="old")
+
+    new = network.blocks[2]
+    assert new.part.out is shared and shared.weight.any() and not new.out.weight.any()
+    assert [p for p in network.parameters() if p.requires_grad] == [new.out.weight]
+
+
+class Scheduled(Ended):
+    """Network with a number for each block, which it does not call so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, factor in zip(self.blocks, (0.5, 2.0), strict=True):
+            x = block(factor * x)
+        return x
+
+
+def test_a_network_whose_second_pass_raises_stays_as_it_was() -> None:
+    network = Scheduled()
+    network.n_layer, blocks = 2, list(network.blocks)
+    with pytest.raises(ValueError, match="zip"):
+        stack(network, "blocks", to=4, new="zero", zero="out", example=X)
+    assert network.n_layer == 2 and list(network.blocks) == blocks
+    network(X)
+
+
+def tied(network: Any) -> Any:
+    """Let two blocks behind the first one share a layer."""
+    network.blocks.append(copy.deepcopy(network.blocks[1]))
+    network.blocks[2].out = network.blocks[1].out
+    return network
 
 
 class Counted(Plain):
@@ -140,7 +204,15 @@ class Idle(Plain):
         return x
 
 
+@dataclass
+class Boxed:
+    """Output of a network in a field."""
+
+    y: Tensor
+
+
 X = torch.ones(2, 3, 4)
+PART: dict[str, Any] = {"new": "zero", "zero": ["step"], "example": X}
 AUTO: dict[str, Any] = {"new": "zero", "zero": "auto", "example": X}
 
 
@@ -154,6 +226,11 @@ AUTO: dict[str, Any] = {"new": "zero", "zero": "auto", "example": X}
         (Counted, "blocks", {"freeze": "new"}, "freeze must be 'old' or None"),
         (lambda: Plain(Waiting), "blocks", AUTO, "does not run rare.weight, rare.bias of a block"),
         (Idle, "blocks", AUTO, "does not run a block"),
+        (lambda: tied(Ended()), "blocks", AUTO, "'out' is shared among blocks"),
+        (lambda: Ended(nn.ReLU()), "blocks", AUTO, "out.weight then have no gradient and never learn"),
+        (lambda: Ended(pack=lambda x: {"y": {"z": x}}), "blocks", PART, "Ended returns other outputs than before"),
+        (lambda: Ended(pack=Boxed), "blocks", PART, "Ended returns other outputs than before"),
+        (lambda: Ended(pack=str), "blocks", AUTO, "returns a str without tensors that can be compared"),
     ],
 )
 def test_what_cannot_be_expanded_is_refused_in_one_line_and_stays(
