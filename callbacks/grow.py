@@ -211,10 +211,12 @@ class Grow(Callback):
         return {"ungrown": "wait"} | ({"built in": StaticController([seeds])} if seeds else {})
 
     @property
-    def affordable_batches(self) -> int:
-        """Training batches of the network as it is now that cost the FLOPs of the training so far."""
-        flops = self._pool.env.flops.with_seeds(self._blended)
-        return round(self.flops_spent / max(1, flops))  # 0 for a network of operators that torch does not count
+    def affordable_batches(self) -> dict[str, int]:
+        """Training batches of each of the controls that cost the FLOPs of the training so far, by name."""
+        networks = {"ungrown": [], "built in": self._blended}
+        flops = {name: self._pool.env.flops.with_seeds(seeds) for name, seeds in networks.items()}
+        # 0 for a network of operators that torch does not count
+        return {name: round(self.flops_spent / max(1, count)) for name, count in flops.items()}
 
     @property
     def _blended(self) -> list[SeedSlot]:
@@ -668,9 +670,10 @@ class Grow(Callback):
             seeds = f"seeds: {kept} kept, {sum(slot.live for slot in env.slots)} open"
             print_status(f"Grow: {self.network_name} has {sizes} without seeds; {seeds}")
             if self._blended and not isinstance(self.decider, StaticController):
+                ungrown, built_in = self.affordable_batches.values()
                 print_status(
-                    f"Grow: {self.batches_seen:,} training batches cost the FLOPs of {self.affordable_batches:,} with "
-                    f"these seeds built in; compare with the deciders in Grow.controls"
+                    f"Grow: {self.batches_seen:,} training batches cost the FLOPs of {built_in:,} with these seeds "
+                    f"built in, and of {ungrown:,} without; compare with the deciders in Grow.controls"
                 )
 
 

@@ -96,7 +96,7 @@ def grow(
         lr: Learning rate.
         loss: Function of outputs and targets.
         controls: Train copies of the network as it is given, too, on the same data. `ungrown`: nothing grows. `built
-            in`: all seeds of the end are in it from the first batch on. `built in, equal FLOPs`: the same, for as many
+            in`: all seeds of the end are in it from the first batch on. `…, equal FLOPs`: each of them for as many
             batches as have the training FLOPs of growth.
         folder: Folder for a CSV log of each training, of which `report` makes a page. None: nothing is written.
         accelerator: Device, as Lightning's Trainer names it.
@@ -154,8 +154,8 @@ def grow(
         for name, decider in growing.controls.items():
             print_status(f"control: {name}")
             _, curves[name] = train(name, copy_module(original), decider)
-            if name == "built in":
-                limit, equal = growing.affordable_batches, f"{name}, equal FLOPs"
+            limit, equal = growing.affordable_batches[name], f"{name}, equal FLOPs"
+            if limit != growing.batches_seen:  # they are equal where nothing has grown
                 print_status(f"control: {equal}")
                 _, curves[equal] = train(equal, copy_module(original), decider, max_steps=limit)
         for name, values in {"grown": accuracy, **curves}.items():

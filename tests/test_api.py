@@ -142,9 +142,12 @@ def test_the_controls_are_trained_on_copies_and_change_nothing(
 
     assert ungrown.seeds == {} and names(ungrown.network) == names(network_of_digits())
     assert compared.accuracy == alone.accuracy and compared.seeds == alone.seeds and alone.controls == {}
-    assert list(compared.controls) == ["ungrown", "built in", "built in, equal FLOPs"]
+    equal_flops = [f"{name}, equal FLOPs" for name in ("ungrown", "built in")]
+    assert list(compared.controls) == ["ungrown", equal_flops[0], "built in", equal_flops[1]]
     assert compared.controls["ungrown"] == ungrown.accuracy
     whole, equal = compared.controls["built in"], compared.controls["built in, equal FLOPs"]
+    longer = compared.controls["ungrown, equal FLOPs"]
+    assert longer[:6] == ungrown.accuracy and len(longer) > 6, "the same training goes on"
     assert len(whole) == len(equal) == 6 and equal[:5] == whole[:5], "the same training, which ends within an epoch"
     said = capsys.readouterr().out
     for name, values in {"grown": compared.accuracy, **compared.controls}.items():

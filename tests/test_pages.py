@@ -136,7 +136,7 @@ SLOW_PROGRAMS = [
     Programs("docs/guides/ppo.md", needs=("gymnasium",)),
 ]
 FAST_PROGRAMS = [
-    Programs("README.md", slice(1), said=("norm PROBATIONARY → FOSSILIZED", "built in, equal FLOPs: ")),
+    Programs("README.md", slice(1), said=("norm PROBATIONARY → FOSSILIZED", "built in: ")),
     Programs("docs/guides/seeds.md", file="by_hand.py", said=(*guide("seeds").blocks(""), "layer='2', reason='')")),
     Programs("docs/guides/expand.md", needs=("transformers",)),
     Programs("docs/guides/your_own.md", said=("'layer1', 'layer2'", "[320, 3, 32, 32]")),

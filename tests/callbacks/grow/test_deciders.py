@@ -47,14 +47,17 @@ def test_the_controls_are_the_ungrown_network_and_the_grown_one_complete_from_th
     assert list(controls) == ["ungrown", "built in"] and controls["ungrown"] == "wait"
     host, whole = (flops_of(network) for network in (classifier().net, grown.net))
     batches = callback.batches_seen // 6
-    assert callback.affordable_batches == round((3 * batches * host + 3 * batches * whole) / whole)
-    assert f"{callback.batches_seen} training batches cost the FLOPs of {callback.affordable_batches} with" in told
+    spent = 3 * batches * host + 3 * batches * whole
+    affordable = {"ungrown": round(spent / host), "built in": round(spent / whole)}
+    assert callback.affordable_batches == affordable
+    assert f"{callback.batches_seen} training batches cost the FLOPs of {affordable['built in']} with" in told
+    assert f"and of {affordable['ungrown']} without" in told
 
     static, again = classifier(), grow(decider=controls["built in"])
     train(static, again, epochs=2)
     slot, _ = again.growing.slots.values()
     assert (slot.stage, slot.blueprint, slot.age, slot.alpha_now) == (Stage.FOSSILIZED, "conv_light", 1, 1.0)
-    assert again.affordable_batches == again.batches_seen
+    assert again.affordable_batches["built in"] == again.batches_seen
     assert "cost the FLOPs" not in capsys.readouterr().out
 
 
