@@ -32,13 +32,12 @@ from esper_lightning.runtime.checkpoint import (
     RULES_KEY,
     SCHEMA,
     SCHEMA_KEY,
-    DivergedError,
     check_finite,
     check_identity,
     check_policy,
     differences,
 )
-from esper_lightning.runtime.console import print_status
+from esper_lightning.runtime.console import DivergedError, print_status
 from esper_lightning.runtime.limits import has_end, share_of_training
 from esper_lightning.runtime.ranks import ALONE
 from esper_lightning.runtime.serialization import load_settings

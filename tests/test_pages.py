@@ -23,7 +23,8 @@ from torchvision.utils import save_image
 from esper_lightning.__main__ import main
 from esper_lightning.callbacks import Grow, Stack
 from esper_lightning.callbacks.plans import Progress
-from esper_lightning.cli.commands import COMMANDS, command_parser, make_cli
+from esper_lightning.cli.commands import make_cli
+from esper_lightning.cli.launch import COMMANDS, command_parser
 from esper_lightning.controllers.schedules import read_schedule
 from esper_lightning.envs.rewards import RewardConfig, SlotStatus, compute_terms
 from esper_lightning.growth import Stage, stack

@@ -1,16 +1,15 @@
-"""Command line: LightningCLI with `fit`, `validate` and `test`, and the small commands, which are functions."""
+"""Command line: LightningCLI with `fit`, `validate` and `test`, and commands that are functions and need torch."""
 
 import csv
 import json
 import os
 import shlex
-import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from zipfile import is_zipfile
 
 import torch
@@ -25,7 +24,7 @@ from torch import nn
 from torch.distributed import is_torchelastic_launched
 
 from esper_lightning.callbacks import DEFAULT_CALLBACKS, Governor
-from esper_lightning.cli.expand import expand
+from esper_lightning.cli.launch import PROGRAM, SUBCOMMANDS, OneLineParser
 from esper_lightning.datamodules import HostPoolData
 from esper_lightning.envs import HostPool, StepResult
 from esper_lightning.envs.governor import GovernorConfig
@@ -41,11 +40,10 @@ from esper_lightning.module import TamiyoModule
 from esper_lightning.runtime.console import print_status
 from esper_lightning.runtime.nested import iter_tensors
 from esper_lightning.runtime.ranks import Ranks, local_world
-from esper_lightning.runtime.registry import config_paths, find_config, is_of_this_package
+from esper_lightning.runtime.registry import find_config, is_of_this_package
 from esper_lightning.telemetry.events import EVENTS_FILE, STACK_FILE, EventLog
 from esper_lightning.telemetry.observer import Observer, join, observe, started
 
-PROGRAM = "esper-lightning"
 CHECKPOINTS_FOLDER = "checkpoints"
 """Subfolder of a run folder in which Lightning saves checkpoints."""
 
@@ -62,17 +60,8 @@ THREADS_HELP = """Threads that torch may use for one operator on the CPU. Operat
 are too short to split: on a busy machine waiting threads made such a run ten times slower. Raise it for large hosts."""
 
 
-class Parser(LightningArgumentParser):
-    """Argument parser whose error is one line, without the usage of 200 options; a part of a name is unknown."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **settings)
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if not self.exit_on_error:
-            raise ArgumentError(None, message) from ex
-        print(f"error: {' '.join(message.split())}", file=sys.stderr)
-        raise SystemExit(2)
+class Parser(OneLineParser, LightningArgumentParser):
+    """Parser of the settings of a run."""
 
 
 class SaveFitConfig(SaveConfigCallback):
@@ -93,8 +82,7 @@ class EsperCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the subcommands that a policy has: `predict` is for models of single samples."""
-        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name != "predict"}
+        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name in SUBCOMMANDS}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--threads_per_operator", type=PositiveInt, default=1, help=THREADS_HELP)
@@ -371,60 +359,3 @@ def changed_settings(config: Mapping[str, Any]) -> str:
     except (ArgumentError, ValueError, LookupError) as error:  # of another version, or of classes that are not here
         return f"config.yaml cannot be read here: {' '.join(str(error).split())}"
     return cli.parser.dump(cli.config, skip_default=True)
-
-
-def configs() -> None:
-    """List the configs that come with the package, with their purpose."""
-    for path in config_paths():
-        print(f"{path.stem:18} {path.read_text(encoding='utf-8').partition('# Purpose: ')[2].partition(chr(10))[0]}")
-
-
-def init(config: str) -> None:
-    """Copy a config of the package, with its comments, into the current folder.
-
-    Args:
-        config: Name of the config, as `digits`.
-    """
-    source = find_config(config)
-    if Path(source.name).exists():
-        raise ValueError(f"{source.name!r} exists already; rename or remove it first")
-    shutil.copyfile(source, source.name)
-    print(f"written to {source.name}")
-
-
-COMMANDS: dict[str, Callable[..., object]] = {
-    "grow": grow,
-    "export": export_network,
-    "expand": expand,
-    "report": report,
-    "configs": configs,
-    "init": init,
-}
-"""Commands that are functions, by name."""
-
-
-def command_parser(name: str, **settings: Any) -> Parser:
-    """Return the parser of a command that is a function."""
-    command = COMMANDS[name]
-    description = (command.__doc__ or "").partition("\n")[0]
-    parser = Parser(prog=f"{PROGRAM} {name}", description=description, **settings)
-    if command is report:  # several folders, where a list among the others would be written as [a, b]
-        parser.add_argument("runs", nargs="*", help="folders of loggers; none: the newest run below `runs`")
-    # Not by `auto_cli`, which drops an argument that is called config.
-    parser.add_function_arguments(command, as_group=False, as_positional=True, skip={"runs"})
-    return parser
-
-
-def run(args: list[str]) -> None:
-    """Run the command line with the arguments behind the program's name."""
-    if args and args[0] in COMMANDS:
-        COMMANDS[args[0]](**command_parser(args[0]).parse_args(args[1:]).as_dict())
-        return
-    # One form for both: a config may be named by its name in the package.
-    args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
-    args = [
-        str(find_config(arg)) if before in ("--config", "-c") else arg
-        for before, arg in zip(["", *args], args, strict=False)
-    ]
-    epilog = f"Further commands, each with its own --help: {', '.join(COMMANDS)}."
-    make_cli(args, parser_kwargs={"prog": PROGRAM, "epilog": epilog})

@@ -15,7 +15,7 @@ from esper_lightning.ppo.losses import PPOConfig, discounted_sums, gae, normalis
 from esper_lightning.ppo.policy import Policy, RecurrentState
 from esper_lightning.ppo.rollout_buffer import Rollout, RolloutBuffer, Steps
 from esper_lightning.ppo.running_norm import ObservationNorm, RunningMeanStd
-from esper_lightning.runtime.checkpoint import DivergedError
+from esper_lightning.runtime.console import DivergedError
 from esper_lightning.runtime.nested import map_tensors
 from esper_lightning.runtime.ranks import Ranks
 from esper_lightning.runtime.serialization import check_generator_state

@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
+from esper_lightning.runtime.console import DivergedError
 from esper_lightning.runtime.machine import CPU, versions
 from esper_lightning.runtime.nested import iter_tensors
 from esper_lightning.runtime.serialization import excerpt, generator_device, replace_durably
@@ -49,10 +50,6 @@ METADATA_KEY, VERSIONS_KEY = "policy", "versions"
 
 DESCRIBED = (SCHEMA_KEY, IDENTITY_KEY, MODULE_KEY, HYPER_PARAMETERS_KEY, "datamodule_hyper_parameters", RULES_KEY)
 """Parts of a checkpoint that the metadata of a policy file hold."""
-
-
-class DivergedError(ArithmeticError):
-    """Error of a run whose policy, or all data to learn from, is not finite; the message names a setting to change."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

@@ -1,4 +1,4 @@
-"""Output on the terminal: status lines, a console that is wide enough for tables, fewer messages of Lightning."""
+"""What a run tells its user: status lines, tables, why it has ended; and fewer messages of Lightning."""
 
 import logging
 import warnings
@@ -27,6 +27,10 @@ NOISY_LOGGERS = (
 
 def keep_record(record: logging.LogRecord) -> bool:
     return not any(words in record.getMessage() for words in IGNORED_MESSAGES)
+
+
+class DivergedError(ArithmeticError):
+    """Error of a run whose policy, or all data to learn from, is not finite; the message names a setting to change."""
 
 
 @contextmanager
