@@ -559,9 +559,16 @@ class Grow(Callback):
         Averages of accumulated gradients are accumulated averages, so this may follow every backward pass.
         """
         seeds = [slot.seed for slot in self._pool.env.slots if slot.occupied and trainer.world_size > 1]
-        for parameter in (parameter for seed in seeds for parameter in seed.parameters() if parameter.requires_grad):
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = trainer.strategy.reduce(gradient, reduce_op="mean")
+        learning = [parameter for seed in seeds for parameter in seed.parameters() if parameter.requires_grad]
+        # In one piece for each type of number, because Lightning waits for all processes before each.
+        for dtype in {parameter.dtype: None for parameter in learning}:
+            parameters = [parameter for parameter in learning if parameter.dtype == dtype]
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            joined = trainer.strategy.reduce(torch.cat([x.flatten() for x in gradients]), reduce_op="mean")
+            for gradient, mean in zip(gradients, joined.split([x.numel() for x in gradients]), strict=True):
+                gradient.copy_(mean.view_as(gradient))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measure gradients before a validation, unscaled and before clipping: Lightning releases them first."""

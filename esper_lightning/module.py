@@ -329,17 +329,18 @@ class TamiyoModule(LightningModule):
         logged["hp_metric"] = logged["val/objective"]
         if self.trainer.state.fn == TrainerFn.FITTING:
             logged["step"] = torch.tensor(float(self.collector.ticks))  # the loggers' x-axis
+        logged = {name: value.to(self.device) for name, value in logged.items()}  # NCCL reduces nothing on the CPU
         self.log_dict(logged, batch_size=1, sync_dist=self.ranks.world > 1)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Compare the policy with baselines on fresh hosts and test data; see `EvaluationConfig`."""
         folder = Path(self.trainer.log_dir or self.trainer.default_root_dir) / EVALUATION_FOLDER
-        if not self.trainer.is_global_zero:
-            return  # one process compares; the others wait for it
-        with self._hosts(batch) as data:
-            trained = LearnedController(self.policy, self.observation_norm, training_seed=data.seed)
-            settings = {**self.hparams, **data.hparams}
-            self.results = compare(self.evaluation, data, trained, folder=folder, settings=settings)
+        if self.trainer.is_global_zero:  # one process compares; the others wait for it
+            with self._hosts(batch) as data:
+                trained = LearnedController(self.policy, self.observation_norm, training_seed=data.seed)
+                settings = {**self.hparams, **data.hparams}
+                self.results = compare(self.evaluation, data, trained, folder=folder, settings=settings)
+        self.ranks.wait_for_first()
         for task, result in self.results.items():
             prefix = f"test/{task}/" if len(self.results) > 1 else "test/"
             means = result.reference.mean_metrics() | {

@@ -157,17 +157,19 @@ def measure_flops(host: nn.Module, sample: ExampleInput) -> HostFlops:
 @contextmanager
 def plain_operators() -> Iterator[None]:
     """Compute attention, transformer and recurrent layers as matrix products, which FlopCounter counts."""
-    mha, mkldnn = torch.backends.mha, torch.backends.mkldnn
-    before = mha.get_fastpath_enabled(), mkldnn.enabled
-    with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
+    mha, libraries = torch.backends.mha, (torch.backends.mkldnn, torch.backends.cudnn)
+    before = mha.get_fastpath_enabled(), [library.enabled for library in libraries]
+    with sdpa_kernel(SDPBackend.MATH):
         mha.set_fastpath_enabled(False)
-        # mkldnn.flags would also set the precision, with a warning.
-        mkldnn.enabled = False  # pyright: ignore[reportAttributeAccessIssue]
+        # Their `flags` would also set the precision, and raise where the user has set it by the newer interface.
+        for library in libraries:
+            library.enabled = False  # pyright: ignore[reportAttributeAccessIssue]
         try:
             yield
         finally:
             mha.set_fastpath_enabled(before[0])
-            mkldnn.enabled = before[1]  # pyright: ignore[reportAttributeAccessIssue]
+            for library, enabled in zip(libraries, before[1], strict=True):
+                library.enabled = enabled  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @torch.no_grad()

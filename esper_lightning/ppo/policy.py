@@ -32,6 +32,7 @@ from esper_lightning.ppo.distribution import (
     masked_log_softmax,
     select_row,
 )
+from esper_lightning.runtime.machine import FLOAT32_PARTS
 from esper_lightning.runtime.nested import map_tensors
 
 SMALL_GAIN = 0.01
@@ -248,11 +249,14 @@ class RecurrentState(NamedTuple):
 
 
 def use_ieee_float32() -> None:
-    """Let cuDNN compute float32 without rounding to TF32, in the whole process.
+    """Let cuBLAS and cuDNN compute float32 without rounding to TF32, in the whole process.
 
     Acting and learning use different kernels; with different rounding the probability ratio would not begin at 1.
     """
-    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False  # the former interface, which torch itself reads and compares with the new
+    torch.set_float32_matmul_precision("highest")
+    for part in FLOAT32_PARTS:
+        part.fp32_precision = "ieee"
 
 
 def pool_rows(rows: Tensor, present: Tensor) -> Tensor:  # [..., n, C] -> [..., 2·C]

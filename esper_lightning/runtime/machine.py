@@ -18,6 +18,9 @@ from esper_lightning import __version__
 
 CPU = torch.device("cpu")
 
+FLOAT32_PARTS: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+"""Parts of torch that may round float32 to TF32 on a GPU, by their `fp32_precision`."""
+
 Phase = Literal["train", "validate", "policy", "update", "governor", "bookkeeping", "telemetry"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 """Names of all phases. With executor streams `train` includes the validation, which overlaps it."""
@@ -30,8 +33,13 @@ OUT_OF_MEMORY_TEXTS = (
     "Storage size calculation overflowed",
     "numel: integer multiplication overflow",
     "Overflow when unpacking long",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "nable to find an engine to execute this computation",
 )
-"""Texts in the RuntimeErrors that torch raises if the CPU is out of memory, or if a tensor would be larger than any."""
+"""Texts in the RuntimeErrors that torch raises if memory is short: of the CPU, of CUDA and its libraries, or any."""
 
 
 def total_memory(device: torch.device = CPU) -> int:

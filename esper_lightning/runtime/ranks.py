@@ -8,6 +8,7 @@ same order, whatever happens on it alone. With one rank nothing is sent.
 import io
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from esper_lightning.runtime.machine import CPU
+
+LONGEST_WAIT = timedelta(days=7)
 
 Record = TypeVar("Record")
 Rows = TypeVar("Rows", Tensor, list)
@@ -51,6 +54,7 @@ class Ranks:
         self.sizes, self.total = list(sizes), sum(sizes)
         self.own = self.own_of(rank)
         self._cpu_group: Any = None
+        self._own_on: dict[torch.device, Tensor] = {}  # `own` on each device: its upload would wait for a GPU
 
     def own_of(self, rank: int) -> list[int]:
         """Return the environments of a rank."""
@@ -65,7 +69,10 @@ class Ranks:
         if self.world == 1:
             return everything
         if isinstance(everything, Tensor):
-            return everything.index_select(axis, torch.tensor(self.own, device=everything.device))
+            device = everything.device
+            if device not in self._own_on:
+                self._own_on[device] = torch.tensor(self.own, device=device)
+            return everything.index_select(axis, self._own_on[device])
         return [everything[i] for i in self.own]
 
     def join(self, parts: Sequence[Rows], axis: int = 0) -> Rows:
@@ -141,6 +148,13 @@ class Ranks:
         records: list[Any] = [None] * self.world
         dist.all_gather_object(records, record, group=self._group())
         return records
+
+    def wait_for_first(self) -> None:
+        """Wait on every rank until rank 0 calls this, too, for as long as a week: a group gives up after minutes."""
+        if self.world > 1:
+            group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
+            dist.barrier(group=group)
+            dist.destroy_process_group(group)
 
     def _group(self, values: Tensor | None = None) -> Any:
         """Return the process group for a tensor; None: the default one. NCCL sends nothing that is on the CPU."""

@@ -13,7 +13,7 @@ from esper_lightning.envs import ActionSpace, Masks, Op
 from esper_lightning.envs.observation import RowSizes
 from esper_lightning.envs.vector_env import ChoiceSpace, Observation
 from esper_lightning.ppo.distribution import HostDistribution, host_table_shapes
-from esper_lightning.ppo.policy import Policy, PolicyConfig, PolicyShape, RecurrentState, use_ieee_float32
+from esper_lightning.ppo.policy import Policy, PolicyConfig, PolicyShape, RecurrentState
 from tests.decisions import CPU
 
 TICKS, ENVS, WIDTH, OPS = 5, 3, 16, len(Op)
@@ -198,14 +198,3 @@ def test_sizes_of_an_earlier_version_had_one_more_head() -> None:
 def test_impossible_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="width must be at least 2, got 1"):
         PolicyConfig(width=1)
-
-
-def test_the_policy_of_a_run_is_not_rounded_to_tf32() -> None:
-    unchanged = torch.backends.cudnn.allow_tf32
-    try:
-        torch.backends.cudnn.allow_tf32 = True
-        use_ieee_float32()
-        assert not torch.backends.cudnn.allow_tf32
-        assert torch.backends.cudnn.rnn.fp32_precision != "tf32"
-    finally:
-        torch.backends.cudnn.allow_tf32 = unchanged

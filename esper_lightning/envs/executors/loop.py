@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from esper_lightning.growth.counterfactual import (
 from esper_lightning.growth.gates import NO_GRADIENT
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.stages import Stage
-from esper_lightning.runtime.machine import PhaseClock, first_line, is_out_of_memory
+from esper_lightning.runtime.machine import FLOAT32_PARTS, PhaseClock, first_line, is_out_of_memory
 from esper_lightning.runtime.nested import BATCH_LENGTH_ERRORS, copy_module
 from esper_lightning.tasks import Batches, Split, Task, fetch
 
@@ -92,10 +93,10 @@ class LoopExecutor:
     def kernels(self, device: torch.device) -> Iterator[None]:
         """Choose the kernels of hosts on `device` by the settings; torch has one choice for the whole process."""
         # Torch lets cuDNN round float32 to TF32 by default, and matrix products not.
-        tf32 = self.training.precision == "tf32"
-        settings = [(torch.backends.mkldnn, "enabled", self.training.onednn)]
-        if device.type == "cuda":
-            settings += [(part, "allow_tf32", tf32) for part in (torch.backends.cudnn, torch.backends.cuda.matmul)]
+        precision = "tf32" if self.training.precision == "tf32" else "ieee"
+        settings: list[tuple[Any, str, Any]] = [(torch.backends.mkldnn, "enabled", self.training.onednn)]
+        if device.type == "cuda":  # the former interface, allow_tf32, raises where the user has set the new one
+            settings += [(part, "fp32_precision", precision) for part in FLOAT32_PARTS]
         previous = [getattr(part, name) for part, name, _ in settings]
         try:
             for part, name, value in settings:

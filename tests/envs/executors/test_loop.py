@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.executors import LoopExecutor, loop
+from esper_lightning.envs.executors import loop
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
@@ -100,23 +100,6 @@ def test_the_switch_of_convolutions_is_left_as_it_was(
 
     assert used == [not before] * 2, "in training and in validation"
     assert torch.backends.mkldnn.enabled is before
-
-
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
-def test_hosts_on_a_gpu_round_to_tf32_only_if_it_is_set(precision: str, before: bool) -> None:
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    unchanged = cudnn.allow_tf32, matmul.allow_tf32
-    try:
-        cudnn.allow_tf32 = matmul.allow_tf32 = before
-        executor = LoopExecutor(Digits(), HostTraining(precision=precision))
-        with executor.kernels(torch.device("cuda")):
-            assert (cudnn.allow_tf32, matmul.allow_tf32) == (precision == "tf32",) * 2
-        with executor.kernels(torch.device("cpu")):
-            assert cudnn.allow_tf32 is before
-        assert (cudnn.allow_tf32, matmul.allow_tf32) == (before, before)
-    finally:
-        cudnn.allow_tf32, matmul.allow_tf32 = unchanged
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
