@@ -18,6 +18,7 @@ from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
+    LearningRateFinder,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -198,8 +199,6 @@ class Stack(Callback):
 
         def grow_and_load(checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
             path = Path(strategy.broadcast(checkpoint_path))
-            if ends_trial(trainer):
-                return load(checkpoint_path, weights_only=weights_only)
             file = path / _METADATA_FILENAME if path.is_dir() else path
             saved = torch.load(file, "cpu", mmap=True, weights_only=weights_only)
             depths = saved.get("callbacks", {}).get(self.state_key, {}).get("depths", [self.built.depth])
@@ -272,12 +271,14 @@ class Stack(Callback):
                 f"it has grown; let it run those of the list alone"
             )
         grows_alone = (Grow,) if isinstance(trainer.strategy, DDPStrategy) else ()
-        reason = "does not follow a network whose depth grows here"
+        conflicts = dict.fromkeys((*CONFLICTING_CALLBACKS, *grows_alone), "does not follow a network that grows here")
+        if isinstance(trainer.strategy, ModelParallelStrategy):
+            conflicts[LearningRateFinder] = "is not undone by Lightning where parameters are sharded"
         check_trainer(
             "Stack",
             trainer,
             module,
-            dict.fromkeys((*CONFLICTING_CALLBACKS, *grows_alone), reason),
+            conflicts,
             strategies=(ModelParallelStrategy,),
         )
         if isinstance(trainer.strategy, ModelParallelStrategy) and trainer.strategy.device_mesh.size(1) > 1:

@@ -592,6 +592,10 @@ class Forgetful(LitGPT):
         return torch.optim.SGD(self.net.tokens.parameters(), lr=0.1)
 
 
+class Sized(LitGPT):
+    batch_size = 1
+
+
 class ByHand(LitGPT):
     """Its loss is not one of torch's, so that no targets are known."""
 
@@ -611,7 +615,7 @@ class ByHand(LitGPT):
         (Unlike, {}, {}, "'net.blocks' .*blocks 0 and 3 differ in their parameters or shapes"),
         (Forgetful, {}, {}, "no optimizer holds parameter 'norm1.weight' of block 0"),
         (Averaging, {}, {}, ".*AveragedModel, which does not grow along"),
-        (LitGPT, {}, {"beside": [BatchSizeFinder()]}, ".*BatchSizeFinder does not follow"),
+        (Sized, {}, {"beside": [BatchSizeFinder()]}, ".*BatchSizeFinder does not follow"),
         (LitGPT, {}, {"max_epochs": -1}, "the training has no end to take a share of"),
         (LitGPT, {}, {"strategy": "fsdp"}, "FSDPStrategy keeps parameters in a form that cannot grow"),
         (ByHand, {"plan": "scaling"}, {}, "the plan needs the number of targets of a batch, .*; give at, or a plan"),
