@@ -271,7 +271,9 @@ class Stack(Callback):
                 f"it has grown; let it run those of the list alone"
             )
         grows_alone = (Grow,) if isinstance(trainer.strategy, DDPStrategy) else ()
-        conflicts = dict.fromkeys((*CONFLICTING_CALLBACKS, *grows_alone), "does not follow a network that grows here")
+        conflicts: dict[type, str] = dict.fromkeys(
+            (*CONFLICTING_CALLBACKS, *grows_alone), "does not follow a network whose depth grows here"
+        )
         if isinstance(trainer.strategy, ModelParallelStrategy):
             conflicts[LearningRateFinder] = "is not undone by Lightning where parameters are sharded"
         check_trainer(
@@ -590,7 +592,8 @@ class LoadHook:
         trainer = self.callback._loading
         restores = trainer is not None and trainer._checkpoint_connector._loaded_checkpoint
         self.callback._was_loaded |= not restores
-        self.callback._resumes |= bool(restores) and not ends_trial(trainer)
+        if trainer is not None and restores:
+            self.callback._resumes |= not ends_trial(trainer)
         for built in self._lists_of(modules) if trainer is not None else ():
             before, depth = built.depth, saved - built.found.before - built.found.behind
             if depth != before and 0 < depth <= built.most:
