@@ -1,9 +1,11 @@
 """Checks of a training of the user before `Grow` or `Stack` changes its network, and the moment at which they run."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.call import _call_configure_model
 from lightning.pytorch.trainer.states import TrainerFn
@@ -13,6 +15,21 @@ from torch.optim.swa_utils import AveragedModel
 def is_validation_of_fit(trainer: Trainer) -> bool:
     """Return True if a validation is one of a training, and no trial before it."""
     return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+
+
+def ends_trial(trainer: Trainer) -> bool:
+    """Return True while a finder of Lightning loads the file of its own that undoes its trial."""
+    return Path(trainer.ckpt_path or "").name.startswith((".lr_find_", ".scale_batch_size_"))
+
+
+def check_resumed(name: str, trainer: Trainer) -> None:
+    """Raise ValueError, which begins with `name`, if a finder has kept a checkpoint from being resumed."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, LearningRateFinder | BatchSizeFinder):
+            raise ValueError(
+                f"{name}: {type(callback).__name__} lets the trainer forget the checkpoint that it resumes; leave it "
+                f"out of a resumed run"
+            )
 
 
 def after_setup(trainer: Trainer, module: LightningModule, then: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from esper_lightning.callbacks.checks import after_setup, check_trainer, is_validation_of_fit
+from esper_lightning.callbacks.checks import after_setup, check_resumed, check_trainer, ends_trial, is_validation_of_fit
 from esper_lightning.callbacks.measuring import VariantMeter, first_rows, mean_over_processes
 from esper_lightning.callbacks.run_record import open_events, write_run_record
 from esper_lightning.controllers import check_methods
@@ -242,10 +242,11 @@ class Grow(Callback):
 
         def attach_first(checkpoint: dict[str, Any]) -> None:
             # Callbacks are restored after the module, whose weights are loaded strictly.
-            self._restored, self._resumes = checkpoint.get("callbacks", {}).get(self.state_key, {}), True
-            records = (self._restored or {}).get("attached", [])
-            attach_at(network, records)
-            attach_from_state_dict(network, checkpoint["state_dict"], prefix=f"{self.network_name}.")
+            if not ends_trial(trainer):  # in which nothing grows
+                self._restored, self._resumes = checkpoint.get("callbacks", {}).get(self.state_key, {}), True
+                records = (self._restored or {}).get("attached", [])
+                attach_at(network, records)
+                attach_from_state_dict(network, checkpoint["state_dict"], prefix=f"{self.network_name}.")
             load(checkpoint)
 
         vars(pl_module)["on_load_checkpoint"] = attach_first
@@ -292,6 +293,8 @@ class Grow(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.optimizer = find_optimizer(trainer, self.network, str(self.network_name))
         self._growing: GrowingNetwork | None = None
+        if self._resumes:
+            check_resumed("Grow", trainer)
         slots = slots_of(self.network)
         if self._resumes and not self._restored and any(slot.occupied for slot in slots.values()):
             raise ValueError(

@@ -28,8 +28,9 @@ def write_run_record(folder: Path, trainer: Trainer) -> None:
 
 
 def open_events(trainer: Trainer, file: str) -> EventLog | None:
-    """Open a file of events in the folder of the trainer's logger. None: it has none, or this is no first process."""
-    folder = getattr(trainer.logger, "log_dir", None)  # Lightning wants it to be read on every rank
+    """Open a file of events in the folder of the first logger that has one. None: none has, or no first process."""
+    # Lightning wants folders to be read on every rank.
+    folder = next(filter(None, [getattr(logger, "log_dir", None) for logger in trainer.loggers]), None)
     if folder is None or not trainer.is_global_zero:
         return None
     Path(folder).mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
 from esper_lightning.callbacks.batch_cost import COUNT_ERRORS, BatchCost, measure_batch
-from esper_lightning.callbacks.checks import after_setup, check_trainer, is_validation_of_fit
+from esper_lightning.callbacks.checks import after_setup, check_resumed, check_trainer, ends_trial, is_validation_of_fit
 from esper_lightning.callbacks.grow import Grow
 from esper_lightning.callbacks.plans import Plan, Progress, Shares, make_plan
 from esper_lightning.callbacks.run_record import open_events, write_run_record
@@ -53,8 +53,8 @@ from esper_lightning.runtime.limits import has_end, share_of_training, timers_of
 from esper_lightning.runtime.nested import copy_module
 from esper_lightning.telemetry.events import SCHEMA, STACK_FILE, EventLog, Stacked, Started, Validated
 
-CONFLICTING_CALLBACKS = (BaseFinetuning, BatchSizeFinder, LearningRateFinder)
-"""Callbacks that rearrange parameter groups, or try steps before the training."""
+CONFLICTING_CALLBACKS = (BaseFinetuning, BatchSizeFinder)
+"""Callbacks that rearrange parameter groups, or try a size of the network that does not stay."""
 
 DEFAULT_SHARE = 0.3
 """Share of the training after which a network grows to its full depth, if nothing else is asked for."""
@@ -124,7 +124,7 @@ class Stack(Callback):
         self._lists: list[BuiltBlocks] = []  # that of the module, then those of its averaged copies
         self._loading: Trainer | None = None  # from the end of `setup` to the first batch: weights may be loaded
         self._was_loaded = False  # by the module itself, and not from a checkpoint of the Trainer
-        self._begins = False
+        self._begins = self._resumes = False
         self._handles: list[RemovableHandle] = []
         self._log: EventLog | None = None
         self._forget_training()
@@ -172,7 +172,7 @@ class Stack(Callback):
     def _begin(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         """Find the list, which the module may have built in its own `setup`, and take it down to its first blocks."""
         self._end_loading()
-        self._begins = stage == "fit" and trainer.global_step == 0
+        self._begins, self._resumes = stage == "fit" and trainer.global_step == 0, False
         self._lists = [self._find(each, trainer) for each in (module, *averages_of(trainer))]
         self.built, *averages = self._lists
         for each in averages:  # made of a network that was shallow already
@@ -271,12 +271,16 @@ class Stack(Callback):
                 f"it has grown; let it run those of the list alone"
             )
         grows_alone = (Grow,) if isinstance(trainer.strategy, DDPStrategy) else ()
-        reason = "does not follow a network whose depth grows here"
+        conflicts: dict[type, str] = dict.fromkeys(
+            (*CONFLICTING_CALLBACKS, *grows_alone), "does not follow a network whose depth grows here"
+        )
+        if isinstance(trainer.strategy, ModelParallelStrategy):
+            conflicts[LearningRateFinder] = "is not undone by Lightning where parameters are sharded"
         check_trainer(
             "Stack",
             trainer,
             module,
-            dict.fromkeys((*CONFLICTING_CALLBACKS, *grows_alone), reason),
+            conflicts,
             strategies=(ModelParallelStrategy,),
         )
         if isinstance(trainer.strategy, ModelParallelStrategy) and trainer.strategy.device_mesh.size(1) > 1:
@@ -314,7 +318,7 @@ class Stack(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         trainer = self._loading
-        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING or ends_trial(trainer):
             return
         self.depths, self.lr_peak = list(state_dict["depths"]), state_dict["lr_peak"]
         self.cost = BatchCost(**state_dict["cost"]) if state_dict.get("cost") else None
@@ -338,6 +342,8 @@ class Stack(Callback):
                 f"Stack: {self.name!r} was built a second time after setup; build it in __init__, setup or "
                 f"configure_model"
             )
+        if self._resumes:
+            check_resumed("Stack", trainer)
         with in_own_name():
             check_optimizers(trainer.optimizers, self.built.found.blocks)
         self._begins &= not trainer._checkpoint_connector._loaded_checkpoint
@@ -586,6 +592,8 @@ class LoadHook:
         trainer = self.callback._loading
         restores = trainer is not None and trainer._checkpoint_connector._loaded_checkpoint
         self.callback._was_loaded |= not restores
+        if trainer is not None and restores:
+            self.callback._resumes |= not ends_trial(trainer)
         for built in self._lists_of(modules) if trainer is not None else ():
             before, depth = built.depth, saved - built.found.before - built.found.behind
             if depth != before and 0 < depth <= built.most:

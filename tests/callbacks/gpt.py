@@ -7,7 +7,9 @@ from typing import Any
 import lightning as L
 import torch
 from lightning import Callback, Trainer
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
@@ -178,6 +180,32 @@ class EachBatch(Callback):
     def path(self, batches: int) -> Path:
         assert self.folder is not None
         return self.folder / f"{batches}.ckpt"
+
+
+class RateSearch(LearningRateFinder):
+    """Tries learning rates at the beginning of epochs, or without them before the training, and keeps none of them."""
+
+    def __init__(self, *epochs: int, **settings: Any) -> None:
+        super().__init__(num_training_steps=7, min_lr=0.01, **{"update_attr": False, **settings})
+        self.epochs, self.searches = epochs, 0
+
+    def lr_find(self, trainer: Trainer, pl_module: L.LightningModule) -> None:
+        self.searches += 1
+        super().lr_find(trainer, pl_module)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: L.LightningModule) -> None:
+        if not self.epochs:
+            self.lr_find(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch in self.epochs:
+            self.lr_find(trainer, pl_module)
+
+
+class NoFolder(DummyLogger):
+    """Logger without a folder of its own, as that of Weights & Biases."""
+
+    log_dir = None
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:

@@ -74,7 +74,12 @@ def weights(folder: Path, processes: int, run: Callable[..., object]) -> list[We
 
 
 def grown(
-    folder: Path, processes: int = 2, *, norm: bool = True, isolation: Isolation = "proximal", **settings: Any
+    folder: Path,
+    processes: int = 2,
+    *beside: Callback,
+    norm: bool = True,
+    isolation: Isolation = "proximal",
+    **settings: Any,
 ) -> list[Weights]:
     """Return the parameters of a CNN that was grown."""
 
@@ -83,12 +88,14 @@ def grown(
         if not norm:  # BatchNorm has statistics of its own in each process
             module.net[1] = nn.Identity()
         growth = grow(PLAN, horizon=9, lifecycle=replace(QUICK, embargo_ticks=0, isolation=isolation))
-        train(module, growth, Write(folder), data=SharedDigits(), **settings, **several)
+        train(module, growth, Write(folder), *beside, data=SharedDigits(), **settings, **several)
 
     return weights(folder, processes, run)
 
 
-def stacked(folder: Path, processes: int, plan: Any, resume_from: Path | None = None) -> list[Weights]:
+def stacked(
+    folder: Path, processes: int, plan: Any, *beside: Callback, resume_from: Path | None = None
+) -> list[Weights]:
     """Return the parameters of a GPT that was stacked."""
 
     def run(folder: Path, **several: Any) -> None:
@@ -98,7 +105,7 @@ def stacked(folder: Path, processes: int, plan: Any, resume_from: Path | None = 
                 part.p = 0.0  # one process draws other numbers for a batch than two do
         # Adam enlarges the rounding of gradients that are zero, such as those of key biases.
         settings = {"resume_from": resume_from, "precision": "64-true", **several}
-        gpt.train(module, Stack("net.blocks", start=2, plan=plan()), Write(folder, SAVED), **settings)
+        gpt.train(module, Stack("net.blocks", start=2, plan=plan()), Write(folder, SAVED), *beside, **settings)
 
     return weights(folder, processes, run)
 
@@ -139,8 +146,22 @@ def test_two_processes_train_what_one_trains_with_the_batches_of_both(tmp_path: 
 def test_two_processes_stack_the_network_of_one_and_go_on_from_a_checkpoint(plan: Any, tmp_path: Path) -> None:
     (alone,) = stacked(tmp_path / "alone", 1, plan)
     one, other = stacked(tmp_path / "two", 2, plan)
-    resumed, _ = stacked(tmp_path / "resumed", 2, plan, tmp_path / "two" / "saved.ckpt")
+    resumed, _ = stacked(tmp_path / "resumed", 2, plan, resume_from=tmp_path / "two" / "saved.ckpt")
 
     assert "net.blocks.3.mlp.0.weight" in alone
     assert difference(one, other) == difference(one, resumed) == 0.0
     assert difference(one, alone) < 1e-7
+
+
+@pytest.mark.parametrize("epochs", [(), (1, 3)])
+def test_a_search_for_the_learning_rate_changes_nothing_in_two_processes(
+    epochs: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a search writes a file here, and removes it
+    grown_without, _ = grown(tmp_path / "grown", epochs=6)
+    grown_with = grown(tmp_path / "grown, searched", 2, gpt.RateSearch(*epochs), epochs=6)
+    assert [difference(grown_without, of_rank) for of_rank in grown_with] == [0.0, 0.0]
+
+    stacked_without, _ = stacked(tmp_path / "stacked", 2, lambda: Shares(0.4))
+    stacked_with = stacked(tmp_path / "stacked, searched", 2, lambda: Shares(0.4), gpt.RateSearch(*epochs))
+    assert [difference(stacked_without, of_rank) for of_rank in stacked_with] == [0.0, 0.0]

@@ -10,15 +10,16 @@ import pytest
 import torch
 from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
     EMAWeightAveraging,
     LambdaCallback,
-    LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.tuner import Tuner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -30,6 +31,7 @@ from esper_lightning import from_config
 from esper_lightning.callbacks import Grow, Stack
 from esper_lightning.callbacks.plans import PolicyPlan, Progress, ScalingPlan
 from esper_lightning.evaluation.checkpoints import load_controller
+from esper_lightning.telemetry.events import Stacked, read_events
 from tests.callbacks.gpt import (
     BATCHES,
     EPOCHS,
@@ -37,6 +39,8 @@ from tests.callbacks.gpt import (
     LENGTH,
     EachBatch,
     LitGPT,
+    NoFolder,
+    RateSearch,
     equal,
     make,
     small,
@@ -239,6 +243,51 @@ def test_the_loggers_get_the_number_of_blocks_at_each_change(tmp_path: Path) -> 
     logger.experiment.flush()
     events = EventAccumulator(logger.log_dir).Reload().Scalars("stack/net.blocks")
     assert [(e.step, e.value) for e in events] == [(0, 2.0), (CHANGE, 2.0), (CHANGE, 4.0), (TOTAL, 4.0)]
+
+
+def test_the_folder_of_events_is_that_of_the_first_logger_that_has_one(tmp_path: Path) -> None:
+    loggers = [NoFolder(), CSVLogger(tmp_path, name="", version="csv")]
+
+    train(make(), stacked(), logger=loggers)
+
+    grown = [event for event in read_events(tmp_path / "csv" / "stack.jsonl") if isinstance(event, Stacked)]
+    assert [(event.tick, event.before, event.after) for event in grown] == [(CHANGE, 2, 4)]
+
+
+@pytest.mark.parametrize("epochs", [(), (0, 1)])
+def test_a_search_for_the_learning_rate_is_that_of_the_present_blocks_and_changes_nothing(
+    epochs: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected, without = make(), EachBatch()
+    train(expected, stacked(0.4), without)
+    said = capsys.readouterr().out
+
+    module, steps, search, growth = make(), EachBatch(), RateSearch(*epochs), stacked(0.4)
+    train(module, search, growth, steps, default_root_dir=tmp_path)
+
+    assert search.searches == (len(epochs) or 1)
+    assert steps.losses == without.losses and steps.depths == without.depths == [2] * 4 + [4] * 6
+    assert equal(weights(module), weights(expected)) and growth.batches == TOTAL
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("Stack")] == said.splitlines()
+
+
+def test_the_tuner_finds_a_learning_rate_for_the_first_blocks_before_the_training(tmp_path: Path) -> None:
+    module, made = make(), trainer(stacked(), default_root_dir=tmp_path)
+    first = {name: value.clone() for name, value in weights(module).items()}
+
+    found = Tuner(made).lr_find(module, num_training=7, update_attr=False)
+
+    assert found is not None and len(found.results["lr"]) == 7 and depth(module) == 2
+    assert all(torch.equal(value, first[name]) for name, value in weights(module).items())
+    made.fit(module)
+    assert depth(module) == 4 and made.global_step == TOTAL
+
+
+def test_a_search_for_the_learning_rate_is_refused_in_a_resumed_training(tmp_path: Path) -> None:
+    train(make(), stacked(), EachBatch(tmp_path))
+
+    with pytest.raises(ValueError, match=r"^Stack: RateSearch lets the trainer forget the checkpoint"):
+        train(make(), RateSearch(), stacked(), default_root_dir=tmp_path, resume_from=tmp_path / "3.ckpt")
 
 
 def flops_of(depth: int) -> int:
@@ -543,6 +592,10 @@ class Forgetful(LitGPT):
         return torch.optim.SGD(self.net.tokens.parameters(), lr=0.1)
 
 
+class Sized(LitGPT):
+    batch_size = 1
+
+
 class ByHand(LitGPT):
     """Its loss is not one of torch's, so that no targets are known."""
 
@@ -562,7 +615,7 @@ class ByHand(LitGPT):
         (Unlike, {}, {}, "'net.blocks' .*blocks 0 and 3 differ in their parameters or shapes"),
         (Forgetful, {}, {}, "no optimizer holds parameter 'norm1.weight' of block 0"),
         (Averaging, {}, {}, ".*AveragedModel, which does not grow along"),
-        (LitGPT, {}, {"beside": [LearningRateFinder()]}, ".*LearningRateFinder does not follow"),
+        (Sized, {}, {"beside": [BatchSizeFinder()]}, ".*BatchSizeFinder does not follow"),
         (LitGPT, {}, {"max_epochs": -1}, "the training has no end to take a share of"),
         (LitGPT, {}, {"strategy": "fsdp"}, "FSDPStrategy keeps parameters in a form that cannot grow"),
         (ByHand, {"plan": "scaling"}, {}, "the plan needs the number of targets of a batch, .*; give at, or a plan"),

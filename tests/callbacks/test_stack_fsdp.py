@@ -46,7 +46,13 @@ class Write(Callback):
 
 
 def weights(
-    folder: Path, processes: int, *, resume_from: Path | None = None, code: int = 0, start: int = 2, **sharding: Any
+    folder: Path,
+    processes: int,
+    *beside: Callback,
+    resume_from: Path | None = None,
+    code: int = 0,
+    start: int = 2,
+    **sharding: Any,
 ) -> list[dict[str, Tensor]]:
     """Return the parameters with which each process ends."""
     folder.mkdir()
@@ -64,7 +70,7 @@ def weights(
             several = {"devices": processes, "strategy": strategy, "use_distributed_sampler": False}
         growth = Stack("net.blocks", start=start, at=0.5)
         try:
-            made = gpt.train(module, growth, Write(folder), resume_from=resume_from, **several)
+            made = gpt.train(module, growth, Write(folder), *beside, resume_from=resume_from, **several)
             if processes > 1 and resume_from is None:
                 (grown,) = made.validate(module, verbose=False)
                 (earlier,) = made.validate(module, ckpt_path=folder / f"{SAVED[0]}.ckpt", verbose=False)
@@ -109,3 +115,8 @@ def test_two_sharded_processes_stack_the_network_of_one_and_go_on_from_a_checkpo
 @pytest.mark.slow
 def test_layers_that_processes_share_are_refused_in_one_line(tmp_path: Path) -> None:
     assert weights(tmp_path / "two", 2, data_parallel_size=1, tensor_parallel_size=2, code=3) == []
+
+
+@pytest.mark.slow
+def test_a_search_for_the_learning_rate_which_lightning_does_not_undo_here_is_refused(tmp_path: Path) -> None:
+    assert weights(tmp_path / "two", 2, gpt.RateSearch(), code=3) == []

@@ -24,6 +24,7 @@ from esper_lightning.growth import LifecycleConfig, detach_slots, slots_of
 from esper_lightning.growth.lifecycle import SeedEvent
 from esper_lightning.growth.stages import Stage
 from esper_lightning.telemetry.events import Contributed, Started, read_events
+from tests.callbacks.gpt import NoFolder, RateSearch
 from tests.callbacks.grow.trainings import (
     LIFE,
     SCHEDULERS,
@@ -379,6 +380,56 @@ def test_a_schedule_that_is_too_long_is_refused_before_grow_writes_anything(tmp_
         train(classifier(), grow(decider=str(tmp_path / "plan.json")), epochs=3, logger=CSVLogger(tmp_path, "log"))
 
     assert not list(tmp_path.rglob("events.jsonl"))
+
+
+def test_the_folder_of_events_is_that_of_the_first_logger_that_has_one(tmp_path: Path) -> None:
+    train(classifier(), grow(LIFE), epochs=2, logger=[NoFolder(), CSVLogger(tmp_path, name="", version="csv")])
+
+    events = read_events(tmp_path / "csv" / "events.jsonl")
+    assert any(isinstance(event, SeedEvent) for event in events)
+
+
+@pytest.mark.parametrize("epochs", [(), (2, 4)])
+def test_nothing_grows_in_a_search_for_the_learning_rate_and_all_is_as_before_it(
+    epochs: tuple[int, ...], tmp_path: Path
+) -> None:
+    expected, module = classifier(dropout=0.0), classifier(dropout=0.0)
+    losses: list[float] = []
+    searched_losses: list[float] = []
+    train(expected, grow(LIFE), losses_into(losses), epochs=6)
+
+    search, path = RateSearch(*epochs), tmp_path / "last.ckpt"
+    searching = (search, grow(LIFE), losses_into(searched_losses))
+    train(module, *searching, epochs=6, default_root_dir=tmp_path).save_checkpoint(path)
+
+    assert search.searches == (len(epochs) or 1)
+    assert searched_losses == losses and equal(module, expected)
+    state = torch.load(path, weights_only=False)["callbacks"]["Grow"]
+    assert state["validations"] == 6 and state["batches_seen"] == len(losses) == 30
+
+
+def test_a_search_for_the_learning_rate_before_a_second_training_keeps_the_seeds_of_the_first(tmp_path: Path) -> None:
+    module = classifier()
+    train(module, grow(LIFE), epochs=3)
+    grown = [slot.blueprint for slot in slots_of(module.net).values()]
+
+    growth = grow()
+    train(module, RateSearch(), growth, epochs=2, default_root_dir=tmp_path)
+
+    assert [slot.blueprint for slot in slots_of(module.net).values()] == grown == ["conv_light", "bottleneck"]
+    assert growth.validations == 2
+
+
+def test_a_search_for_the_learning_rate_is_refused_in_a_resumed_training(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^Grow: RateSearch lets the trainer forget the checkpoint that it resumes"):
+        train(
+            classifier("lambda", dropout=0.0),
+            grow(LIFE),
+            RateSearch(),
+            epochs=EPOCHS,
+            resume_from=run.checkpoint(3),
+            default_root_dir=tmp_path,
+        )
 
 
 def test_a_yaml_of_lightnings_own_command_line_grows_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
