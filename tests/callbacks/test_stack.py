@@ -91,7 +91,6 @@ def seeds() -> Grow:
 
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], list[Callback]], Callable[[], dict[str, Any]]]] = {
     "seeds": (make, lambda: [seeds(), stacked()], dict),
-    "two changes": (make, lambda: [stacked({0.3: 3, 0.6: 4})], dict),
     "from one block": (make, lambda: [stacked(start=1)], dict),
     "interleave": (make, lambda: [stacked(order="interleave")], dict),
     "middle, twice": (make, lambda: [stacked({0.3: 3, 0.6: 4}, order="middle")], dict),
@@ -100,7 +99,6 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], list[Callback]], Calla
     "reset": (make, lambda: [stacked(state="reset")], dict),
     "accumulation and clipping": (make, lambda: [stacked(0.5)], lambda: ACCUMULATED),
     "bf16-mixed": (make, lambda: [stacked()], lambda: {"precision": "bf16-mixed"}),
-    "bf16-true": (make, lambda: [stacked()], lambda: {"precision": "bf16-true"}),
     "fp16": (make, lambda: [stacked()], lambda: {"plugins": [fp16()], "gradient_clip_val": 0.1}),
     "manual optimization": (lambda: make(manual=True), lambda: [stacked()], dict),
     "compiled network": (lambda: make(compiled="net"), lambda: [stacked()], dict),
@@ -112,7 +110,6 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], list[Callback]], Calla
     "SWA": (make, lambda: [stacked(0.4), StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)], dict),
     "SWA ahead": (make, lambda: [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2), stacked()], dict),
     "EMA of zero": (make, lambda: [stacked(new="zero", zero=["project", "mlp.2"]), EMAWeightAveraging()], dict),
-    "plain": (make, lambda: [stacked()], dict),
     "seeds behind": (make, lambda: [stacked(), seeds()], dict),
 }
 
@@ -167,13 +164,11 @@ def test_copies_are_averaged_and_trained_like_their_sources() -> None:
             average: Any = ema._average_model
             for name, each in ("blocks", module), ("average", average.module):
                 grown[name] = [[x.clone() for x in block.parameters()] for block in each.net.blocks]
-            grown["group"] = [len(group["params"]) for group in trainer.optimizers[0].param_groups]
 
     train(module, ema, stacked(), LambdaCallback(on_train_batch_start=look))
 
     for blocks in (grown["blocks"], grown["average"]):
         assert [sum(map(torch.equal, blocks[i], blocks[i % 2])) for i in range(4)] == [len(blocks[0])] * 4
-    assert grown["group"] == [len(group["params"]) for group in make().configure_optimizers()["optimizer"].param_groups]
 
 
 def test_the_last_checkpoint_is_that_of_the_plain_class_and_the_best_one_is_tested_at_its_own_depth(
@@ -501,7 +496,6 @@ def test_a_training_goes_on_with_another_plan(tmp_path: Path) -> None:
     ("settings", "reason"),
     [
         ({"at": 0.0}, "at must lie between 0 and 1, got 0.0"),
-        ({"at": 1.0}, "at must lie between 0 and 1"),
         ({"at": {}}, "at must lie between 0 and 1"),
         ({"at": {0.2: 4, 0.1: 8}, "start": 2}, "must increase from start = 2 on"),
         ({"at": {0.1: 8, 0.2: 4}, "start": 2}, "must increase from start = 2 on"),

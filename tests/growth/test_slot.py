@@ -5,20 +5,14 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.growth.blend import Ramp
-from esper_lightning.growth.blueprints import blueprint_names
-from esper_lightning.growth.lifecycle import slots_of
-from esper_lightning.growth.slot import Layout, SeedSlot
+from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from tests.growth.grown import (
-    LAYOUTS,
     add_noise,
-    batch_of,
     bits,
     generator_of,
     grow,
-    host_of,
     loss_of,
-    loss_on,
     slot_named,
     small_cnn,
 )
@@ -30,33 +24,7 @@ def feature() -> Tensor:  # [B, C, H, W]
     return torch.randn(2, 4, 8, 8, generator=generator_of(3)).requires_grad_()
 
 
-def host_gradients(network: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in network.named_parameters() if ".seed." not in name}
-
-
 while_learning = pytest.mark.parametrize("stage", [Stage.GERMINATED, Stage.TRAINING], ids=lambda stage: stage.name)
-
-
-@pytest.mark.thinned(5)
-@while_learning
-@pytest.mark.parametrize(
-    ("layout", "blueprint"), [(layout, name) for layout in LAYOUTS for name in blueprint_names(layout)]
-)
-def test_a_training_seed_learns_without_touching_the_host(layout: Layout, blueprint: str, stage: Stage) -> None:
-    empty, growing = host_of(layout), host_of(layout)
-    for slot in slots_of(growing).values():
-        grow(slot, stage, blueprint)
-
-    losses = [loss_on(network, batch_of(layout)) for network in (empty, growing)]
-    for loss in losses:
-        loss.backward()
-
-    assert torch.equal(*losses)
-    expected, measured = host_gradients(empty), host_gradients(growing)
-    assert list(measured) == list(expected)
-    assert all(torch.equal(measured[name], expected[name]) for name in expected)
-    for slot in slots_of(growing).values():
-        assert all(p.grad.any() for p in slot.seed.parameters()), slot.name
 
 
 @while_learning
@@ -66,14 +34,16 @@ def test_a_seed_that_has_blown_up_leaves_the_host_alone(value: float, stage: Sta
     slot = slot_named(growing, "block1.pool")
     grow(slot, stage)
     nn.init.constant_(slot.seed.body[-1].bias, value)
-    x = feature()
+    x = torch.tensor([0.0, -0.0, 1e-45, 3e38, float("inf"), float("nan")])[:, None, None, None].expand(-1, 4, 8, 8)
     assert torch.equal(bits(slot(x)), bits(x))
     losses = [loss_of(network) for network in (empty, growing)]
     for loss in losses:
         loss.backward()
     assert torch.equal(*losses)
-    expected, measured = host_gradients(empty), host_gradients(growing)
-    assert all(torch.equal(measured[name], expected[name]) for name in expected)
+    expected, measured = (
+        [p.grad for name, p in network.named_parameters() if ".seed." not in name] for network in (empty, growing)
+    )
+    assert all(map(torch.equal, measured, expected))
 
 
 @pytest.mark.parametrize("isolate", [True, False])
@@ -94,7 +64,7 @@ def test_the_gradient_that_reaches_the_host_is_the_one_computed_by_hand(stage: S
     assert all(p.grad.any() for p in slot.seed.parameters())
 
 
-@pytest.mark.parametrize("stage", [Stage.GERMINATED, Stage.TRAINING], ids=lambda stage: stage.name)
+@while_learning
 def test_in_evaluation_a_training_seed_does_not_even_run(stage: Stage) -> None:
     slot, x, runs = SeedSlot("block1", "image", 4), feature(), []
     grow(slot, stage)
@@ -115,6 +85,8 @@ def test_a_slot_without_a_seed_is_the_identity(stage: Stage) -> None:
 
 def test_alpha_moves_along_the_ramp_from_blending_on_and_then_rests() -> None:
     slot = SeedSlot("block1", "image", 4)
+    slot.end_epoch()
+    assert (slot.age, slot.ticks_in_stage) == (0, 1)
     for stage in (Stage.GERMINATED, Stage.TRAINING):
         slot.empty()
         grow(slot, stage, ramp=SLOW)
@@ -125,24 +97,9 @@ def test_alpha_moves_along_the_ramp_from_blending_on_and_then_rests() -> None:
     for _ in range(5):
         seen.append((slot.alpha.item(), slot.alpha_before, slot.alpha_velocity, slot.ticks_in_stage))
         slot.end_epoch()
-    assert seen == [
-        (0.25, 0.0, 0.25, 0),
-        (0.5, 0.25, 0.25, 1),
-        (0.75, 0.5, 0.25, 2),
-        (1.0, 0.75, 0.25, 3),
-        (1.0, 1.0, 0.0, 4),
-    ]
+    assert seen == [*((0.25 * (i + 1), 0.25 * i, 0.25, i) for i in range(4)), (1.0, 1.0, 0.0, 4)]
     for stage in (Stage.PROBATIONARY, Stage.FOSSILIZED):
         slot.move_to(stage)
         slot.end_epoch()
         assert (slot.alpha.item(), slot.alpha_before, slot.ticks_in_stage) == (1.0, 1.0, 1)
-
-
-def test_a_seed_ages_and_an_empty_slot_does_not() -> None:
-    slot = SeedSlot("block1", "image", 4)
-    slot.end_epoch()
-    assert (slot.age, slot.ticks_in_stage) == (0, 1)
-    grow(slot, Stage.TRAINING)
-    slot.end_epoch()
-    slot.end_epoch()
-    assert (slot.age, slot.ticks_in_stage) == (2, 2)
+    assert slot.age == 8
