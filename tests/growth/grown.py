@@ -91,18 +91,6 @@ def batch_of(layout: Layout, samples: int = 16, seed: int = 7) -> tuple[Tensor, 
     return torch.randn(shape, generator=generator_of(seed)), torch.randint(3, (samples,), generator=generator_of(seed))
 
 
-class LastState(nn.Module):
-    """LSTM on [B, T, 5] that returns its outputs [B, T, C] and its last layer's last state ([B, C], [B, C])."""
-
-    def __init__(self, width: int, layers: int = 1) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(5, width, layers, batch_first=True)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        outputs, (hidden, cell) = self.lstm(x)
-        return outputs, (hidden[-1], cell[-1])
-
-
 def loss_on(network: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     inputs, classes = batch
     return F.cross_entropy(network(inputs), classes)

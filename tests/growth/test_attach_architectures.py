@@ -1,4 +1,4 @@
-"""Slots in networks that were not written for growth: torchvision's, torch's own, and a plain nn.Sequential."""
+"""Slots in networks of torchvision, which were not written for growth."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -26,24 +26,7 @@ class Architecture(NamedTuple):
     build: Callable[[], nn.Module]
     places: dict[str, ExpectedSlot]
     shape: tuple[int, ...] = (3, 32, 32)
-    channels_last: tuple[str, ...] = ()
-
-
-def sequential() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(),
-        nn.Dropout(0.1),
-        nn.Linear(32, 2),
-    )
-
-
-def transformer_encoder() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    channels_last: bool = False
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -82,27 +65,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "head": ("vector", 2, True),
         },
         shape=(3, 16, 24),
-        channels_last=(
-            "features.0",
-            "features.1.0.attn",
-            "features.1",
-            "features.2.reduction",
-            "features.3.0.mlp",
-            "norm",
-        ),
-    ),
-    "transformer encoder": Architecture(
-        transformer_encoder,
-        {
-            "layers.0.self_attn": ("sequence", 8, False),
-            "layers.0": ("sequence", 8, True),
-            "layers.1.linear1": ("sequence", 16, False),
-            "layers.1": ("sequence", 8, True),
-        },
-        shape=(5, 8),
-    ),
-    "sequential": Architecture(
-        sequential, {"0": ("image", 8, True), "3": ("image", 8, True), "4": ("vector", 32, True)}
+        channels_last=True,
     ),
 }
 
@@ -132,7 +95,9 @@ def attached(name: str) -> nn.Module:
 def attach(network: nn.Module, name: str, backwards: bool = False) -> dict[str, SeedSlot]:
     """Attach slots at all sites of the architecture."""
     places = list(ARCHITECTURES[name].places)[:: -1 if backwards else 1]
-    return attach_slots(network, places, inputs_for(name, 2), channels_last=ARCHITECTURES[name].channels_last)
+    images = [place for place, (layout, *_) in ARCHITECTURES[name].places.items() if layout == "image"]
+    last = images if ARCHITECTURES[name].channels_last else []
+    return attach_slots(network, places, inputs_for(name, 2), channels_last=last)
 
 
 def same_state(network: nn.Module, other: dict[str, Any]) -> bool:

@@ -1,6 +1,7 @@
 """Reasons of the gates against a change of stage, and the gradient statistics by which they judge."""
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -70,7 +71,6 @@ def test_a_fit_seed_passes_every_gate_and_a_new_one_is_told_every_reason_at_once
         (FIT._replace(gradient=None), ["gradient not measured"]),
         (with_gradient(norm=100.0), []),
         (with_gradient(norm=math.nextafter(100.0, 200.0)), ["gradient norm 100 above 100"]),
-        (with_gradient(norm=2500.0), ["gradient norm 2.5e+03 above 100"]),
         (with_gradient(norm=NAN), ["gradient norm nan above 100"]),
         (with_gradient(vanished=0.6), []),  # health 0.7
         (with_gradient(vanished=1.0), ["gradient health 0.50 below 0.7"]),
@@ -84,18 +84,35 @@ def test_a_gradient_must_be_known_calm_and_alive(evidence: Evidence, reasons: li
 
 
 @pytest.mark.parametrize(
-    ("measured", "settings", "reasons"),
+    ("reasons_of", "measured", "settings", "reasons"),
     [
-        ({"ticks_in_stage": 2}, {"training_ticks": 3}, ["2 of 3 ticks in TRAINING"]),
-        ({"ticks_in_stage": 2}, {"training_ticks": 2}, []),
-        ({"alpha": 0.0, "contribution": None}, {}, []),
-        ({"gradient": CALM._replace(vanished=1.0)}, {"min_gradient_health": 0.4}, []),
+        (reasons_against_blending, {"ticks_in_stage": 2}, {"training_ticks": 3}, ["2 of 3 ticks in TRAINING"]),
+        (reasons_against_blending, {"ticks_in_stage": 2}, {"training_ticks": 2}, []),
+        (reasons_against_blending, {"alpha": 0.0, "contribution": None}, {}, []),
+        (reasons_against_blending, {"gradient": CALM._replace(vanished=1.0)}, {"min_gradient_health": 0.4}, []),
+        (reasons_against_culling, {"age": 1}, {"min_cull_age": 2}, ["1 ticks old, younger than 2"]),
+        (reasons_against_culling, {"age": 2}, {"min_cull_age": 2}, []),
+        (reasons_against_fossilizing, {"contribution": None}, {}, ["contribution not measured"]),
+        (reasons_against_fossilizing, {"contribution": NAN}, {}, ["contribution not measured"]),
+        (reasons_against_fossilizing, {"contribution": 0.0}, {}, ["contribution +0.00 points below 1"]),
+        (reasons_against_fossilizing, {"contribution": 1.0}, {}, []),
+        (
+            reasons_against_fossilizing,
+            {"contribution": -0.5},
+            {"min_contribution": 0.0},
+            ["contribution -0.50 points below 0"],
+        ),
+        (reasons_against_fossilizing, {"contribution": -3.0}, {"min_contribution": None}, []),
+        (reasons_against_fossilizing, {"contribution": None}, {"min_contribution": None}, []),
+        (reasons_against_fossilizing, {"alpha": 0.99}, {}, ["alpha is still moving"]),
+        (lambda evidence, _: reasons_against_probation(evidence), {"alpha": 0.949}, {}, ["alpha at 0.95, below 0.95"]),
+        (lambda evidence, _: reasons_against_probation(evidence), {"alpha": 0.95}, {}, []),
     ],
 )
-def test_a_seed_is_blended_after_its_time_and_if_it_would_not_harm(
-    measured: dict[str, Any], settings: dict[str, Any], reasons: list[str]
+def test_each_gate_asks_for_its_own_settings(
+    reasons_of: Callable[..., list[str]], measured: dict[str, Any], settings: dict[str, Any], reasons: list[str]
 ) -> None:
-    assert reasons_against_blending(FIT._replace(**measured), LifecycleConfig(**settings)) == reasons
+    assert reasons_of(FIT._replace(**measured), LifecycleConfig(**settings)) == reasons
 
 
 @pytest.mark.parametrize(
@@ -109,36 +126,6 @@ def test_a_stuck_seed_is_told_once_when_its_time_in_training_is_over_twice(
     reasons = reasons_it_is_stuck(FIT._replace(ticks_in_stage=ticks, gradient=dead), config)
     assert reasons == (["gradient health 0.50 below 0.7"] if told else [])
     assert reasons_it_is_stuck(FIT._replace(ticks_in_stage=ticks), config) == []  # a healthy one never
-
-
-@pytest.mark.parametrize(("alpha", "reasons"), [(0.949, ["alpha at 0.95, below 0.95"]), (0.95, []), (1.0, [])])
-def test_a_seed_is_on_probation_from_alpha_95_percent(alpha: float, reasons: list[str]) -> None:
-    assert reasons_against_probation(FIT._replace(alpha=alpha)) == reasons
-
-
-@pytest.mark.parametrize(("age", "reasons"), [(1, ["1 ticks old, younger than 2"]), (2, []), (9, [])])
-def test_a_seed_may_be_culled_once_it_is_old_enough(age: int, reasons: list[str]) -> None:
-    assert reasons_against_culling(NEW._replace(age=age), LifecycleConfig(min_cull_age=2)) == reasons
-
-
-@pytest.mark.parametrize(
-    ("measured", "minimum", "reasons"),
-    [
-        ({"contribution": None}, 1.0, ["contribution not measured"]),
-        ({"contribution": NAN}, 1.0, ["contribution not measured"]),
-        ({"contribution": 0.0}, 1.0, ["contribution +0.00 points below 1"]),
-        ({"contribution": 1.0}, 1.0, []),
-        ({"contribution": -0.5}, 0.0, ["contribution -0.50 points below 0"]),
-        ({"contribution": -3.0}, None, []),
-        ({"contribution": None}, None, []),
-        ({"alpha": 0.99}, 1.0, ["alpha is still moving"]),
-    ],
-)
-def test_a_fossil_must_contribute_a_point_at_alpha_1(
-    measured: dict[str, Any], minimum: float | None, reasons: list[str]
-) -> None:
-    config = LifecycleConfig(min_contribution=minimum)
-    assert reasons_against_fossilizing(FIT._replace(**measured), config) == reasons
 
 
 @pytest.mark.parametrize(
@@ -217,9 +204,7 @@ def test_norm_and_rms_are_global_each_named_and_defined_for_nothing(
 @pytest.mark.parametrize(
     ("gradients", "expected"),
     [
-        ([[3.0, 0.0], [0.0, 4.0]], 1.0),
         ([[1e-8], [1.0], [1.0], [1.0]], 0.875),  # 1 - 0.5/4
-        ([[0.0, 0.0], [0.0]], 0.5),
         ([[5.1], [1.0]], 0.6),  # 1 - 0.8/2
         ([[6.0], [60.0], [-600.0]], 0.2),
         ([[4.0, 4.0], [1.0]], 0.6),  # each element is below 5, but the tensor's norm is not
