@@ -3,7 +3,6 @@
 import csv
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +40,11 @@ from tests.decisions import decide, germinate
 EPOCHS = 9
 
 
-def losses_into(values: list[float]) -> Callback:
-    return LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, *_: values.append(float(outputs["loss"])))
-
-
 def test_a_training_in_which_nothing_grows_is_bit_for_bit_that_without_the_callback() -> None:
     plain, watched = classifier("step"), classifier("step")
-    losses: list[float] = []
-    watched_losses: list[float] = []
+    train(plain, epochs=3)
+    train(watched, grow(), epochs=3)
 
-    train(plain, losses_into(losses), epochs=3)
-    train(watched, losses_into(watched_losses), grow(), epochs=3)
-
-    assert watched_losses == losses and len(losses) == 15
     assert list(slots_of(watched)) == ["3", "5"]
     detach_slots(watched.net)
     assert equal(watched, plain)
@@ -145,7 +136,7 @@ def test_metrics_of_growth_and_learning_rates_are_in_the_log(run: Run) -> None:
     assert len(set(rates)) == EPOCHS, "one curve, without a gap"
 
 
-@pytest.mark.parametrize("epoch", [0, 3, 6])
+@pytest.mark.parametrize("epoch", [0, 6])
 def test_a_checkpoint_gives_the_numbers_with_which_it_was_saved(run: Run, epoch: int) -> None:
     """In the grown network itself, and in a fresh one that only the callback knows how to grow."""
     saved = torch.load(run.checkpoint(epoch), weights_only=True)
@@ -208,28 +199,6 @@ def test_a_run_is_resumed_bit_for_bit_under_every_scheduler(scheduler: str, when
     assert equal(resumed, whole)
     rates = [[group["lr"] for group in made.optimizers[0].param_groups] for made in (ran, again)]
     assert rates[0] == rates[1]
-
-
-def correct(outputs: Tensor, labels: Tensor) -> Tensor:
-    return (outputs.argmax(1) == labels).float()
-
-
-@pytest.mark.parametrize("score", [None, correct], ids=["validation steps", "a score per sample in one pass"])
-def test_contributions_are_those_of_switching_each_seed_off(score: Callable[..., Tensor] | None) -> None:
-    module, callback = classifier(), grow({0: germinate(0), 1: germinate(1, 1)}, score=score)
-    made = train(module, callback, epochs=5)
-    images, labels = made.datamodule.held_out.tensors
-    module.eval()
-
-    def accuracy(without: str | None) -> float:
-        for name, slot in callback.growing.slots.items():
-            slot.override = (lambda _, x: x) if name == without else None
-        with torch.no_grad():
-            return float(correct(module.net(images), labels).mean())
-
-    for name in callback.growing.slots:
-        expected = 100.0 * (accuracy(None) - accuracy(name))
-        assert float(made.callback_metrics[f"growth/contribution.{name}"]) == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_network_grows_under_manual_optimization_with_two_optimizers() -> None:

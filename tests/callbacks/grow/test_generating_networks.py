@@ -82,25 +82,20 @@ class Writer(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-def written(**options: Any) -> Grow:
-    """Return the callback that has grown a writer."""
-    callback = Grow(["transformer.h.0"], monitor="val_loss", mode="min", **options)
+def test_grow_leaves_attention_out_of_all_that_fit_and_says_so_or_refuses_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings: dict[str, Any] = {"monitor": "val_loss", "mode": "min", "lifecycle": QUICK}
+    callback = Grow(["transformer.h.0"], decider="periodic", **settings)
     loader: DataLoader = DataLoader(list(TOKENS), 6)
     trainer(callback, epochs=3).fit(Writer(), loader, loader)
-    return callback
-
-
-def test_grow_leaves_attention_out_of_all_that_fit_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    callback = written(decider="periodic", lifecycle=QUICK)
 
     assert callback.pool is not None and "attention" not in callback.pool.space.blueprint
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
     assert line.startswith("left out: attention, because it looks at other positions")
-
-
-def test_attention_that_is_named_is_refused_in_one_line() -> None:
     with pytest.raises(ValueError, match=r"^.*other positions.*name another blueprint.*\Z"):
-        written(decider="wait", blueprints=["attention"])
+        named = Grow(["transformer.h.0"], decider="wait", blueprints=["attention"], **settings)
+        trainer(named, epochs=3).fit(Writer(), loader, loader)
 
 
 def test_networks_that_do_not_generate_take_attention() -> None:
