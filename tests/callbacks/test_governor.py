@@ -77,10 +77,7 @@ def test_beyond_the_most_lines_of_a_rollout_hosts_are_counted(
     rest = "1 more hosts ended and 1 more hosts rolled back in this rollout"
     advice = "if there are many, lower data.env.training.lr"
 
-    assert governor_lines(tmp_path, capsys, 2) == (
-        2 * BROKEN[:3],
-        2 * [f"{rest}: {advice}"],
-    )
+    assert governor_lines(tmp_path, capsys, 2) == (2 * BROKEN[:3], 2 * [f"{rest}: {advice}"])
 
 
 @pytest.fixture

@@ -104,13 +104,7 @@ def add_noise(module: nn.Module, seed: int = 0, scale: float = 0.3) -> None:
         parameter += scale * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
 
-def grow(
-    slot: SeedSlot,
-    stage: Stage,
-    blueprint: str = "conv_light",
-    ramp: Ramp = Ramp(),
-    seed: int = 0,
-) -> None:
+def grow(slot: SeedSlot, stage: Stage, blueprint: str = "conv_light", ramp: Ramp = Ramp(), seed: int = 0) -> None:
     """Put a seed with noisy weights in the empty `slot` and advance it to `stage`."""
     germinate(slot, blueprint, ramp, generator=generator_of(seed))
     add_noise(slot.seed, seed)

@@ -20,17 +20,7 @@ from esper_lightning.growth.slot import Layout
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from tests.growth.by_hand import check_optimizer_matches, trace
-from tests.growth.grown import (
-    CPU,
-    FOLLOWERS,
-    LAYOUTS,
-    TinyHost,
-    add_noise,
-    batch_of,
-    generator_of,
-    loss_on,
-    same,
-)
+from tests.growth.grown import CPU, FOLLOWERS, LAYOUTS, TinyHost, add_noise, batch_of, generator_of, loss_on, same
 from tests.tiers import rest_is_slow
 
 POSSIBLE = {

@@ -25,15 +25,7 @@ from esper_lightning.growth.counterfactual import (
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
-from tests.growth.grown import (
-    add_noise,
-    generator_of,
-    grow,
-    loss_of,
-    slot_named,
-    small_batch,
-    small_cnn,
-)
+from tests.growth.grown import add_noise, generator_of, grow, loss_of, slot_named, small_batch, small_cnn
 from tests.growth.mixing import MIXING
 
 PLACES = ["block1", "block2.pool", "block3.pool"]

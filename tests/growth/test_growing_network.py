@@ -23,16 +23,7 @@ from tests.growth.by_hand import (
     growing,
     learn,
 )
-from tests.growth.grown import (
-    CALM,
-    CPU,
-    LIFE,
-    batch_of,
-    generator_of,
-    host_of,
-    loss_on,
-    small_cnn,
-)
+from tests.growth.grown import CALM, CPU, LIFE, batch_of, generator_of, host_of, loss_on, small_cnn
 
 # Lives.
 

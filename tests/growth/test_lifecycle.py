@@ -7,13 +7,7 @@ import torch
 
 from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.lifecycle import (
-    auto_transition,
-    check_slot_names,
-    cull,
-    germinate,
-    slots_of,
-)
+from esper_lightning.growth.lifecycle import auto_transition, check_slot_names, cull, germinate, slots_of
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from tests.growth.grown import (

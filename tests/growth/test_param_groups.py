@@ -9,10 +9,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from esper_lightning.growth import GrowingNetwork, attach_slots
-from esper_lightning.growth.param_groups import (
-    add_group,
-    remove_group,
-)
+from esper_lightning.growth.param_groups import add_group, remove_group
 
 
 @pytest.mark.parametrize("together", [True, False])

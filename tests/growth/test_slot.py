@@ -7,15 +7,7 @@ from torch import Tensor, nn
 from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
-from tests.growth.grown import (
-    add_noise,
-    bits,
-    generator_of,
-    grow,
-    loss_of,
-    slot_named,
-    small_cnn,
-)
+from tests.growth.grown import add_noise, bits, generator_of, grow, loss_of, slot_named, small_cnn
 
 SLOW = Ramp(4)
 

@@ -21,13 +21,7 @@ from esper_lightning.growth.slot import EXTRA_STATE, SeedSlot, decode, encode, n
 from esper_lightning.growth.stages import Stage
 from tests.growth.attached import images, small_network
 from tests.growth.by_hand import growing
-from tests.growth.grown import (
-    add_noise,
-    grow,
-    outputs_in_both_modes,
-    same,
-    story,
-)
+from tests.growth.grown import add_noise, grow, outputs_in_both_modes, same, story
 
 HALF = Ramp(4)
 
