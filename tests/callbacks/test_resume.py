@@ -42,14 +42,6 @@ def stop(root: Path, number: signal.Signals, *flags: str) -> int | str | None:
     return stopped.value.code
 
 
-def test_handlers_are_restored_when_a_run_ends(tmp_path: Path) -> None:
-    before = handlers()
-
-    fit(tmp_path, "--trainer.max_epochs=1")
-
-    assert handlers() == before
-
-
 def test_a_training_in_a_thread_ends_and_leaves_the_handlers(tmp_path: Path) -> None:
     before = handlers()
     trainer = Trainer(
@@ -101,8 +93,10 @@ def test_random_states_survive_a_checkpoint_which_stays_as_it_was(tmp_path: Path
         assert [draw_random_numbers(), draw_random_numbers()] == expected
 
 
-def test_a_checkpoint_holds_the_rollout_in_flight(tmp_path: Path) -> None:
+def test_a_checkpoint_holds_the_rollout_in_flight_and_handlers_are_restored_when_a_run_ends(tmp_path: Path) -> None:
+    before = handlers()
     built = fit(tmp_path, "--trainer.max_epochs=1")
+    assert handlers() == before
 
     state = load(only_run(tmp_path).last)["callbacks"]["RolloutState"]
     loop = built.model.collector

@@ -153,24 +153,24 @@ def test_gates_refuse_with_all_their_reasons() -> None:
     check_refused(network, lambda: network.fossilize("block1"), message)
 
 
+UNKNOWN = "unknown slot 'blok1'; did you mean 'block1'?"
+
+
 @pytest.mark.parametrize(
     ("attempt", "message"),
     [
-        (lambda network: network.germinate("blok1", "norm"), "unknown slot 'blok1'; did you mean 'block1'?"),
-        (lambda network: network.fossilize("blok1"), "unknown slot 'blok1'; did you mean 'block1'?"),
-        (lambda network: network.cull("blok1"), "unknown slot 'blok1'; did you mean 'block1'?"),
-        (lambda network: network.remove_seed("blok1"), "unknown slot 'blok1'; did you mean 'block1'?"),
-        (lambda network: network.end_epoch({"blok1": 1.0}), "unknown slot 'blok1'; did you mean 'block1'?"),
-        (lambda network: network.end_epoch(None, {"blok1": CALM}), "unknown slot 'blok1'; did you mean 'block1'?"),
+        (lambda network: network.germinate("blok1", "norm"), UNKNOWN),
+        (lambda network: network.fossilize("blok1"), UNKNOWN),
+        (lambda network: network.cull("blok1"), UNKNOWN),
+        (lambda network: network.remove_seed("blok1"), UNKNOWN),
+        (lambda network: network.end_epoch({"blok1": 1.0}), UNKNOWN),
+        (lambda network: network.end_epoch(None, {"blok1": CALM}), UNKNOWN),
         (lambda network: network.germinate("block2.pool", "conv_lite"), "unknown blueprint 'conv_lite'; did you mean "),
         (lambda network: network.germinate("block2.pool", "mlp"), "blueprint 'mlp' does not grow on image features; "),
         (lambda network: network.germinate("block2.pool", "norm", curve="sigmoid"), "unknown curve 'sigmoid'; did you"),
         (lambda network: network.germinate("block2.pool", "norm", ticks=-1), "a ramp takes a whole number of ticks"),
         (lambda network: network.germinate("block2.pool", "norm", ticks=2.5), "a ramp takes a whole number of ticks"),
-        (
-            lambda network: network.germinate("block2.pool", "norm", stage="FOSSILIZED"),
-            "a seed cannot begin in 'FOSSILIZED'; choose GERMINATED or BLENDING",
-        ),
+        (lambda network: network.germinate("block2.pool", "norm", stage="FOSSILIZED"), "a seed cannot begin in 'FOSSI"),
     ],
 )
 def test_what_does_not_exist_is_refused_with_what_was_meant_and_changes_nothing(
