@@ -6,8 +6,6 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from esper_lightning.growth.blend import Curve, Ramp, blend
@@ -18,16 +16,6 @@ from tests.growth.grown import LAYOUTS, SIMPLE, bits, generator_of, grow
 SHAPES: dict[Layout, tuple[int, ...]] = {"image": (3, 8, 4, 5), "sequence": (3, 7, 8), "vector": (3, 8)}
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
-
-finite = st.floats(-(2.0**60), 2.0**60, width=32)
-
-
-def row(value: float) -> Tensor:
-    return torch.full((17,), value)  # 16 elements for vector instructions, and one more
-
-
-def scalar(value: float) -> Tensor:
-    return torch.tensor([value], requires_grad=True)
 
 
 def feature(layout: Layout, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -70,15 +58,6 @@ def test_under_autocast_a_training_seed_learns_and_leaves_the_host_alone(layout:
     assert torch.equal(bits(y), bits(x))
     assert torch.equal(x.grad, 2 * x)
     assert all(p.grad.any() for p in slot.seed.parameters())
-
-
-@given(h=finite, s=finite, alpha=st.floats(0, 1, width=32))
-def test_blending_keeps_its_bounds_and_is_exact_at_the_ends(h: float, s: float, alpha: float) -> None:
-    zero, one = torch.tensor(0.0), torch.tensor(1.0)
-    assert torch.equal(blend(row(h), row(s), zero), row(h))
-    assert torch.equal(blend(row(h), row(s), one), row(s))
-    blended = blend(scalar(h), scalar(s), torch.tensor(alpha)).item()
-    assert min(h, s) - 1e-5 * max(abs(h), abs(s)) <= blended <= max(h, s) + 1e-5 * max(abs(h), abs(s))
 
 
 # Ramps of alpha.

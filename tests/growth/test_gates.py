@@ -23,7 +23,6 @@ from esper_lightning.growth.gates import (
     reasons_against_gradient,
     reasons_against_probation,
     reasons_against_training,
-    reasons_it_is_stuck,
     reasons_to_cull,
 )
 from tests.growth.by_hand import growing
@@ -113,19 +112,6 @@ def test_each_gate_asks_for_its_own_settings(
     reasons_of: Callable[..., list[str]], measured: dict[str, Any], settings: dict[str, Any], reasons: list[str]
 ) -> None:
     assert reasons_of(FIT._replace(**measured), LifecycleConfig(**settings)) == reasons
-
-
-@pytest.mark.parametrize(
-    ("training_ticks", "ticks", "told"),
-    [(0, 0, False), (0, 1, True), (0, 2, False), (3, 5, False), (3, 6, True), (3, 7, False)],
-)
-def test_a_stuck_seed_is_told_once_when_its_time_in_training_is_over_twice(
-    training_ticks: int, ticks: int, told: bool
-) -> None:
-    config, dead = LifecycleConfig(training_ticks=training_ticks), CALM._replace(vanished=1.0)
-    reasons = reasons_it_is_stuck(FIT._replace(ticks_in_stage=ticks, gradient=dead), config)
-    assert reasons == (["gradient health 0.50 below 0.7"] if told else [])
-    assert reasons_it_is_stuck(FIT._replace(ticks_in_stage=ticks), config) == []  # a healthy one never
 
 
 @pytest.mark.parametrize(

@@ -83,17 +83,18 @@ def test_culling_removes_every_trace_of_a_seed_and_closes_the_slot(stage: Stage)
         germinate(slot, "norm", generator=generator_of())
 
 
-def test_a_seed_that_is_stuck_in_training_says_so_once_with_the_reasons() -> None:
+@pytest.mark.parametrize(("training_ticks", "told"), [(0, 1), (3, 6)])
+def test_a_seed_that_is_stuck_in_training_says_so_once_with_the_reasons(training_ticks: int, told: int) -> None:
     slot, events = image_slot(), {}
     grow(slot, Stage.TRAINING)
-    config = LifecycleConfig(training_ticks=3)
+    config = LifecycleConfig(training_ticks=training_ticks)
     for tick in range(1, 11):
         slot.end_epoch()
         evidence = evidence_of(slot, gradient=CALM._replace(exploded=1.0))
         events[tick] = auto_transition(slot, evidence, config, horizon=50)
-    (event,) = events.pop(6)
+    (event,) = events.pop(told)
     assert str(event) == "block1: conv_light TRAINING (stuck: gradient health 0.20 below 0.7)"
-    assert event.age == 6
+    assert event.age == told
     assert not any(events.values())
 
 

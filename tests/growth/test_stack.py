@@ -189,36 +189,6 @@ def test_what_blocks_share_stays_shared_and_buffers_are_copied() -> None:
     assert len({id(p) for g in optimizer.param_groups for p in g["params"]}) == len(list(network.parameters()))
 
 
-class Recorder:
-    """Hook that is an object, or its method, and holds the whole network, not to be copied along, and its records."""
-
-    def __init__(self, network: nn.Module) -> None:
-        self.network, self.seen = network, []
-
-    def see(self, module: nn.Module, *_: object) -> None:
-        self.seen.append(module)
-
-    __call__ = see
-
-
-def test_hooks_frozen_parameters_and_modes_are_copied_and_blocks_know_their_index() -> None:
-    network = Network()
-    recorder = Recorder(network)
-    for block in network.blocks:
-        block.register_forward_hook(recorder)
-        block.register_forward_hook(recorder.see)
-        block.norm.requires_grad_(False)
-        block.norm.eval()
-    optimizer = AdamW(p for p in network.parameters() if p.requires_grad)
-
-    stack(network, "blocks", to=6, optimizer=optimizer, order="interleave")
-
-    network(torch.randn(2, WIDTH))
-    assert recorder.seen == [block for block in network.blocks for _ in range(2)]
-    assert not any(block.norm.weight.requires_grad or block.norm.training for block in network.blocks)
-    assert [block.index for block in network.blocks] == list(range(6))
-
-
 # Optimizers that wrap another one.
 
 
@@ -325,17 +295,32 @@ class Scaled(Block):
         return self.act(output)
 
 
-def test_a_hook_holds_the_parts_of_its_own_block_and_shares_all_else() -> None:
+class Recorder:
+    """Hook that is an object, and holds the whole network, not to be copied along, and its records."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network, self.seen = network, []
+
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        self.seen.append(module)
+
+
+def test_a_hook_holds_the_parts_of_its_own_block_and_shares_all_else_and_modes_are_copied() -> None:
     network = Network(nn.ModuleList(Scaled() for _ in range(2)))
-    settings = {"eps": 1}
+    recorder, settings = Recorder(network), {"eps": 1}
     for block in network.blocks:
         block.settings, block.root = settings, (network,)
+        block.register_forward_hook(recorder)
+        block.norm.requires_grad_(False)
+        block.norm.eval()
 
-    stack(network, "blocks", to=4)
+    stack(network, "blocks", to=4, order="interleave")
     network(torch.randn(3, WIDTH)).sum().backward()
 
+    assert recorder.seen == list(network.blocks)
     assert all(block.settings is settings and block.root == (network,) for block in network.blocks)
     assert all(block.act.__self__ is block and block.factor.grad is not None for block in network.blocks)
+    assert not any(block.norm.weight.requires_grad or block.norm.training for block in network.blocks)
 
 
 def test_hooks_on_the_gradient_of_a_parameter_and_its_attributes_are_copied() -> None:

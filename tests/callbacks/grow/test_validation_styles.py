@@ -205,20 +205,6 @@ class BatchHooks(Plain):
         self.log("val_loss", outputs)
 
 
-class EpochHooks(Plain):
-    def on_validation_start(self) -> None:
-        self.outputs: list[Tensor] = []
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.outputs.append(self.right(batch))
-
-    def on_validation_epoch_end(self) -> None:
-        self.log("val_acc", torch.cat(self.outputs).mean())
-
-    def on_validation_end(self) -> None:
-        del self.outputs
-
-
 class Swaps(Plain):
     """Validation on other weights, which its hooks exchange."""
 
@@ -345,7 +331,6 @@ STYLES: dict[str, Style] = {
         monitor="val_loss",
     ),
     "batch hooks": Style(BatchHooks, monitor="val_loss"),
-    "epoch hooks": Style(EpochHooks),
     "weights exchanged by hooks": Style(Swaps),
     "weights of batches": Style(
         validated(lambda self, batch, i: self.log("val_acc", self.right(batch).mean(), batch_size=1 + 3 * i))
