@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from esper_lightning.growth.attach import attach_at, attach_slots, attached_places, detach_slots
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
-from tests.growth.attached import WIDTH, Residual, assert_untouched, grown_network, images, small_network
-from tests.growth.grown import TinyHost, grow
+from tests.growth.grown import WIDTH, Residual, TinyHost, assert_untouched, grow, grown_network, images, small_network
 from tests.growth.mixing import MIXING
 
 

@@ -18,9 +18,19 @@ from esper_lightning.growth import GrowingNetwork, attach_slots, fold
 from esper_lightning.growth.blend import Isolation
 from esper_lightning.growth.counterfactual import forward_variants
 from esper_lightning.growth.stages import Stage
-from tests.growth.attached import Residual, images, small_network
 from tests.growth.by_hand import EAGER
-from tests.growth.grown import CALM, SIMPLE, add_noise, batch_of, generator_of, grow, host_of
+from tests.growth.grown import (
+    CALM,
+    SIMPLE,
+    Residual,
+    add_noise,
+    batch_of,
+    generator_of,
+    grow,
+    host_of,
+    images,
+    small_network,
+)
 
 ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)
 
