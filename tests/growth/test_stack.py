@@ -206,14 +206,6 @@ class Lookahead(Optimizer):
             slow.lerp_(parameter.detach(), 0.5)
 
 
-class Apart(Lookahead):
-    """Has groups of its own for the same parameters."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(optimizer)
-        self.param_groups = [{"params": list(group["params"]), "k": 5} for group in optimizer.param_groups]
-
-
 class Inside(Optimizer):
     """Has an optimizer with groups of its own in a dictionary."""
 
@@ -231,7 +223,6 @@ class Inside(Optimizer):
     [
         (lambda network: Sam(network.parameters()), lambda sam: sam.inner),
         (lambda network: Lookahead(AdamW(network.parameters())), lambda ahead: ahead.optimizer),
-        (lambda network: Apart(AdamW(network.parameters())), lambda apart: apart.optimizer),
         (lambda network: Inside(network.parameters()), lambda outer: outer.inner["all"]),
     ],
 )

@@ -227,6 +227,8 @@ class Forked(Plain):
 
 
 class Best(Plain):
+    """The best value so far; as that of all validations, a seed would be worth nothing in most of them."""
+
     def prepare(self) -> None:
         self.best = MaxMetric()
         self.outputs: list[Tensor] = []
@@ -236,7 +238,7 @@ class Best(Plain):
 
     def on_validation_epoch_end(self) -> None:
         self.best(torch.stack(self.outputs).mean())
-        self.log("val_best", 1.0 / -self.best.compute())
+        self.log("val_loss", 1.0 / -self.best.compute())
         self.outputs.clear()
 
 
@@ -338,6 +340,7 @@ STYLES: dict[str, Style] = {
     "reduce_fx max": Style(reduced("max"), monitor="val_loss"),
     "reduce_fx sum": Style(reduced("sum"), monitor="val_loss"),
     "name_epoch": Style(Forked, monitor="val_acc_epoch"),
+    "the best value so far": Style(Best, monitor="val_loss"),
     "two metrics": Style(Forked, monitor="val_loss", grow={"loss": "val_loss"}),
     "one loader in a dictionary": Style(loaders=lambda: {"a": held_out()}),
     "CombinedLoader of one": Style(TwoParts, lambda: CombinedLoader({"a": held_out()}, "min_size"), "val_loss"),
@@ -383,7 +386,7 @@ def trained(style: Style) -> tuple[Plain, Any, L.Trainer, Start]:
     OUTSIDE = Meter()
     module, state = style.kind(style.behind and style.behind()), Start()
     options: dict[str, Any] = {"slots": ["1"], "network": "net", "blueprints": ["mlp_small"], "batches": 8}
-    options |= {"monitor": style.monitor, "mode": "min" if style.monitor in ("val_loss", "val_best") else "max"}
+    options |= {"monitor": style.monitor, "mode": "min" if style.monitor == "val_loss" else "max"}
     callback = grow({0: germinate(0)}, **options | style.grow)
     epochs = 8 if "check_val_every_n_epoch" in style.settings else 4
     callbacks = [state, callback, *(make() for make in style.callbacks)]
@@ -393,8 +396,8 @@ def trained(style: Style) -> tuple[Plain, Any, L.Trainer, Start]:
     return module, callback, made, state
 
 
-def told_and_right(style: Style) -> tuple[float, float]:
-    """Return the contribution that Grow tells, and that of plain validations with and without the seed."""
+@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
+def test_a_contribution_is_that_of_plain_validations(style: Style) -> None:
     module, callback, made, state = trained(style)
     told, logged = (float(made.callback_metrics[name]) for name in ("growth/contribution.1", style.monitor))
     (slot,) = callback.growing.slots.values()
@@ -412,18 +415,11 @@ def told_and_right(style: Style) -> tuple[float, float]:
 
     assert slot.blended
     whole = value()
-    if style.monitor != "val_best" and "batches" not in style.grow:
+    if style.kind is not Best and "batches" not in style.grow:
         assert logged == pytest.approx(whole, abs=1e-5), "nothing of Grow's own passes is in what the module collects"
     slot.override = lambda slot, x: x
     without = value()
-    right = 100 * (without - whole) / without if style.monitor in ("val_loss", "val_best") else 100 * (whole - without)
-    return told, right
-
-
-@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
-def test_a_contribution_is_that_of_plain_validations(style: Style) -> None:
-    told, right = told_and_right(style)
-
+    right = 100 * (without - whole) / without if style.monitor == "val_loss" else 100 * (whole - without)
     assert abs(right) > 0.5
     assert told == pytest.approx(right, abs=1e-3)
 
@@ -446,16 +442,6 @@ def test_what_cannot_be_measured_is_refused_in_one_line_that_names_the_way_out(s
 
     said = str(raised.value)
     assert re.search(reason, said) and "Grow(score=…)" in said and "\n" not in said
-
-
-def test_the_best_value_so_far_is_measured_as_that_of_this_validation_or_refused() -> None:
-    """Else a seed would be worth nothing in each validation that is not the best."""
-    try:
-        told, right = told_and_right(Style(Best, monitor="val_best"))
-    except ValueError as error:
-        assert "Grow(score=…)" in str(error)
-    else:
-        assert told == pytest.approx(right, abs=1e-3)
 
 
 @pytest.mark.parametrize(
