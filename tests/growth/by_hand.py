@@ -64,10 +64,6 @@ def grow_to_stage(
     assert network.slots[slot].stage is stage
 
 
-def describe_events(events: list[SeedEvent]) -> list[str]:
-    return [f"{event.slot}: {event.after.name}" for event in events]
-
-
 def optimizer_state(network: GrowingNetwork, except_slot: str = "") -> dict[str, list[Tensor]]:
     """Return the optimizer's state of every parameter by name, except those of the seed in one slot."""
     left_out = set() if not except_slot else set(network.slots[except_slot].seed.parameters())

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from esper_lightning.growth.attach import attach_slots, attached_places
 from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.blueprints import build_on
-from esper_lightning.growth.gates import Evidence, GradientStats
+from esper_lightning.growth.gates import GradientStats
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.slot import Layout, SeedSlot, decode
 from esper_lightning.growth.stages import Stage
@@ -115,24 +115,6 @@ def grow(slot: SeedSlot, stage: Stage, blueprint: str = "conv_light", ramp: Ramp
         slot.move_to(step)
 
 
-def evidence_of(
-    slot: SeedSlot,
-    contribution: float | None = 2.0,
-    gradient: GradientStats | None = CALM,
-    *,
-    in_optimizer: bool = True,
-) -> Evidence:
-    """Return evidence of a seed for the gates, with the given measurements."""
-    return Evidence(
-        age=slot.age,
-        ticks_in_stage=slot.ticks_in_stage,
-        in_optimizer=in_optimizer,
-        alpha=slot.alpha_before,
-        gradient=gradient,
-        contribution=contribution,
-    )
-
-
 def bits(x: Tensor) -> Tensor:
     """Return the bit patterns as integers, which distinguish 0 from -0 and make NaN equal to itself."""
     return x.detach().view(torch.int32)
@@ -158,15 +140,16 @@ def same(network: nn.Module, copy: nn.Module, inputs: Tensor) -> bool:
     return story(network) == story(copy) and all(torch.equal(a, b) for a, b in pairs)
 
 
-def host_state(network: nn.Module) -> dict[str, Tensor]:
-    """Return the weights and statistics of the host, without its seeds."""
-    named = (*network.named_parameters(), *network.named_buffers())
-    return {name: value for name, value in named if ".seed." not in name and "alpha" not in name}
-
-
 def same_host(network: nn.Module, other: nn.Module) -> bool:
     """Return True if the weights and statistics of two hosts are equal bit for bit."""
-    own, others = host_state(network), host_state(other)
+    own, others = (
+        {
+            name: x
+            for name, x in (*n.named_parameters(), *n.named_buffers())
+            if ".seed." not in name and "alpha" not in name
+        }
+        for n in (network, other)
+    )
     return own.keys() == others.keys() and all(torch.equal(own[name], others[name]) for name in own)
 
 

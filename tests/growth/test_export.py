@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torchvision import models
 
 from esper_lightning.cli.commands import export_network
@@ -24,15 +22,9 @@ from esper_lightning.growth.export import ONNX_PACKAGES, export, fold
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import GPT, MLP
-from tests.growth.grown import SIMPLE, generator_of, grow, slot_named, small_batch, small_cnn
+from tests.growth.grown import SIMPLE, generator_of, grow, slot_named
 from tests.runs import ROOT
 from tests.tiers import rest_is_slow
-
-
-def cnn() -> nn.Module:
-    network = small_cnn(["block1", "block2.pool", "block3.pool"])
-    network(small_batch()[0])  # moves BatchNorm's statistics
-    return network
 
 
 def gpt() -> nn.Module:
@@ -49,10 +41,6 @@ def resnet() -> nn.Module:
         network = models.resnet18(num_classes=3)
     attach_slots(network, ["layer1", "layer2.0.conv1", "fc"], images(2))
     return network
-
-
-def digits(samples: int) -> Tensor:
-    return small_batch(samples)[0]
 
 
 def tokens(samples: int) -> Tensor:
@@ -82,12 +70,6 @@ def resnet_with_a_kept_and_a_folded_seed() -> nn.Module:
     grow(slot_named(network, "layer2.0.conv1"), Stage.FOSSILIZED, "conv_light")
     assert [result.target_layer for result in fold(network.eval(), images(4))] == [None, "layer2.0.conv1"]
     return network
-
-
-def real_images(samples: int) -> Tensor:
-    """Return handwritten digits in the form that ResNet takes."""
-    scanned = torch.tensor(load_digits().images[:samples]).float().div(16.0)[:, None]
-    return F.interpolate(scanned, size=32).expand(-1, 3, -1, -1)
 
 
 PROGRAM_ALONE = """
@@ -131,8 +113,7 @@ def test_weights_fit_the_plain_architecture_once_all_seeds_are_folded_into_it() 
 
 
 NETWORKS = {
-    "resnet": (resnet_with_a_kept_and_a_folded_seed, real_images),
-    "cnn": (lambda: grown(cnn()), digits),
+    "resnet": (resnet_with_a_kept_and_a_folded_seed, images),
     "gpt": (lambda: grown(gpt()), tokens),
     "mlp": (lambda: grown(mlp()), vectors),
 }
@@ -167,7 +148,7 @@ def test_an_exported_network_runs_without_this_package_and_a_model_of_onnx_witho
 def test_a_missing_package_for_onnx_is_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_module, "find_spec", lambda name: None if name == "onnxscript" else find_spec("json"))
     with pytest.raises(ValueError, match=r"^to onnx needs the extra \[onnx\] of this package: pip install onnxscript$"):
-        export(cnn(), digits(2), tmp_path / "grown.onnx", "onnx")
+        export(mlp(), vectors(2), tmp_path / "grown.onnx", "onnx")
     with pytest.raises(ValueError, match=r"^to onnx needs the extra \[onnx\]"):
         export_network("no folder", "onnx")  # before anything is read
 
@@ -182,9 +163,9 @@ class Chooses(nn.Module):
 @pytest.mark.parametrize(
     ("attempt", "message"),
     [
-        (lambda path: export(cnn(), digits(2), path, "onxn"), "unknown format 'onxn'; did you mean 'onnx'"),
-        (lambda path: export(cnn(), digits(1), path, "pt2"), "on at least 2 inputs, got 1"),
-        (lambda path: export(Chooses(), digits(2), path, "pt2"), "the network cannot be exported: "),
+        (lambda path: export(mlp(), vectors(2), path, "onxn"), "unknown format 'onxn'; did you mean 'onnx'"),
+        (lambda path: export(mlp(), vectors(1), path, "pt2"), "on at least 2 inputs, got 1"),
+        (lambda path: export(Chooses(), vectors(2), path, "pt2"), "the network cannot be exported: "),
     ],
 )
 def test_what_cannot_be_exported_is_refused_in_one_line(
@@ -206,6 +187,6 @@ def test_an_export_that_gives_other_outputs_is_refused_and_the_earlier_file_stay
     (tmp_path / "grown.pt2").write_text("earlier")
     monkeypatch.setattr(export_module, "_write_pt2", write_wrongly)
     with pytest.raises(ValueError, match=r"gives other outputs: 0\.01 off"):
-        export(cnn(), digits(2), tmp_path / "grown.pt2", "pt2")
+        export(mlp(), vectors(2), tmp_path / "grown.pt2", "pt2")
     assert (tmp_path / "grown.pt2").read_text() == "earlier"
     assert len([*tmp_path.iterdir()]) == 1

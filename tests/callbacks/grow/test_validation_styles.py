@@ -1,8 +1,9 @@
 """What a seed is worth, however a user validates: as a plain validation with the seed switched off says, or refused."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import MaxMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassRecall
 
@@ -189,11 +190,8 @@ class BatchHooks(Plain):
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return [batch[0] + 0.1, batch[1]]
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        return super().transfer_batch_to_device([batch[0] * 0.9, batch[1]], device, dataloader_idx)
-
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return [batch[0] - 0.1, batch[1]]
+        return [batch[0] * 0.9, batch[1]]
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         batch[0].add_(0.05 * batch_idx)
@@ -265,14 +263,8 @@ class GlobalMeter(NeverReset):
         return OUTSIDE
 
 
-def counting() -> L.Callback:
-    """Return a callback that logs a number of its own."""
-    return LambdaCallback(on_validation_batch_end=lambda trainer, module, *_: module.log("seen", 0.5))
-
-
-def scaling() -> L.Callback:
-    """Return a callback that changes what the module computes, in validations alone."""
-    return LambdaCallback(on_validation_batch_start=lambda trainer, module, batch, *_: batch[0].mul_(-1.0))
+counting = partial(LambdaCallback, on_validation_batch_end=lambda trainer, module, *_: module.log("seen", 0.5))
+negating = partial(LambdaCallback, on_validation_batch_start=lambda trainer, module, batch, *_: batch[0].mul_(-1.0))
 
 
 class IteratorStep(Plain):
@@ -298,11 +290,6 @@ class Augmented(Dataset):
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
         x, y = HELD_OUT[i]
         return x + 0.3 * torch.randn(6), y
-
-
-class Streamed(IterableDataset):
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return iter(HELD_OUT[i] for i in range(len(HELD_OUT)))
 
 
 # The table.
@@ -348,7 +335,6 @@ STYLES: dict[str, Style] = {
         TwoParts, lambda: CombinedLoader({"a": held_out(), "b": held_out(10)}, "max_size"), "val_loss"
     ),
     "limit_val_batches": Style(Loss, monitor="val_loss", settings={"limit_val_batches": 2}),
-    "a stream": Style(loaders=lambda: DataLoader(Streamed(), 20)),
     "a shuffled loader": Style(loaders=lambda: held_out(10, shuffle=True)),
     "an augmented loader, other batches": Style(loaders=lambda: DataLoader(Augmented(), 20), grow={"batches": 2}),
     "validation twice per epoch": Style(Meters, settings={"val_check_interval": 0.5}),
@@ -428,7 +414,7 @@ REFUSED: dict[str, tuple[Style, str]] = {
     "a meter that is never reset": (Style(NeverReset), "is not reset or not in the module"),
     "a global meter": (Style(GlobalMeter), "as Lightning logged it"),
     "a metric that a callback logs": (Style(monitor="seen", callbacks=(counting,)), "what a callback logs cannot be"),
-    "a callback that changes batches": (Style(callbacks=(scaling,)), "as Lightning logged it"),
+    "a callback that changes batches": (Style(callbacks=(negating,)), "as Lightning logged it"),
     "a step that takes an iterator": (Style(IteratorStep), "takes a dataloader_iter"),
     "an iterator for a loader": (Style(loaders=lambda: (batch for batch in held_out())), "can be read once only"),
     "an object that cannot be copied": (Style(holding(Single)), "cannot be copied: there is one only"),
