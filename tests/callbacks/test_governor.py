@@ -31,11 +31,7 @@ BROKEN = [
 
 
 class SpoilHosts(Callback):
-    """Makes the training of hosts diverge: host 0 in every tick, host 1 in the last tick of a rollout.
-
-    Args:
-        rollouts: Number of rollouts to spoil, from the start of the run.
-    """
+    """Makes host 0 diverge in every tick of the first rollouts, and host 1 in the last tick of each of them."""
 
     def __init__(self, rollouts: int) -> None:
         self.rollouts = rollouts

@@ -223,7 +223,6 @@ def test_a_run_that_was_stopped_goes_on_with_its_schedule(make: Make) -> None:
         lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1, min_lr=1e-3),
         lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=STEPS),
     ],
-    ids=["LambdaLR", "ReduceLROnPlateau", "OneCycleLR"],
 )
 def test_a_scheduler_may_be_made_when_a_seed_is_there_already(make: Make) -> None:
     grown, alone = two_groups(), two_groups()

@@ -137,7 +137,6 @@ def test_metrics_of_growth_and_learning_rates_are_in_the_log(run: Run) -> None:
 
 @pytest.mark.parametrize("epoch", [0, 6])
 def test_a_checkpoint_gives_the_numbers_with_which_it_was_saved(run: Run, epoch: int) -> None:
-    """In the grown network itself, and in a fresh one that only the callback knows how to grow."""
     saved = torch.load(run.checkpoint(epoch), weights_only=True)
     (logged,) = [row["val_acc"] for row in run.rows() if row["val_acc"] and row["epoch"] == str(epoch)]
     fresh = Classifier("lambda")
@@ -274,11 +273,8 @@ def test_what_a_seed_is_worth_is_told_in_the_unit_of_the_metric(
 
 
 class Breaks(Classifier):
-    """Classifier with a metric that never moves, and with a number that is broken from epoch 5 to 7.
-
-    Args:
-        what: The broken number: the metric, or the loss of training, whose gradients stay as they are.
-    """
+    """Classifier with a metric that never moves, and with one broken number from epoch 5 to 7: `metric`, or `the
+    training loss`, whose gradients stay as they are."""
 
     def __init__(self, what: str) -> None:
         super().__init__()

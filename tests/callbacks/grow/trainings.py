@@ -130,11 +130,7 @@ LIFE = {0: germinate(0, 0), 1: germinate(1, 1), 6: decide(Op.FOSSILIZE, slot=0),
 
 
 class Plan:
-    """Decider of a user: actions by tick, and nothing else. It has no state of its own.
-
-    Args:
-        actions: Action of a tick; in others it waits.
-    """
+    """Decider of a user: actions by tick; in all others it waits. It has no state of its own."""
 
     def __init__(self, actions: dict[int, Row] | None = None) -> None:
         self.actions = actions or {}
