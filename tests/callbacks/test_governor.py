@@ -31,14 +31,9 @@ BROKEN = [
 
 
 class SpoilHosts(Callback):
-    """Makes host 0 diverge in every tick of the first rollouts, and host 1 in the last tick of each of them."""
-
-    def __init__(self, rollouts: int) -> None:
-        self.rollouts = rollouts
+    """Makes host 0 diverge in every tick, and host 1 in the last tick of each rollout."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
-        if trainer.current_epoch >= self.rollouts:
-            return
         pool, last = pl_module.collector.pool, trainer.is_last_batch
         tick = pool.executor.train_and_validate
 
@@ -55,7 +50,7 @@ def test_hosts_that_diverged_have_a_line_with_their_fate_and_beyond_the_most_lin
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("esper_lightning.callbacks.governor.MAX_LINES", 4)
-    fit(tmp_path, "--trainer.max_epochs=3", *with_callback(SpoilHosts, rollouts=2))
+    fit(tmp_path, "--trainer.max_epochs=2", *with_callback(SpoilHosts))
     lines = capsys.readouterr().out.splitlines()
 
     found = [match for match in map(LINE.fullmatch, lines) if match]

@@ -228,7 +228,6 @@ def growing_of(network: nn.Module, isolation: Isolation, lr: float = 0.01) -> Gr
     return GrowingNetwork(network, optimizer, horizon=9, lifecycle=LifecycleConfig(isolation=isolation))
 
 
-@pytest.mark.thinned(5)
 @pytest.mark.parametrize("isolation", get_args(Isolation))
 @pytest.mark.parametrize("layout", [*LAYOUTS, "dropout"])
 def test_a_host_trains_bit_for_bit_as_without_seeds_while_they_learn(layout: str, isolation: Isolation) -> None:

@@ -263,6 +263,11 @@ class GlobalMeter(NeverReset):
         return OUTSIDE
 
 
+class CallbacksMeter(GlobalMeter):
+    def meter(self) -> Meter:
+        return next(callback for callback in self.trainer.callbacks if isinstance(callback, Start)).meter
+
+
 counting = partial(LambdaCallback, on_validation_batch_end=lambda trainer, module, *_: module.log("seen", 0.5))
 negating = partial(LambdaCallback, on_validation_batch_start=lambda trainer, module, batch, *_: batch[0].mul_(-1.0))
 
@@ -355,6 +360,7 @@ class Start(L.Callback):
 
     def __init__(self, state: Tensor | None = None) -> None:
         self.state, self.given = state, state is not None
+        self.meter = Meter()
 
     def on_validation_start(self, *_: object) -> None:
         if self.given:
@@ -413,6 +419,7 @@ def test_a_contribution_is_that_of_plain_validations(style: Style) -> None:
 REFUSED: dict[str, tuple[Style, str]] = {
     "a meter that is never reset": (Style(NeverReset), "is not reset or not in the module"),
     "a global meter": (Style(GlobalMeter), "as Lightning logged it"),
+    "a meter of a callback": (Style(CallbacksMeter), "as Lightning logged it"),
     "a metric that a callback logs": (Style(monitor="seen", callbacks=(counting,)), "what a callback logs cannot be"),
     "a callback that changes batches": (Style(callbacks=(negating,)), "as Lightning logged it"),
     "a step that takes an iterator": (Style(IteratorStep), "takes a dataloader_iter"),
