@@ -40,13 +40,8 @@ WIDTH = 6
 
 NO_LAYER = "no linear layer before or behind the slot can take it"
 
-FOLDABLE: list[tuple[Layout, str]] = [
-    ("image", "conv_small"),
-    ("image", "conv_light"),
-    ("sequence", "lora"),
-    ("sequence", "lora_large"),
-    ("vector", "lora"),
-]
+FOLDABLE: list[tuple[Layout, str]] = [("image", "conv_small"), ("image", "conv_light"), ("vector", "lora")]
+FOLDABLE += [("sequence", "lora"), ("sequence", "lora_large")]
 
 precisions = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)], ids=str)
 
@@ -54,18 +49,11 @@ precisions = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e
 class Chain(nn.Module):
     """Chain of layer, function, slot, function and layer."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        before: nn.Module,
-        behind: nn.Module,
-        into: nn.Module | None = None,
-        out_of: nn.Module | None = None,
-    ) -> None:
+    def __init__(self, layout: Layout, before: nn.Module, behind: nn.Module, *around: nn.Module | None) -> None:
         super().__init__()
-        self.before, self.into = before, into or nn.Identity()
+        self.before, self.behind = before, behind
+        self.into, self.out_of = ((part or nn.Identity()) for part in around or (None, None))
         self.slot = SeedSlot("place", layout, WIDTH)
-        self.out_of, self.behind = out_of or nn.Identity(), behind
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.behind(self.out_of(self.slot(self.into(self.before(x))))))
