@@ -68,10 +68,7 @@ def sentences(seed: int) -> Tensor:  # [B, T + 1]
 class LitGPT(L.LightningModule):
     """Language model with AdamW in two groups and a rate that is warmed up by step, and then constant.
 
-    Args:
-        depth: Number of blocks.
-        manual: Optimize by hand.
-        compiled: Part that is compiled: `net`, `blocks`, or nothing.
+    `manual`: it optimizes by hand; `compiled`: the part that is compiled, `net`, `blocks`, or none.
     """
 
     def __init__(self, depth: int = 4, manual: bool = False, compiled: str = "") -> None:

@@ -117,20 +117,16 @@ def difference(one: Weights, other: Weights) -> float:
 
 
 @pytest.mark.parametrize(("precision", "accumulated"), [("32-true", 1), ("bf16-mixed", 2)])
-def test_two_processes_grow_the_same_network(precision: str, accumulated: int, tmp_path: Path) -> None:
-    one, other = grown(tmp_path / "two", precision=precision, accumulate_grad_batches=accumulated, epochs=9)
-
-    assert sum("seed" in name for name in one) > 2
-    assert difference(one, other) == 0.0
-
-
-def test_two_processes_go_on_from_a_checkpoint_with_seeds_as_if_they_had_not_stopped(tmp_path: Path) -> None:
-    whole, _ = grown(tmp_path / "whole", epochs=9)
-    at_the_checkpoint, _ = grown(tmp_path / "half", epochs=4)
-    resumed = grown(tmp_path / "rest", epochs=9, resume_from=str(tmp_path / "half" / "saved.ckpt"))
+def test_two_processes_grow_the_same_network_and_go_on_from_a_checkpoint(
+    precision: str, accumulated: int, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"precision": precision, "accumulate_grad_batches": accumulated}
+    whole, other = grown(tmp_path / "whole", epochs=9, **settings)
+    at_the_checkpoint, _ = grown(tmp_path / "half", epochs=4, **settings)
+    resumed = grown(tmp_path / "rest", epochs=9, resume_from=str(tmp_path / "half" / "saved.ckpt"), **settings)
 
     assert len(at_the_checkpoint) > len(whole)  # one of its two seeds is culled later
-    assert [difference(whole, of_rank) for of_rank in resumed] == [0.0, 0.0]
+    assert [difference(whole, of_rank) for of_rank in (other, *resumed)] == [0.0] * 3
 
 
 def test_two_processes_train_what_one_trains_with_the_batches_of_both(tmp_path: Path) -> None:

@@ -27,22 +27,13 @@ BROKEN = [
     "0 ended at tick 4, to tick 0: loss is nan, after 3 rollbacks",
     "1 rolled back at tick 5, to tick 0: loss is nan",
 ]
-"""Host and fate in each line of a rollout that `Breaks` has spoilt."""
+"""Host and fate in each line of a rollout that `SpoilHosts` has spoilt."""
 
 
 class SpoilHosts(Callback):
-    """Makes the training of hosts diverge: host 0 in every tick, host 1 in the last tick of a rollout.
-
-    Args:
-        rollouts: Number of rollouts to spoil, from the start of the run.
-    """
-
-    def __init__(self, rollouts: int) -> None:
-        self.rollouts = rollouts
+    """Makes host 0 diverge in every tick, and host 1 in the last tick of each rollout."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
-        if trainer.current_epoch >= self.rollouts:
-            return
         pool, last = pl_module.collector.pool, trainer.is_last_batch
         tick = pool.executor.train_and_validate
 
@@ -55,32 +46,17 @@ class SpoilHosts(Callback):
         pool.executor.train_and_validate = broken
 
 
-def governor_lines(
-    root: Path, capsys: pytest.CaptureFixture[str], rollouts: int, *args: str
-) -> tuple[list[str], list[str]]:
-    """Run two rollouts; return the lines about single hosts, and those that count the rest."""
-    fit(root, "--trainer.max_epochs=2", *args, *with_callback(SpoilHosts, rollouts=rollouts))
-    lines = capsys.readouterr().out.splitlines()
-    found = [match for match in map(LINE.fullmatch, lines) if match]
-    return [f"{line[1]} {line[2]}" for line in found], [line for line in lines if "more hosts" in line]
-
-
-def test_every_host_that_diverged_has_a_line_with_its_fate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert governor_lines(tmp_path, capsys, 1) == (BROKEN, [])
-
-
-@pytest.mark.slow
-def test_beyond_the_most_lines_of_a_rollout_hosts_are_counted(
+def test_hosts_that_diverged_have_a_line_with_their_fate_and_beyond_the_most_lines_of_a_rollout_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("esper_lightning.callbacks.governor.MAX_LINES", 3)
-    rest = "1 more hosts ended and 1 more hosts rolled back in this rollout"
-    advice = "if there are many, lower data.env.training.lr"
+    monkeypatch.setattr("esper_lightning.callbacks.governor.MAX_LINES", 4)
+    fit(tmp_path, "--trainer.max_epochs=2", *with_callback(SpoilHosts))
+    lines = capsys.readouterr().out.splitlines()
 
-    assert governor_lines(tmp_path, capsys, 2) == (
-        2 * BROKEN[:3],
-        2 * [f"{rest}: {advice}"],
-    )
+    found = [match for match in map(LINE.fullmatch, lines) if match]
+    assert [f"{line[1]} {line[2]}" for line in found] == 2 * BROKEN[:4]
+    rest = "1 more hosts rolled back in this rollout: if there are many, lower data.env.training.lr"
+    assert [line for line in lines if "more hosts" in line] == [rest] * 2
 
 
 @pytest.fixture

@@ -35,21 +35,6 @@ def handlers() -> list[object]:
     return [signal.getsignal(number) for number in STOP_SIGNALS]
 
 
-def stop(root: Path, number: signal.Signals, *flags: str) -> int | str | None:
-    """Return the exit code of a run that sends itself a signal at the end of TICK."""
-    with pytest.raises(SystemExit) as stopped:
-        fit(root, "--trainer.max_epochs=1", *with_callback(SignalAt, tick=TICK, number=int(number)), *flags)
-    return stopped.value.code
-
-
-def test_handlers_are_restored_when_a_run_ends(tmp_path: Path) -> None:
-    before = handlers()
-
-    fit(tmp_path, "--trainer.max_epochs=1")
-
-    assert handlers() == before
-
-
 def test_a_training_in_a_thread_ends_and_leaves_the_handlers(tmp_path: Path) -> None:
     before = handlers()
     trainer = Trainer(
@@ -75,10 +60,11 @@ def test_a_stopped_run_is_saved_says_how_to_go_on_and_restores_the_handlers(
 ) -> None:
     before = handlers()
 
-    code = stop(tmp_path, number)
+    with pytest.raises(SystemExit) as stopped:
+        fit(tmp_path, "--trainer.max_epochs=1", *with_callback(SignalAt, tick=TICK, number=int(number)))
 
     last = only_run(tmp_path).last
-    assert code == 128 + number
+    assert stopped.value.code == 128 + number
     assert load(last)["callbacks"]["RolloutState"]["loop"]["ticks"] == TICK
     assert f"stopped by {number.name}; go on from ckpt_path {last}" in capsys.readouterr().out
     assert handlers() == before
@@ -101,8 +87,10 @@ def test_random_states_survive_a_checkpoint_which_stays_as_it_was(tmp_path: Path
         assert [draw_random_numbers(), draw_random_numbers()] == expected
 
 
-def test_a_checkpoint_holds_the_rollout_in_flight(tmp_path: Path) -> None:
+def test_a_checkpoint_holds_the_rollout_in_flight_and_handlers_are_restored_when_a_run_ends(tmp_path: Path) -> None:
+    before = handlers()
     built = fit(tmp_path, "--trainer.max_epochs=1")
+    assert handlers() == before
 
     state = load(only_run(tmp_path).last)["callbacks"]["RolloutState"]
     loop = built.model.collector

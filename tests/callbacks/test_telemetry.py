@@ -33,16 +33,12 @@ def scalars(tmp_path_factory: pytest.TempPathFactory) -> Scalars:
     return only_run(root).scalars()
 
 
-def test_stages_of_a_slot_are_shares_of_all_hosts(scalars: Scalars) -> None:
+def test_shares_of_stages_and_of_time_add_up_to_all(scalars: Scalars) -> None:
     stages = [points for tag, points in scalars.items() if tag.startswith("growth/block3/")]
-    for at_tick in zip(*stages, strict=True):
-        assert sum(share for _, share in at_tick) == 1.0
-
-
-def test_where_time_goes_adds_up_to_all_of_it(scalars: Scalars) -> None:
-    shares = [points[0][1] for tag, points in scalars.items() if tag.startswith("time/share.")]
-    assert all(share > 0.0 for share in shares)
-    assert sum(shares) == pytest.approx(1.0)
+    times = [points[:1] for tag, points in scalars.items() if tag.startswith("time/share.")]
+    for shares in (*zip(*stages, strict=True), *zip(*times, strict=True)):
+        assert sum(share for _, share in shares) == pytest.approx(1.0)
+    assert all(share > 0.0 for ((_, share),) in times)
 
 
 def test_seconds_of_a_tick_are_told_by_the_name_of_the_clock(scalars: Scalars) -> None:

@@ -64,10 +64,6 @@ def grow_to_stage(
     assert network.slots[slot].stage is stage
 
 
-def describe_events(events: list[SeedEvent]) -> list[str]:
-    return [f"{event.slot}: {event.after.name}" for event in events]
-
-
 def optimizer_state(network: GrowingNetwork, except_slot: str = "") -> dict[str, list[Tensor]]:
     """Return the optimizer's state of every parameter by name, except those of the seed in one slot."""
     left_out = set() if not except_slot else set(network.slots[except_slot].seed.parameters())
@@ -91,17 +87,22 @@ def check_optimizer_matches(network: GrowingNetwork) -> None:
     assert {id(p) for p in network.optimizer.state} <= set(held)
 
 
+def trace(network: GrowingNetwork) -> tuple[Any, ...]:
+    """Return all that a refused operation must not change: growth, measurements, weights, optimizer, generator."""
+    return (
+        story(network.module),
+        deepcopy(network.measurements),
+        [value.tolist() for value in network.module.state_dict().values() if isinstance(value, Tensor)],
+        [id(p) for group in network.optimizer.param_groups for p in group["params"]],
+        [(id(value), value.tolist()) for state in network.optimizer.state.values() for value in state.values()],
+        network.generator.get_state().tolist(),
+    )
+
+
 def check_refused(network: GrowingNetwork, attempt: Callable[[], Any], message: str) -> None:
     """Assert that an attempt raises a ValueError that begins with this message, and changes nothing."""
-    before, remembered, records = story(network.module), optimizer_state(network), deepcopy(network.measurements)
-    weights, random_state = deepcopy(network.module.state_dict()), network.generator.get_state()
-    held = [id(p) for group in network.optimizer.param_groups for p in group["params"]]
+    before = trace(network)
     with pytest.raises(ValueError) as refusal:
         attempt()
     assert str(refusal.value).startswith(message)
-    assert story(network.module) == before
-    assert network.measurements == records
-    assert torch.equal(network.generator.get_state(), random_state)
-    assert same_optimizer_state(optimizer_state(network), remembered)
-    assert [id(p) for group in network.optimizer.param_groups for p in group["params"]] == held
-    assert all(torch.equal(weights[name], value) for name, value in network.module.state_dict().items())
+    assert trace(network) == before

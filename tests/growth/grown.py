@@ -1,4 +1,4 @@
-"""Small hosts, and helpers that bring their seeds to a given stage."""
+"""Small hosts and networks, and helpers that bring their seeds to a given stage."""
 
 from typing import Any, get_args
 
@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from esper_lightning.growth.attach import attach_slots, attached_places
 from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.blueprints import build_on
-from esper_lightning.growth.gates import Evidence, GradientStats
+from esper_lightning.growth.gates import GradientStats
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.slot import Layout, SeedSlot, decode
 from esper_lightning.growth.stages import Stage
@@ -91,18 +92,6 @@ def batch_of(layout: Layout, samples: int = 16, seed: int = 7) -> tuple[Tensor, 
     return torch.randn(shape, generator=generator_of(seed)), torch.randint(3, (samples,), generator=generator_of(seed))
 
 
-class LastState(nn.Module):
-    """LSTM on [B, T, 5] that returns its outputs [B, T, C] and its last layer's last state ([B, C], [B, C])."""
-
-    def __init__(self, width: int, layers: int = 1) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(5, width, layers, batch_first=True)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        outputs, (hidden, cell) = self.lstm(x)
-        return outputs, (hidden[-1], cell[-1])
-
-
 def loss_on(network: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     inputs, classes = batch
     return F.cross_entropy(network(inputs), classes)
@@ -116,13 +105,7 @@ def add_noise(module: nn.Module, seed: int = 0, scale: float = 0.3) -> None:
         parameter += scale * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
 
-def grow(
-    slot: SeedSlot,
-    stage: Stage,
-    blueprint: str = "conv_light",
-    ramp: Ramp = Ramp(),
-    seed: int = 0,
-) -> None:
+def grow(slot: SeedSlot, stage: Stage, blueprint: str = "conv_light", ramp: Ramp = Ramp(), seed: int = 0) -> None:
     """Put a seed with noisy weights in the empty `slot` and advance it to `stage`."""
     germinate(slot, blueprint, ramp, generator=generator_of(seed))
     add_noise(slot.seed, seed)
@@ -130,24 +113,6 @@ def grow(
         if step is Stage.PROBATIONARY:
             slot.ramp_ticks = ramp.ticks  # as many host epochs have passed
         slot.move_to(step)
-
-
-def evidence_of(
-    slot: SeedSlot,
-    contribution: float | None = 2.0,
-    gradient: GradientStats | None = CALM,
-    *,
-    in_optimizer: bool = True,
-) -> Evidence:
-    """Return evidence of a seed for the gates, with the given measurements."""
-    return Evidence(
-        age=slot.age,
-        ticks_in_stage=slot.ticks_in_stage,
-        in_optimizer=in_optimizer,
-        alpha=slot.alpha_before,
-        gradient=gradient,
-        contribution=contribution,
-    )
 
 
 def bits(x: Tensor) -> Tensor:
@@ -175,13 +140,71 @@ def same(network: nn.Module, copy: nn.Module, inputs: Tensor) -> bool:
     return story(network) == story(copy) and all(torch.equal(a, b) for a, b in pairs)
 
 
-def host_state(network: nn.Module) -> dict[str, Tensor]:
-    """Return the weights and statistics of the host, without its seeds."""
-    named = (*network.named_parameters(), *network.named_buffers())
-    return {name: value for name, value in named if ".seed." not in name and "alpha" not in name}
-
-
 def same_host(network: nn.Module, other: nn.Module) -> bool:
     """Return True if the weights and statistics of two hosts are equal bit for bit."""
-    own, others = host_state(network), host_state(other)
+    own, others = (
+        {
+            name: x
+            for name, x in (*n.named_parameters(), *n.named_buffers())
+            if ".seed." not in name and "alpha" not in name
+        }
+        for n in (network, other)
+    )
     return own.keys() == others.keys() and all(torch.equal(own[name], others[name]) for name in own)
+
+
+# Networks for attached slots.
+
+
+WIDTH = 6
+
+
+def small_network() -> nn.Sequential:
+    """Return a network with image features after `0` to `3` and vectors after `4` to `6`; 2 classes."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv2d(3, WIDTH, 3, padding=1),
+            nn.BatchNorm2d(WIDTH),
+            nn.ReLU(inplace=True),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, 2),
+        )
+
+
+def images(samples: int = 4) -> Tensor:
+    return torch.randn(samples, 3, 8, 8, generator=generator_of(3))
+
+
+def grown_network() -> nn.Sequential:
+    """Return the small network with fossilized seeds after the activation and the hidden layer, in evaluation mode."""
+    network = small_network()
+    slots = attach_slots(network, ["2", "5"], images())
+    grow(slots["2"], Stage.FOSSILIZED, "conv_light")
+    grow(slots["5"], Stage.FOSSILIZED, "mlp_small")
+    return network.eval()
+
+
+class Residual(nn.Module):
+    """Residual block x + body(x) between two layers, with a layer whose output is unused and one that never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, WIDTH)
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+        self.aside = nn.Linear(WIDTH, 4)
+        self.never = nn.Linear(WIDTH, 4)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, 5] -> [B, 3]
+        x = self.stem(x)
+        self.aside(x)
+        return self.head(x + self.body(x))
+
+
+def assert_untouched(network: nn.Module) -> None:
+    assert slots_of(network) == {}
+    assert attached_places(network) == []
+    assert not any(module._forward_hooks for module in network.modules())

@@ -1,7 +1,7 @@
 """Many combinations of active seeds in one pass, compared with a separate pass for each; what the seeds are worth."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from itertools import combinations, permutations
 
@@ -25,15 +25,7 @@ from esper_lightning.growth.counterfactual import (
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
-from tests.growth.grown import (
-    add_noise,
-    generator_of,
-    grow,
-    loss_of,
-    slot_named,
-    small_batch,
-    small_cnn,
-)
+from tests.growth.grown import generator_of, grow, loss_of, slot_named, small_batch, small_cnn
 from tests.growth.mixing import MIXING
 
 PLACES = ["block1", "block2.pool", "block3.pool"]
@@ -84,22 +76,16 @@ def test_one_pass_equals_a_plain_pass_for_each_combination(seeds: int) -> None:
     check_against_plain_passes(network, [ALL, frozenset(), ALL], min(2, seeds + 1), images())
 
 
-def attached(network: nn.Module, places: list[str], *example: Tensor, channels_last: Sequence[str] = ()) -> nn.Module:
+def attached(network: nn.Module, places: list[str], *example: Tensor) -> nn.Module:
     """Return the network with blended seeds at `places`, in float64 and evaluation mode."""
     kinds = {"image": "conv_small", "sequence": "lora", "vector": "mlp_small"}
-    for number, slot in enumerate(attach_slots(network, places, example, channels_last=channels_last).values()):
+    for number, slot in enumerate(attach_slots(network, places, example).values()):
         grow(slot, BLENDED[number % 3], kinds[slot.layout], Ramp(2), seed=number)
     return network.double().eval()
 
 
 def resnet() -> nn.Module:
     return models.ResNet(models.resnet.BasicBlock, [2, 1, 1, 2], num_classes=3)
-
-
-def swin() -> nn.Module:
-    network = models.SwinTransformer([2, 2], 8, [1, 1], [1, 2], [2, 2], num_classes=3)
-    add_noise(network, scale=0.05)
-    return network
 
 
 class Twice(nn.Module):
@@ -131,22 +117,21 @@ BOTH = (torch.Size([4, 2, 6, 6]), torch.Size([4, 5]))
 
 
 @pytest.mark.parametrize(
-    ("make", "shapes", "places", "single", "channels_last"),
+    ("make", "shapes", "places", "single"),
     [
-        (resnet, PICTURES, ["layer1", "layer2.0.conv1", "layer3", "fc"], [True, False, True, True], 0),
-        (swin, PICTURES, ["features.0", "features.3.0.mlp", "norm", "flatten"], [True, False, True, True], 3),
-        (Twice, VECTORS, ["shared", "behind"], [False, True], 0),
-        (TwoInputs, BOTH, ["see", "read", "both"], [False, False, True], 0),
+        (resnet, PICTURES, ["layer1", "layer2.0.conv1", "layer3", "fc"], [True, False, True, True]),
+        (Twice, VECTORS, ["shared", "behind"], [False, True]),
+        (TwoInputs, BOTH, ["see", "read", "both"], [False, False, True]),
     ],
 )
 def test_branches_shared_layers_and_several_inputs_equal_one_plain_pass_for_each_combination(
-    make: type[nn.Module], shapes: tuple[torch.Size, ...], places: list[str], single: list[bool], channels_last: int
+    make: type[nn.Module], shapes: tuple[torch.Size, ...], places: list[str], single: list[bool]
 ) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network = make()
     inputs = [torch.randn(shape, generator=generator_of(i)) for i, shape in enumerate(shapes)]
-    attached(network, places, *inputs, channels_last=places[:channels_last])
+    attached(network, places, *inputs)
     assert [slot.on_single_path for slot in slots_of(network).values()] == single
     variants = all_variants(list(slots_of(network)))
     check_against_plain_passes(network, variants, len(variants), *(x.double() for x in inputs))

@@ -83,11 +83,7 @@ CHANGE = "changes the feature's shape from"
         (lambda c: nn.Conv2d(c, c + 1, 1), [f"{CHANGE} (16, 4, 8, 8) to (16, 5, 8, 8)"], None),
         (lambda c: nn.Conv2d(c, 4, 1), [], f"{CHANGE} (16, 16, 1, 1) to (16, 4, 1, 1)"),
         # Reflection padding needs more than one pixel.
-        (
-            lambda c: nn.Conv2d(c, c, 3, padding=1, padding_mode="reflect"),
-            [],
-            "cannot run on features of shape (16",
-        ),
+        (lambda c: nn.Conv2d(c, c, 3, padding=1, padding_mode="reflect"), [], "cannot run on features of shape (16"),
     ],
 )
 def test_a_seed_that_does_not_fit_a_slot_is_found_out(

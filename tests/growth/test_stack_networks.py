@@ -1,16 +1,8 @@
-"""stack and Stack on networks of transformers and timm, with tiny configurations and random weights.
-
-The training of one of them is grown by each plan, and killed at twenty random moments.
-"""
+"""stack and Stack on networks of transformers and timm, with tiny configurations and random weights."""
 
 import copy
-import json
-import random
-import subprocess
-import sys
-import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,15 +12,13 @@ import timm
 import torch
 import transformers as hf
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from esper_lightning.callbacks import Stack
-from esper_lightning.callbacks.plans import Progress
 from esper_lightning.growth import stack
 from tests.callbacks.gpt import DropoutByBatch, trainer
-from tests.processes import forked
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 WORDS: dict[str, Any] = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -163,22 +153,6 @@ def test_a_grown_network_is_whole_in_a_copy_trains_generates_and_is_read_again(
         assert_same_with_a_cache(network)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
-def test_checkpointed_blocks_stay_checkpointed_and_give_the_same_gradients(name: str) -> None:
-    case = CASES[name]
-    found = []
-    for checkpointed in (True, False):
-        network = small(case)
-        if checkpointed:
-            network.gradient_checkpointing_enable({"use_reentrant": False})
-        stack(network, case.blocks, to=END)
-        torch.manual_seed(1)
-        network.train()(**case.batch)["loss"].backward()
-        assert all(getattr(b, "gradient_checkpointing", checkpointed) == checkpointed for b in network.modules())
-        found.append([p.grad for p in network.parameters()])
-    torch.testing.assert_close(*found)
-
-
 class Lit(LightningModule):
     """A network of a library in a LightningModule, which saves it as its library does."""
 
@@ -281,94 +255,3 @@ def test_checkpointing_that_begins_in_the_training_goes_on_in_new_blocks(name: s
     blocks = module.net.get_submodule(CASES[name].path)
     assert len({block._gradient_checkpointing_func for block in blocks}) == 1
     assert all(p.grad is not None for p in blocks[5].parameters())
-
-
-# Trainings that are killed.
-
-STEPS, KILLS, LENGTH, BATCH = 800, 20, 64, 16
-
-CONFIG: dict[str, Any] = {"n_embd": 16, "n_head": 2, "vocab_size": 64, "n_positions": LENGTH, "bos_token_id": 0}
-DROPOUT = dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
-
-PLAIN = """
-import sys
-sys.modules["esper_lightning"] = None
-import json, torch, transformers
-network = transformers.GPT2LMHeadModel(transformers.GPT2Config(**json.loads(sys.argv[1])))
-state = torch.load(sys.argv[2], weights_only=True)["state_dict"]
-network.load_state_dict({name.removeprefix("net."): value for name, value in state.items()})
-"""
-
-
-class Text:
-    """Sequences in which each token follows from the one before, most of the time. Goes on where it was saved."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def __len__(self) -> int:
-        return STEPS
-
-    def __iter__(self) -> Iterator[Tensor]:
-        while self.position < STEPS:
-            self.position += 1
-            drawn = torch.randint(64, (BATCH, LENGTH), generator=torch.Generator().manual_seed(self.position))
-            yield torch.where(drawn < 50, 5, drawn).cumsum(1) % 64
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
-
-
-class LitText(Lit):
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch, labels=batch).loss
-
-
-def by_the_flops(progress: Progress) -> int:
-    return 1 + int(progress.share >= 0.2) + 2 * int(progress.flops_spent > 5e10)
-
-
-def run(folder: Path, plan: Any) -> None:
-    """Train, from the last checkpoint in a folder on, and save the end there with the optimizer."""
-    torch.set_num_threads(1)
-    saved = ModelCheckpoint(folder, save_last=True, every_n_train_steps=20, save_on_train_epoch_end=False)
-    callbacks = [Stack("net.transformer.h", start=1, **plan), saved]
-    made = trainer(*callbacks, enable_checkpointing=True, max_epochs=-1, max_steps=STEPS)
-    module = LitText(Case(of(hf.GPT2LMHeadModel, "n_layer", **CONFIG, **DROPOUT), "transformer.h"), START)
-    last = folder / "last.ckpt"
-    made.fit(module, Text(), ckpt_path=last if last.exists() else None)
-    made.save_checkpoint(folder / "end.ckpt")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "plan",
-    [{"at": {0.3: 2, 0.6: 4}}, {"plan": "scaling"}, {"plan": "tamiyo_depth"}, {"plan": by_the_flops}],
-    ids=["at", "scaling", "tamiyo_depth", "function"],
-)
-def test_a_training_killed_at_twenty_random_moments_ends_as_the_whole_one(plan: Any, tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    began = time.perf_counter()
-    with forked(lambda: run(whole, plan)) as fork:
-        assert fork.wait() == 0
-    seconds, chance = time.perf_counter() - began, random.Random(0)
-
-    for _ in range(KILLS):
-        with forked(lambda: run(killed, plan)):
-            time.sleep(chance.uniform(0.02, 0.25) * seconds)
-    with forked(lambda: run(killed, plan)) as fork:
-        assert fork.wait() == 0
-
-    ours, theirs = (torch.load(folder / "end.ckpt", weights_only=True) for folder in (whole, killed))
-    weights, states = ours["state_dict"], ours["optimizer_states"][0]["state"]
-    depth = len({name.split(".")[3] for name in weights if ".h." in name})
-    assert depth > 1 and list(weights) == list(theirs["state_dict"])
-    assert all(torch.equal(value, theirs["state_dict"][name]) for name, value in weights.items())
-    for i, state in states.items():
-        assert all(torch.equal(x, theirs["optimizer_states"][0]["state"][i][name]) for name, x in state.items())
-    config = json.dumps({**CONFIG, "n_layer": depth})
-    subprocess.run([sys.executable, "-c", PLAIN, config, str(killed / "end.ckpt")], check=True)

@@ -19,15 +19,8 @@ from esper_lightning.growth.export import load, save
 from esper_lightning.growth.lifecycle import cull, slots_of
 from esper_lightning.growth.slot import EXTRA_STATE, SeedSlot, decode, encode, new_folded
 from esper_lightning.growth.stages import Stage
-from tests.growth.attached import images, small_network
 from tests.growth.by_hand import growing
-from tests.growth.grown import (
-    add_noise,
-    grow,
-    outputs_in_both_modes,
-    same,
-    story,
-)
+from tests.growth.grown import add_noise, grow, images, outputs_in_both_modes, same, small_network, story
 
 HALF = Ramp(4)
 

@@ -45,18 +45,10 @@ class DigitsData(L.LightningDataModule):
     test_dataloader = val_dataloader
 
 
-def sequential(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-    warmup, decay = lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 2), lr_scheduler.CosineAnnealingLR(optimizer, 6)
-    return lr_scheduler.SequentialLR(optimizer, [warmup, decay], [2])
-
-
 SCHEDULERS: dict[str, Any] = {
     "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
-    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 8),
     "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
-    "sequential": sequential,
     "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.1),
-    "onecycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=40),
 }
 
 
@@ -99,45 +91,34 @@ class Classifier(L.LightningModule):
         name = self.hparams["scheduler"]
         if name is None:
             return optimizer
-        interval = "step" if name == "onecycle" else "epoch"
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": SCHEDULERS[name](optimizer), "monitor": "val_loss", "interval": interval},
-        }
+        scheduler = {"scheduler": SCHEDULERS[name](optimizer), "monitor": "val_loss"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
-class TwoOptimizers(L.LightningModule):
+class TwoOptimizers(Classifier):
     """Manual optimization: a body and a head, each with an optimizer of its own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.body = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU())
-        self.head = nn.Linear(16, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.body(images.flatten(1)))
+        body = [nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU()]
+        self.net = nn.Sequential(nn.Sequential(*body), nn.Linear(16, 10))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        images, labels = batch
-        loss = F.cross_entropy(self(images), labels)
-        optimizers = self.optimizers()
+        optimizers: Any = self.optimizers()
         for optimizer in optimizers:
             optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
         self.manual_backward(loss)
         for optimizer in optimizers:
             self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
             optimizer.step()
         if self.trainer.is_last_batch:
-            self.lr_schedulers().step()
+            self.lr_schedulers().step()  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
         return loss
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        images, labels = batch
-        self.log("val_acc", (self(images).argmax(1) == labels).float().mean())
-
     def configure_optimizers(self) -> Any:
-        body, head = (torch.optim.Adam(part.parameters(), lr=0.01) for part in (self.body, self.head))
+        body, head = (torch.optim.Adam(part.parameters(), lr=0.01) for part in self.net)
         return [body, head], [lr_scheduler.LambdaLR(body, lambda epoch: 0.9**epoch)]
 
 
@@ -149,11 +130,7 @@ LIFE = {0: germinate(0, 0), 1: germinate(1, 1), 6: decide(Op.FOSSILIZE, slot=0),
 
 
 class Plan:
-    """Decider of a user: actions by tick, and nothing else. It has no state of its own.
-
-    Args:
-        actions: Action of a tick; in others it waits.
-    """
+    """Decider of a user: actions by tick; in all others it waits. It has no state of its own."""
 
     def __init__(self, actions: dict[int, Row] | None = None) -> None:
         self.actions = actions or {}
