@@ -20,7 +20,7 @@ from esper_lightning.callbacks.checks import after_setup, check_trainer, is_vali
 from esper_lightning.callbacks.measuring import VariantMeter, first_rows, mean_over_processes
 from esper_lightning.callbacks.run_record import open_events, write_run_record
 from esper_lightning.controllers import check_methods
-from esper_lightning.controllers.learned import TrainingRules
+from esper_lightning.controllers.learned import LearnedController, TrainingRules
 from esper_lightning.controllers.rules import FossilizedSeed, StaticController
 from esper_lightning.envs import Action, ActionConfig, EnvConfig
 from esper_lightning.envs.env_factory import probe_action_space
@@ -185,9 +185,13 @@ class Grow(Callback):
 
     def _config(self, horizon: int) -> EnvConfig:
         """Return the settings that deciders see."""
-        sight = getattr(self.decider, "sight", None) or ObservationConfig()  # that of a policy's training
+        trained = self.decider.observation if isinstance(self.decider, LearnedController) else None
         return EnvConfig(
-            horizon=horizon, lifecycle=self.lifecycle, actions=self.actions, objective=self.objective, sight=sight
+            horizon=horizon,
+            lifecycle=self.lifecycle,
+            actions=self.actions,
+            objective=self.objective,
+            observation=trained or ObservationConfig(),
         )
 
     @property

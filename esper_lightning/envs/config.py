@@ -57,7 +57,7 @@ class EnvConfig:
     family: FamilyConfig = field(default_factory=FamilyConfig)
     """Distribution over contexts, the hidden variables that differ between episodes."""
 
-    sight: ObservationConfig = field(default_factory=ObservationConfig)
+    observation: ObservationConfig = field(default_factory=ObservationConfig)
     """Features that a policy observes."""
 
     def __post_init__(self) -> None:

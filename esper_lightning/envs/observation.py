@@ -98,14 +98,14 @@ class ObservationConfig:
         """Return for each name whether it is observed. Raises ValueError if a pattern or all of them match none."""
         for pattern in (*self.shown, *self.hidden):
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise ValueError(f"env.sight: no feature is called {pattern!r}; {suggest_name(pattern, names)}")
+                raise ValueError(f"env.observation: no feature is called {pattern!r}; {suggest_name(pattern, names)}")
         selected = [
             any(fnmatchcase(name, pattern) for pattern in self.shown)
             and not any(fnmatchcase(name, pattern) for pattern in self.hidden)
             for name in names
         ]
         if not any(selected):
-            raise ValueError("env.sight shows no feature; show one at least, as `progress`")
+            raise ValueError("env.observation shows no feature; show one at least, as `progress`")
         return selected
 
 

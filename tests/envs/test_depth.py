@@ -297,7 +297,7 @@ def test_a_policy_that_was_trained_with_a_budget_is_refused_without_one_and_the_
         config = trained.config
         rules = TrainingRules(config.lifecycle, config.actions)
         with pytest.raises(ValueError, match=message):
-            TrainingHosts(trained.space, trained.feature_names, config.sight, rules).check(offered)
+            TrainingHosts(trained.space, trained.feature_names, config.observation, rules).check(offered)
 
 
 def test_the_depth_policy_of_the_package_grows_where_the_budget_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
