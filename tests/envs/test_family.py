@@ -21,8 +21,7 @@ from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.policy import Policy
 from esper_lightning.ppo.running_norm import RunningMeanStd
-from esper_lightning.tasks import Digits, Task, TaskData
-from esper_lightning.tasks.variants import transform_data
+from esper_lightning.tasks import Digits, Task, TaskData, make_variants
 from tests.conftest import SMALL
 from tests.decisions import WAIT, act, germinate
 from tests.tiers import rest_is_slow
@@ -50,7 +49,7 @@ class Varied(Task):
         self.transform = transform
 
     def load(self) -> TaskData:
-        return transform_data(Digits(validation=100, test=100).load(), self.transform)
+        return make_variants(Digits(validation=100, test=100).load(), [self.transform])
 
 
 def family(**facts: list[Any]) -> FamilyConfig:
