@@ -45,7 +45,7 @@ from esper_lightning.runtime.console import print_status
 from esper_lightning.runtime.nested import call_network, copy_module, iter_tensors
 from esper_lightning.telemetry.events import EVENTS_FILE, SCHEMA, Contributed, Event, EventLog, Started, Validated
 
-STATE_FORMAT = 5
+STATE_FORMAT = 6
 """Version of the callback's state in a checkpoint."""
 
 PROBE_ROWS = 4

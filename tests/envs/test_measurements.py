@@ -85,4 +85,4 @@ def test_measurements_are_read_by_name_as_they_were_packed(make_pool: Callable[.
     expected = Validation(whole, [without_one, without_two, whole], without_two)
     assert first.validation == second.validation == expected
     assert unpack_validations(validated) == [expected] * 2
-    assert Validation.from_state(expected.state()) == expected
+    assert Validation.from_pairs(expected.pairs()) == expected
