@@ -227,10 +227,8 @@ class HostPoolData(LightningDataModule):
             for name, config in self.task_configs.items():
                 loaded = self.loaded_tasks[name] = self._load(config, alone=world == 1)
                 if len(self.task_configs) > 1:
-                    _, space, growable = discover_spaces(
-                        config.task, loaded.data, config.host, loaded.env, loaded.host_devices[0]
-                    )
-                    spaces.append((space, torch.stack(list(growable.values())).any(0)))
+                    device = loaded.host_devices[0]
+                    spaces.append(discover_spaces(config.task, loaded.data, config.host, loaded.env, device).space)
             self._shared_space = union_of_slots(spaces) if spaces else None
             for name, config in self.task_configs.items():
                 pools[name] = self.make_pool(config.n_envs // world, task=name)

@@ -8,7 +8,7 @@ from torch import nn
 
 from esper_lightning.envs.actions import ActionConfig
 from esper_lightning.envs.executors import AUTO, EXECUTORS
-from esper_lightning.envs.family import FamilyConfig
+from esper_lightning.envs.family import HORIZON, FamilyConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.observation import ObservationConfig
 from esper_lightning.envs.rewards import ObjectiveConfig, RewardConfig
@@ -65,10 +65,10 @@ class EnvConfig:
             raise ValueError(f"env.horizon must be at least 1 tick, got {self.horizon}")
         if self.executor != AUTO:
             EXECUTORS.find(self.executor)
-        for context in (*self.family.contexts(), *self.family.contexts(held_out=True)):
-            if context.horizon is not None and context.horizon > self.horizon:
+        for context in self.family.all_contexts:
+            if (horizon := context.value(HORIZON, 1)) > self.horizon:
                 raise ValueError(
-                    f"family: horizon {context.horizon} is longer than env.horizon, {self.horizon}; raise env.horizon"
+                    f"family: horizon {horizon} is longer than env.horizon, {self.horizon}; raise env.horizon"
                 )
 
 

@@ -43,7 +43,7 @@ def pool_of(kind: str, n_envs: int, common: SharedSpace | None = None, executor:
 @pytest.fixture(scope="module")
 def common() -> SharedSpace:
     pools = [pool_of(kind, 1) for kind in KINDS]
-    return union_of_slots([(pool.space, pool.env_factory.growable) for pool in pools])
+    return union_of_slots([pool.space for pool in pools])
 
 
 def mixed_pool(common: SharedSpace, executor: Any = "loop") -> MixedPool:
@@ -139,7 +139,7 @@ def test_each_task_offers_what_it_was_told_to_and_no_more() -> None:
         )
 
     alone = [pool_with(["norm"]), pool_with(["conv_small", "norm"])]
-    both = union_of_slots([(pool.space, pool.env_factory.growable) for pool in alone])
+    both = union_of_slots([pool.space for pool in alone])
 
     pools = [pool_with(["norm"], both), pool_with(["conv_small", "norm"], both)]
 
