@@ -69,17 +69,6 @@ def test_what_can_be_done_follows_the_life_of_a_seed(make_pool: Callable[..., Ho
     assert possible_slots(pool) == {"WAIT": every, "GERMINATE": [0, 2], "CULL": [], "FOSSILIZE": []}
 
 
-def test_a_seed_below_the_gates_threshold_cannot_be_fossilized(make_pool: Callable[..., HostPool]) -> None:
-    strict = LifecycleConfig(training_ticks=0, min_contribution=101.0, auto_cull=False)
-    pool = make_pool(1, lifecycle=strict)
-    pool.step(act(germinate(0)))
-    for _ in range(3):
-        pool.step(act(WAIT))
-
-    assert pool.envs[0].slots[0].stage is Stage.PROBATIONARY
-    assert possible_slots(pool)["FOSSILIZE"] == []
-
-
 def test_a_step_is_forced_where_waiting_is_all_there_is(make_pool: Callable[..., HostPool]) -> None:
     young = LifecycleConfig(training_ticks=9, min_contribution=None, auto_cull=False, min_cull_age=4)
     pool = make_pool(2, lifecycle=young, horizon=9)

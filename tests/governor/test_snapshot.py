@@ -9,14 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper_lightning.envs.snapshot import Snapshot, pack, unpack
 from esper_lightning.runtime.nested import iter_tensors
 from tests.governor.states import STATES, memory, same
 from tests.imitated_gpu import GPU, ImitatedGpu
-from tests.runs import differences
 
 
 @given(STATES)
@@ -48,38 +46,6 @@ def test_one_after_the_other_each_is_held_in_memory_that_only_grows(states: list
         most = max(most, needed)
         assert snapshot.nbytes == most, "of the largest so far"
         assert (snapshot.nbytes > before) == (needed > before)
-
-
-def grown() -> tuple[nn.Module, torch.optim.Optimizer]:
-    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)).to(
-        memory_format=torch.channels_last
-    )
-    return network, torch.optim.AdamW(network.parameters(), lr=0.1)
-
-
-def learn(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    network(torch.randn(2, 3, 5, 5)).square().sum().backward()
-    optimizer.step()
-
-
-def test_a_network_in_training_is_held_in_the_same_memory_again_and_again() -> None:
-    network, optimizer = grown()
-    snapshot, places = Snapshot(), []
-    learn(network, optimizer)
-    for _ in range(5):
-        state = {"network": network.state_dict(), "optimizer": optimizer.state_dict()}
-        snapshot.take(state)
-        places.append([tensor.data_ptr() for tensor in iter_tensors(snapshot.view())])
-        reference = deepcopy(state)
-        learn(network, optimizer)
-
-        assert differences(snapshot.copy()["optimizer"], reference["optimizer"]) == []
-        assert same(snapshot.view(), reference)
-        weight = snapshot.view()["network"]["0.weight"]
-        assert weight.stride() == network[0].weight.stride(), "no other order of numbers"
-        assert not weight.requires_grad
-    assert places == [places[0]] * 5
 
 
 def test_the_tensors_of_a_gpu_are_copied_by_one_transfer_for_each_data_type() -> None:

@@ -26,13 +26,6 @@ def test_a_run_in_every_mode_is_plotted_term_by_term(mode: str, tmp_path: Path) 
             assert points[f"rollout/reward.{name}"][i][1] == pytest.approx(paid, abs=1e-5)
 
 
-@pytest.mark.slow
-def test_the_discount_of_shaping_is_that_of_ppo(tmp_path: Path) -> None:
-    built = fit(tmp_path, "--model.ppo.gamma", "0.9", "--model.ppo.horizon_is_end", "false")
-    assert built.model.ppo.gamma == built.datamodule.pool.config.reward.gamma == 0.9
-    assert built.datamodule.pool.config.reward.horizon_is_end is False
-
-
 def test_it_cannot_be_set_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         fit(tmp_path, "--data.env.reward.gamma", "0.5")

@@ -7,9 +7,7 @@ import pytest
 from torch import Tensor
 
 from esper_lightning.envs import Action, HostPool, StepResult
-from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.tasks import Measures, Task
-from tests.decisions import WAIT, act
 from tests.runs import CONFIGS, cli
 from tests.tasks.stored import write_cifar10
 from tests.tiers import rest_is_slow
@@ -42,15 +40,6 @@ def minibatch_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def expected_sizes(executor: str, size: int, number: int) -> list[int]:
     """Return the sizes of `number` minibatches of `size` samples for each host, in the form an executor uses."""
     return [HOSTS * size] * number if executor == "fused" else [size] * (HOSTS * number)
-
-
-@pytest.mark.parametrize("executor", ["loop", "threads", "fused"])
-def test_the_configured_batch_size_runs(make_pool: MakePool, minibatch_sizes: list[int], executor: str) -> None:
-    """F17: every executor trains hosts on digits with the configured number and size of minibatches."""
-    pool = make_pool(HOSTS, training=HostTraining(batch_size=7, batches=3), executor=executor)
-    pool.step(act(WAIT, WAIT))
-
-    assert minibatch_sizes == expected_sizes(executor, size=7, number=3)
 
 
 @pytest.mark.parametrize(
