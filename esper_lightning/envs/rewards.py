@@ -1,11 +1,4 @@
-"""The objective J, and rewards of the policy: pure functions of one environment step of one host.
-
-A reward of your own is a function with a name and the names of its terms:
-
-    @register("thrifty", ["gain", "size"])
-    def thrifty(step: HostStep, config: RewardConfig) -> dict[str, float]:
-        return {"gain": step.objective - step.objective_before, "size": -0.01 * sum(s.growth for s in step.slots)}
-"""
+"""The objective J, and rewards of the policy: pure functions of one environment step of one host."""
 
 import math
 from collections.abc import Callable, Collection, Mapping

@@ -18,7 +18,18 @@ import torch
 from sklearn.datasets import load_diabetes, load_digits
 from torchvision.datasets import CIFAR10 as Stored
 
-from esper_lightning.tasks import CIFAR10, Digits, Source, Split, Tabular, TaskData, Text, check_data, fingerprint
+from esper_lightning.tasks import (
+    CIFAR10,
+    Digits,
+    Glyphs,
+    Source,
+    Split,
+    Tabular,
+    TaskData,
+    Text,
+    check_data,
+    fingerprint,
+)
 from esper_lightning.tasks.data_sets import source_files
 from tests.runs import cli
 from tests.tasks.stored import pack_cifar10, write_cifar10
@@ -282,6 +293,8 @@ def test_what_is_no_table_of_classes_or_quantities_is_refused_in_a_line(
         (Digits, {"validation": 9}, "^digits: validation and test need .* got 9 and 700$"),
         (Digits, {"test": 9}, "got 200 and 9$"),
         (Digits, {"test": 1588}, "got 200 and 1588$"),
+        (Glyphs, {"level": "simple"}, "^Glyphs: .*choose one of mild, easy"),
+        (Glyphs, {"train": 0}, "^Glyphs: .*at least 1 image"),
         (CIFAR10, {"root": "", "validation": 60}, "validation must be at least 1 of 60 images, got 60"),
         (Tabular, {"source": "missing.csv"}, "there is no file 'missing.csv'; name a .csv file .* wine, breast"),
         (
