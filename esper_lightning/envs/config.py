@@ -8,7 +8,7 @@ from torch import nn
 
 from esper_lightning.envs.actions import ActionConfig
 from esper_lightning.envs.executors import AUTO, EXECUTORS
-from esper_lightning.envs.family import HORIZON, FamilyConfig
+from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.observation import ObservationConfig
 from esper_lightning.envs.rewards import ObjectiveConfig, RewardConfig
@@ -66,7 +66,7 @@ class EnvConfig:
         if self.executor != AUTO:
             EXECUTORS.find(self.executor)
         for context in self.family.all_contexts:
-            if (horizon := context.value(HORIZON, 1)) > self.horizon:
+            if (horizon := context.horizon or 1) > self.horizon:
                 raise ValueError(
                     f"family: horizon {horizon} is longer than env.horizon, {self.horizon}; raise env.horizon"
                 )

@@ -14,15 +14,7 @@ from torch import Tensor, nn
 
 from esper_lightning.envs.actions import ActionConfig, ActionSpace
 from esper_lightning.envs.config import EnvConfig, HostFactory
-from esper_lightning.envs.family import (
-    HORIZON,
-    PRICE,
-    TRAINING,
-    Context,
-    ContextDistribution,
-    HostContext,
-    select_offer,
-)
+from esper_lightning.envs.family import TRAINING, Context, ContextDistribution, HostContext, select_offer
 from esper_lightning.envs.flops import measure_flops
 from esper_lightning.envs.governor import GovernorConfig, HostMonitor
 from esper_lightning.envs.host_env import HostEnv
@@ -224,8 +216,8 @@ class EnvFactory:
                 context,
                 training=replace(config.training, **context.variables_in(TRAINING)),
                 variant_index=transforms.index(context.transform),
-                horizon=context.value(HORIZON, config.horizon),
-                price=context.value(PRICE, config.objective.price),
+                horizon=context.horizon or config.horizon,
+                price=config.objective.price if context.price is None else context.price,
             )
             for context in contexts
         }

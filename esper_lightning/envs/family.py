@@ -60,6 +60,14 @@ class Context(NamedTuple):
         return self.value(TRANSFORM, "none")
 
     @property
+    def price(self) -> float | None:
+        return self.value(PRICE)
+
+    @property
+    def horizon(self) -> int | None:  # in environment steps
+        return self.value(HORIZON)
+
+    @property
     def seeds_may_fail(self) -> bool:
         """True if seeds may fail, that is, receive no gradient."""
         return FAIL in dict(self.variables) or bool(self.variables_in(FAIL))

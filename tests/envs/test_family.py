@@ -204,7 +204,7 @@ SHORT, LONG = 3, 5
 def uneven(make_pool: MakePool) -> HostPool:
     """A host with an episode of three ticks beside one of five."""
     pool = make_pool(2, horizon=LONG, family=family(horizon=[SHORT, LONG]))
-    drawn = [pool.env_factory.context_distribution.draw(seed).value("horizon") for seed in range(99)]
+    drawn = [pool.env_factory.context_distribution.draw(seed).horizon for seed in range(99)]
     pool.reset([drawn.index(SHORT), drawn.index(LONG)])
     return pool
 
