@@ -333,8 +333,7 @@ def _rents(envs: Sequence[GrowthRecord], blueprint_parameters: Tensor) -> tuple[
     host, grown = torch.tensor(sizes)[:, None, None].unbind(-1)  # [N, 1, 1] each
     prices = torch.tensor([env.price for env in envs])[:, None, None]
     rent = prices * (torch.log1p((grown + added) / host) - torch.log1p(grown / host))
-    live = torch.tensor([[slot.live for slot in env.slots] for env in envs])
-    return rent[..., 0] * live, rent[..., 1:]
+    return rent[..., 0], rent[..., 1:]
 
 
 class ObservationBuilder:

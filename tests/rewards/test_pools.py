@@ -113,8 +113,10 @@ def test_a_rollback_is_paid_by_its_penalty_alone_and_an_episode_that_is_over_by_
 
 CONFIG = EnvConfig(
     horizon=5,
-    training=HostTraining(batches=2),
-    lifecycle=LifecycleConfig(training_ticks=0, embargo_ticks=0, min_contribution=None, auto_cull=False),
+    training=LEARNS,
+    lifecycle=LifecycleConfig(
+        training_ticks=0, embargo_ticks=0, min_contribution=None, auto_cull=False, min_gradient_health=0.0
+    ),
     actions=ActionConfig(blueprints=["conv_light"], tempos={"FAST": 1}),
     objective=ObjectiveConfig(price=0.5),
 )
