@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from itertools import product
 
 import pytest
@@ -9,9 +10,11 @@ from torch import Tensor, nn
 
 from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import ActionConfig, HostPool, Op
+from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.growth.blueprints import registry
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.stages import Stage
+from esper_lightning.hosts import CNN
 from tests.decisions import WAIT, act, decide, fossilize, germinate
 
 OUTCOME = {Op.GERMINATE: Stage.GERMINATED, Op.CULL: Stage.CULLED, Op.FOSSILIZE: Stage.FOSSILIZED}
@@ -109,3 +112,6 @@ def test_a_blueprint_that_is_masked_for_a_slot_cannot_be_germinated_there(
         pool.step(act(germinate(1, 1)))
     pool.step(act(germinate(0, 1)))
     assert pool.envs[0].slots[0].blueprint == "picky"
+    hosts = FamilyConfig(train=[{"host.widths": [[4, 8], [8, 4]]}])
+    mixed = make_pool(1, partial(CNN, isolate=False), family=hosts, actions=pool.config.actions)
+    assert mixed.space.slot == ["place1", "place2"], "it can grow in other slots of other hosts"

@@ -123,6 +123,7 @@ def test_the_tensors_of_a_gpu_are_copied_by_one_transfer_for_each_data_type() ->
         for tensor in weights:
             tensor.zero_()
         restored = snapshot.view()
+        assert gpu.waits != {}, "the copies have finished"
         for ours, theirs in zip(iter_tensors(restored), iter_tensors(reference), strict=True):
             assert torch.equal(ours, theirs.cpu())
         assert restored["image"].is_contiguous(memory_format=torch.channels_last)
