@@ -311,7 +311,7 @@ def measure(
             for path, seed in seeds.items():
                 if (title, name, seed) not in done:
                     policy = load_controller(path)
-                    pool = make_hosts(replace(data.env, sight=policy.sight or data.env.sight))
+                    pool = make_hosts(replace(data.env, observation=policy.observation or data.env.observation))
                     append(play(pool, title, name, seed, policy))
 
 

@@ -20,7 +20,7 @@ from esper_lightning.callbacks.checks import after_setup, check_resumed, check_t
 from esper_lightning.callbacks.measuring import VariantMeter, first_rows, mean_over_processes
 from esper_lightning.callbacks.run_record import open_events, write_run_record
 from esper_lightning.controllers import check_methods
-from esper_lightning.controllers.learned import TrainingRules
+from esper_lightning.controllers.learned import LearnedController, TrainingRules
 from esper_lightning.controllers.rules import FossilizedSeed, StaticController
 from esper_lightning.envs import Action, ActionConfig, EnvConfig
 from esper_lightning.envs.env_factory import probe_action_space
@@ -45,7 +45,7 @@ from esper_lightning.runtime.console import print_status
 from esper_lightning.runtime.nested import call_network, copy_module, iter_tensors
 from esper_lightning.telemetry.events import EVENTS_FILE, SCHEMA, Contributed, Event, EventLog, Started, Validated
 
-STATE_FORMAT = 5
+STATE_FORMAT = 6
 """Version of the callback's state in a checkpoint."""
 
 PROBE_ROWS = 4
@@ -185,9 +185,13 @@ class Grow(Callback):
 
     def _config(self, horizon: int) -> EnvConfig:
         """Return the settings that deciders see."""
-        sight = getattr(self.decider, "sight", None) or ObservationConfig()  # that of a policy's training
+        trained = self.decider.observation if isinstance(self.decider, LearnedController) else None
         return EnvConfig(
-            horizon=horizon, lifecycle=self.lifecycle, actions=self.actions, objective=self.objective, sight=sight
+            horizon=horizon,
+            lifecycle=self.lifecycle,
+            actions=self.actions,
+            objective=self.objective,
+            observation=trained or ObservationConfig(),
         )
 
     @property

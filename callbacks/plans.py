@@ -164,7 +164,7 @@ class PolicyPlan(AtTicks):
         if unknown:
             raise ValueError(
                 f"Stack: the policy {name!r} reads {', '.join(sorted(unknown))}, which a training of your own does not "
-                f"have; train it with data.env.sight as in configs/depth.yaml"
+                f"have; train it with data.env.observation as in configs/depth.yaml"
             )
         self._saved: Mapping[str, Any] | None = None  # state of a checkpoint, until the policy is asked
         self._begun = False

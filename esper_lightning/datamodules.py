@@ -227,10 +227,8 @@ class HostPoolData(LightningDataModule):
             for name, config in self.task_configs.items():
                 loaded = self.loaded_tasks[name] = self._load(config, alone=world == 1)
                 if len(self.task_configs) > 1:
-                    _, space, growable = discover_spaces(
-                        config.task, loaded.data, config.host, loaded.env, loaded.host_devices[0]
-                    )
-                    spaces.append((space, torch.stack(list(growable.values())).any(0)))
+                    device = loaded.host_devices[0]
+                    spaces.append(discover_spaces(config.task, loaded.data, config.host, loaded.env, device).space)
             self._shared_space = union_of_slots(spaces) if spaces else None
             for name, config in self.task_configs.items():
                 pools[name] = self.make_pool(config.n_envs // world, task=name)
@@ -251,15 +249,20 @@ class HostPoolData(LightningDataModule):
         return LoadedTask(env, data.copy_to(host_devices), host_devices, fingerprint(data))
 
     def make_pool(
-        self, n_envs: int, held_out: bool = False, task: str | None = None, *, sight: ObservationConfig | None = None
+        self,
+        n_envs: int,
+        held_out: bool = False,
+        task: str | None = None,
+        *,
+        observation: ObservationConfig | None = None,
     ) -> HostPool:
         """Return another pool of `n_envs` hosts of a task (None: the first), with the same rules and executor.
 
-        `held_out`: draw hosts from the held-out contexts of the family. `sight`: features that a policy observes.
+        `held_out`: draw hosts from the held-out contexts of the family. `observation`: other features to observe.
         """
         name = task or next(iter(self.task_configs))
         config, loaded = self.task_configs[name], self.loaded_tasks[name]
-        env = loaded.env if sight is None else replace(loaded.env, sight=sight)
+        env = loaded.env if observation is None else replace(loaded.env, observation=observation)
         if name in self.pools:  # with `auto`, the executor that was chosen for the hosts of the run
             env = replace(env, executor=self.pools[name].executor_choice)
         return HostPool(
@@ -305,7 +308,7 @@ class HostPoolData(LightningDataModule):
             "data.env.training.optimizer": "; ".join(p.config.training.optimizer for p in self.pools.values()),
             **{f"choices of the {head} head": choices for head, choices in zip(HEADS, pool.space, strict=True)},
             FEATURES_KEY: pool.feature_names,
-            "data.env.sight": asdict(pool.config.sight),
+            "data.env.observation": asdict(pool.config.observation),
             "host": "; ".join(hosts) if len(self.pools) > 1 else next(iter(self.pools.values())).host_kind,
             "data set": "; ".join(task.fingerprint for task in self.loaded_tasks.values()),
         }
@@ -313,7 +316,11 @@ class HostPoolData(LightningDataModule):
     def growth_rules(self) -> dict[str, Any]:
         """Return lifecycle, actions and observation as plain data."""
         env = self.env
-        return {"lifecycle": asdict(env.lifecycle), "actions": asdict(env.actions), "sight": asdict(env.sight)}
+        return {
+            "lifecycle": asdict(env.lifecycle),
+            "actions": asdict(env.actions),
+            "observation": asdict(env.observation),
+        }
 
     def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adapt a checkpoint to this run's device. Raises ValueError if it cannot be resumed."""

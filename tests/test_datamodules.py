@@ -3,7 +3,6 @@
 import gc
 import itertools
 import weakref
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,17 @@ from esper_lightning.callbacks import RolloutState
 from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.datamodules import HostPoolData, TickLoader, VectorData, find_host_devices
-from esper_lightning.envs import EnvConfig
+from esper_lightning.envs import Action, EnvConfig, HostPool, StepResult
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.losses import Anneal, PPOConfig
 from esper_lightning.ppo.policy import PolicyConfig
 from esper_lightning.runtime.ranks import local_world
-from esper_lightning.tasks import AugmentConfig, Digits, TaskData
+from esper_lightning.tasks import AugmentConfig, Digits, Measures, Task, TaskData
 from tests.cue import CueMemory
-from tests.runs import differences, fit, only_run, tiny_host
+from tests.runs import cli, differences, fit, only_run, tiny_host
+from tests.tasks.stored import write_cifar10
+from tests.tiers import rest_is_slow
 
 CPU = torch.device("cpu")
 
@@ -107,11 +108,6 @@ def test_hosts_have_the_devices_that_are_named_or_all_gpus_with_streams(monkeypa
             find_host_devices(names, "loop", gpus[0], alone=alone)
 
 
-def share_memory(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
-    """Return True if the tensors share their memory."""
-    return all(a is b and a.data_ptr() == b.data_ptr() for a, b in zip(ours, theirs, strict=True))
-
-
 def test_one_data_set_serves_every_pool_and_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """S5: a data set is loaded once, shared by all pools, and freed with them."""
     loads: list[Digits] = []
@@ -128,11 +124,47 @@ def test_one_data_set_serves_every_pool_and_goes_with_it(monkeypatch: pytest.Mon
 
     assert len(loads) == 1
     for ours, theirs in zip(data.pool.data[:3], other.data[:3], strict=True):
-        assert share_memory(ours, theirs)
+        assert all(a is b for a, b in zip(ours, theirs, strict=True))
     kept = weakref.ref(data.pool.data.train.inputs)
     del data, other, ours, theirs
     gc.collect()
     assert kept() is None
+
+
+@pytest.mark.parametrize(
+    ("executor", "size"), rest_is_slow([("loop", 60), ("fused", 60), ("fused", 128)], {("fused", 60)})
+)
+def test_the_configured_batch_size_runs_on_cifar10(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executor: str, size: int
+) -> None:
+    """F17: configs/cifar10.yaml trains with minibatches of its 128 samples, or of the given number."""
+    sizes: list[int] = []
+    measure, step = Task.measure, HostPool.step
+
+    def begun(pool: HostPool, action: Action) -> StepResult:
+        sizes.clear()  # drop calls before the tick, when seeds are tried out
+        return step(pool, action)
+
+    def watched(task: Task, outputs: Tensor, targets: Tensor) -> Measures:
+        if outputs.requires_grad:
+            sizes.append(len(targets))
+        return measure(task, outputs, targets)
+
+    monkeypatch.setattr(Task, "measure", watched)
+    monkeypatch.setattr(HostPool, "step", begun)
+    write_cifar10(tmp_path, monkeypatch, each=30)
+    built = cli(
+        *("--config", "cifar10", "--trainer.default_root_dir", str(tmp_path / "runs")),
+        *("--data.task.init_args.root", str(tmp_path), "--data.task.init_args.validation", "10"),
+        *("--trainer.accelerator", "cpu", "--trainer.max_epochs", "1", "--model.evaluation.hosts", "0"),
+        *("--data.n_envs", "2", "--model.ppo.minibatches", "1", "--data.env.horizon", "1"),
+        *("--data.env.executor", executor, "--trainer.enable_progress_bar", "false"),
+        *(("--data.env.training.batch_size", str(size)) if size != 128 else ()),
+    )
+
+    assert built.datamodule.env.training.batch_size == size
+    number = 140 // size
+    assert sizes == ([2 * size] * number if executor == "fused" else [size] * (2 * number)), "of two hosts"
 
 
 # Environments of any kind

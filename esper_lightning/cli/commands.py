@@ -25,6 +25,7 @@ from torch.distributed import is_torchelastic_launched
 
 from esper_lightning.callbacks import DEFAULT_CALLBACKS, Governor
 from esper_lightning.cli.launch import PROGRAM, SUBCOMMANDS, OneLineParser
+from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.datamodules import HostPoolData
 from esper_lightning.envs import HostPool, StepResult
 from esper_lightning.envs.governor import GovernorConfig
@@ -238,7 +239,7 @@ def grow(config: str, controller: str, *, out: str = "runs/grown") -> None:
     chosen = rules.get(controller)
     if chosen is None:
         chosen = find_controller(controller, "--controller", others=list(rules), device=data.pool.device)
-    pool = data.make_pool(1, sight=getattr(chosen, "sight", None))  # that of the policy's training
+    pool = data.make_pool(1, observation=chosen.observation if isinstance(chosen, LearnedController) else None)
     (rng_seed,) = episode_rng_seeds(data.seed, EVALUATION, 0, n_envs=1)
     folder = Path(out)
     pool.reset([rng_seed])

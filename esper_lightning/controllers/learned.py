@@ -80,7 +80,7 @@ class TrainingHosts(NamedTuple):
     """Choices of all heads; other hosts may have other slots and blueprints."""
     features: list[str]
     """Names of the observed features."""
-    sight: ObservationConfig
+    observation: ObservationConfig
     """Settings of the observation."""
     rules: TrainingRules
 
@@ -104,7 +104,7 @@ class TrainingHosts(NamedTuple):
                 )
             raise ValueError(
                 f"the policy reads other features than these hosts show, as {excerpt(', '.join(differing))}; make the "
-                f"pool with sight=controller.sight (data.env.sight) and the lifecycle of the training"
+                "pool with observation=controller.observation (data.env.observation) and the lifecycle of the training"
             )
 
 
@@ -129,9 +129,9 @@ class LearnedController:
         self.source, self.training_seed = source, training_seed
 
     @property
-    def sight(self) -> ObservationConfig | None:
+    def observation(self) -> ObservationConfig | None:
         """Observation of the training, with which a pool must be made. None: unknown."""
-        return self.training and self.training.sight
+        return self.training and self.training.observation
 
     @property
     def rules(self) -> TrainingRules | None:

@@ -57,7 +57,7 @@ class EnvConfig:
     family: FamilyConfig = field(default_factory=FamilyConfig)
     """Distribution over contexts, the hidden variables that differ between episodes."""
 
-    sight: ObservationConfig = field(default_factory=ObservationConfig)
+    observation: ObservationConfig = field(default_factory=ObservationConfig)
     """Features that a policy observes."""
 
     def __post_init__(self) -> None:
@@ -65,10 +65,10 @@ class EnvConfig:
             raise ValueError(f"env.horizon must be at least 1 tick, got {self.horizon}")
         if self.executor != AUTO:
             EXECUTORS.find(self.executor)
-        for context in (*self.family.contexts(), *self.family.contexts(held_out=True)):
-            if context.horizon is not None and context.horizon > self.horizon:
+        for context in self.family.all_contexts:
+            if (horizon := context.horizon or 1) > self.horizon:
                 raise ValueError(
-                    f"family: horizon {context.horizon} is longer than env.horizon, {self.horizon}; raise env.horizon"
+                    f"family: horizon {horizon} is longer than env.horizon, {self.horizon}; raise env.horizon"
                 )
 
 

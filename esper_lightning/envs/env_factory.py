@@ -14,15 +14,7 @@ from torch import Tensor, nn
 
 from esper_lightning.envs.actions import ActionConfig, ActionSpace
 from esper_lightning.envs.config import EnvConfig, HostFactory
-from esper_lightning.envs.family import (
-    OFFERED_BLUEPRINTS,
-    OFFERED_SLOTS,
-    TRAINING,
-    Context,
-    ContextDistribution,
-    HostContext,
-    select_offer,
-)
+from esper_lightning.envs.family import TRAINING, Context, ContextDistribution, HostContext, select_offer
 from esper_lightning.envs.flops import measure_flops
 from esper_lightning.envs.governor import GovernorConfig, HostMonitor
 from esper_lightning.envs.host_env import HostEnv
@@ -43,10 +35,18 @@ class SharedSpace(NamedTuple):
     blueprints: list[str]  # that can grow on the hosts of at least one task
 
 
-def union_of_slots(spaces: Sequence[tuple[ActionSpace, Tensor]]) -> SharedSpace:
+class CommonSpace(NamedTuple):
+    """Action space that hosts of every architecture of a family have in common."""
+
+    shared: SharedSpace | None  # with hosts of other tasks or architectures. None: all are alike
+    space: ActionSpace
+    growable: dict[str, Tensor]  # where a blueprint can grow in a slot, by architecture, [K, blueprints] bool
+
+
+def union_of_slots(spaces: Sequence[ActionSpace]) -> SharedSpace:
     """Return the union of action spaces: the largest number of slots, and every blueprint."""
-    num_slots = max(len(space.slot) for space, _ in spaces)
-    blueprints = dict.fromkeys(name for space, _ in spaces for name in space.blueprint)
+    num_slots = max(len(space.slot) for space in spaces)
+    blueprints = dict.fromkeys(name for space in spaces for name in space.blueprint)
     return SharedSpace([f"place{i + 1}" for i in range(num_slots)], list(blueprints))
 
 
@@ -145,13 +145,8 @@ def discover_spaces(
     config: EnvConfig,
     device: torch.device,
     shared_space: SharedSpace | None = None,
-) -> tuple[SharedSpace | None, ActionSpace, dict[str, Tensor]]:
-    """Find the action space that hosts of every architecture of a family have in common.
-
-    Returns the slots and blueprints that are shared with other hosts (None: the architectures are alike), the action
-    space, and where a blueprint can grow in a slot of each architecture, [K, blueprints] bool. Raises ValueError if
-    hosts do not fit the task.
-    """
+) -> CommonSpace:
+    """Find the action space of the hosts of a task. Raises ValueError if they do not fit it."""
     batch = data.train.to(device).batch(slice(config.training.batch_size))
 
     def loss_of(network: nn.Module) -> Tensor:
@@ -162,18 +157,18 @@ def discover_spaces(
         check_measures(measures, len(batch.targets), type(task).__name__)
         return measures.loss.mean()
 
-    contexts = [*config.family.contexts(), *config.family.contexts(held_out=True)]
     found = {}
-    for architecture, context in {context.architecture_name: context for context in contexts}.items():
+    for architecture, context in config.family.architectures.items():
         network = build_host(host, data, context, device, shared_space)
         found[architecture] = probe_action_space(
             network, loss_of, actions=config.actions, birth=config.lifecycle.birth, shared_space=shared_space
         )
-    space, growable = next(iter(found.values()))
-    differ = any(other != space or not torch.equal(where, growable) for other, where in found.values())
+    first, growable = next(iter(found.values()))
+    differ = any(space != first or not torch.equal(where, growable) for space, where in found.values())
     if differ and shared_space is None:
-        return discover_spaces(task, data, host, config, device, union_of_slots(list(found.values())))
-    return shared_space, space, {architecture: where for architecture, (_, where) in found.items()}
+        shared = union_of_slots([space for space, _ in found.values()])
+        return discover_spaces(task, data, host, config, device, shared)
+    return CommonSpace(shared_space, first, {architecture: where for architecture, (_, where) in found.items()})
 
 
 class EnvFactory:
@@ -198,28 +193,22 @@ class EnvFactory:
         self.context_distribution = ContextDistribution(family, held_out)
         contexts = self.context_distribution.contexts
         # Held-out contexts are checked even if they are not drawn here, because evaluation will use them.
-        all_contexts = [*family.contexts(), *family.contexts(held_out=True)]
-        for context in all_contexts:
+        for context in family.all_contexts:
             check_transform(context.transform, data)
         transforms = list(dict.fromkeys(context.transform for context in contexts))
         # In all transforms that the contexts need.
         self.data = data if transforms == ["none"] else make_variants(data, transforms).copy_to(devices)
         self.steps_per_epoch = config.training.steps_per_epoch(data.train.samples)
-        # `growable`: where a blueprint can grow in a slot, by architecture, [K, blueprints] bool each.
         self.shared_space, self.space, self.growable = discover_spaces(
             task, data, host, config, devices[0], shared_space
         )
-        architectures = {context.architecture_name: context for context in all_contexts}
-        built = {
-            name: build_host(host, self.data, context, devices[0], self.shared_space)
-            for name, context in architectures.items()
-        }
-        kinds = {}  # descriptions, which differ between architectures
-        for name, network in built.items():
+        self.host_flops, kinds = {}, {}  # `kinds`: descriptions, which differ between architectures
+        sample = self.data.train.batch(slice(1)).inputs
+        for name, context in family.architectures.items():
+            network = build_host(host, self.data, context, devices[0], self.shared_space)
+            self.host_flops[name] = measure_flops(network, sample)
             shapes = repr([(parameter, tuple(p.shape)) for parameter, p in network.named_parameters()])
             kinds[name] = f"{count_parameters(network)} parameters, layout {zlib.crc32(shapes.encode()):08x}"
-        sample = self.data.train.batch(slice(1)).inputs
-        self.host_flops = {name: measure_flops(network, sample) for name, network in built.items()}
         of_training = [kinds[name] for name in dict.fromkeys(one.architecture_name for one in family.contexts())]
         self.host_kind = "; ".join([*of_training, f"family {family.checksum}"] if family.train else of_training)
         self.host_contexts = {
@@ -286,10 +275,8 @@ class EnvFactory:
 
     def growable_in(self, env: HostEnv) -> Tensor:
         """Return which blueprint may grow in which slot in the episode of an environment, [K, blueprints] bool."""
-        growable, context = self.growable[env.architecture], env.context.context
-        if context.value(OFFERED_SLOTS) is None and context.value(OFFERED_BLUEPRINTS) is None:
-            return growable
-        return torch.tensor(select_offer(growable.tolist(), context, env.rng_seed))
+        growable = self.growable[env.architecture].tolist()
+        return torch.tensor(select_offer(growable, env.context.context, env.rng_seed))
 
     def privileged_features(self, env: HostEnv) -> list[float]:
         """Return the P privileged features of an episode: encoded context, then failing pairs of slot and blueprint."""

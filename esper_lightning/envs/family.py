@@ -40,8 +40,8 @@ class Context(NamedTuple):
 
     variables: tuple[tuple[str, Any], ...] = ()
 
-    def value(self, variable: str) -> Any:  # None: as configured
-        return dict(self.variables).get(variable)
+    def value(self, variable: str, default: Any = None) -> Any:
+        return dict(self.variables).get(variable, default)
 
     def variables_in(self, group: str) -> dict[str, Any]:
         """Variables named `<group>.<rest>`, by `<rest>`."""
@@ -57,7 +57,7 @@ class Context(NamedTuple):
 
     @property
     def transform(self) -> str:
-        return self.value(TRANSFORM) or "none"
+        return self.value(TRANSFORM, "none")
 
     @property
     def price(self) -> float | None:
@@ -74,7 +74,7 @@ class Context(NamedTuple):
 
     def seed_fails(self, rng_seed: int, slot: str, blueprint: str) -> bool:
         """Return True if seeds of this blueprint receive no gradient in `slot`, in the episode with this RNG seed."""
-        probability = self.variables_in(FAIL).get(blueprint, self.value(FAIL) or 0.0)
+        probability = self.variables_in(FAIL).get(blueprint, self.value(FAIL, 0.0))
         return probability > 0.0 and random.Random(f"graft {rng_seed} {slot} {blueprint}").random() < probability
 
     def __str__(self) -> str:
@@ -135,6 +135,16 @@ class FamilyConfig:
             for values in product(*values_by_name.values())
         ]
         return list({repr(context): context for context in contexts}.values()) or ([] if held_out else [Context()])
+
+    @property
+    def all_contexts(self) -> list[Context]:
+        """Contexts of training, then the held-out ones."""
+        return [*self.contexts(), *self.contexts(held_out=True)]
+
+    @property
+    def architectures(self) -> dict[str, Context]:
+        """A context with each architecture of a host, by `Context.architecture_name`."""
+        return {context.architecture_name: context for context in self.all_contexts}
 
     @property
     def checksum(self) -> str:

@@ -129,12 +129,11 @@ def judge(
 
 def _roll_back_or_end(state: GovernorState, cause: str, config: GovernorConfig) -> tuple[Judgement, GovernorState]:
     """Return the judgement for a diverged host, and the state after it; the episode ends after `max_rollbacks`."""
-    is_last, rollbacks = state.rollbacks >= config.max_rollbacks, state.rollbacks
-    judgement = Judgement(Verdict.ROLL_BACK, cause)
-    if is_last:
-        judgement = Judgement(Verdict.END, f"{cause}, after {rollbacks} rollbacks")
     # It forgets the healthy losses, because the restored host is a different network: it lacks the live seeds.
-    return judgement, GovernorState(cooldown=config.cooldown, rollbacks=rollbacks + (not is_last))
+    after = GovernorState(cooldown=config.cooldown, rollbacks=state.rollbacks)
+    if state.rollbacks >= config.max_rollbacks:
+        return Judgement(Verdict.END, f"{cause}, after {state.rollbacks} rollbacks"), after
+    return Judgement(Verdict.ROLL_BACK, cause), after._replace(rollbacks=state.rollbacks + 1)
 
 
 def veto_reasons(op: str, state: GovernorState) -> list[str]:
@@ -192,17 +191,15 @@ class HostMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the complete state; its tensors are views of the snapshot, which the next one overwrites."""
-        losses, *counts = self.governor_state  # counts: all other fields of GovernorState
         return {
-            "losses": list(losses),
-            "counts": counts,
+            "governor_state": self.governor_state._asdict(),
             "healthy_ticks": self.healthy_ticks,
-            "alphas": list(self.alphas),  # of the slots
+            "alphas": list(self.alphas),
             "snapshot": self.snapshot.view(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.governor_state = GovernorState(tuple(state["losses"]), *state["counts"])
+        self.governor_state = GovernorState(**state["governor_state"])
         self.healthy_ticks = state["healthy_ticks"]
         self.alphas = list(state["alphas"])
         self.snapshot.take(state["snapshot"])

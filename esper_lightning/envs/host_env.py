@@ -11,7 +11,7 @@ from esper_lightning.envs.family import HostContext
 from esper_lightning.envs.flops import HostFlops, positions_per_parameter
 from esper_lightning.envs.governor import EpochStats, HostMonitor, Judgement, Verdict, veto_reasons
 from esper_lightning.envs.measurements import EpochResult, History, LossAndScore, Validation
-from esper_lightning.envs.rewards import REWARDS, SMALLEST_HOST, HostStep, ObjectiveConfig, SlotStatus, objective
+from esper_lightning.envs.rewards import SMALLEST_HOST, HostStep, ObjectiveConfig, SlotStatus, objective
 from esper_lightning.envs.snapshot import clone_tensors, pack, unpack
 from esper_lightning.growth.blueprints import initialise
 from esper_lightning.growth.counterfactual import SeedVariant
@@ -177,7 +177,7 @@ class GrowthRecord:
             "score_at_germination": list(self.score_at_germination),
             "trials": [dict(trials) for trials in self.trials],
             "history": {name: list(values) for name, values in vars(self.history).items()},
-            "validated": self.validated.state() if self.validated else None,
+            "validated": self.validated.pairs() if self.validated else None,
             "host_gradient": list(self.host_gradient) if self.host_gradient else None,
             "skipped_steps": self.skipped_steps,
         }
@@ -188,7 +188,7 @@ class GrowthRecord:
         self.score_at_germination = list(state["score_at_germination"])
         self.trials = [dict(trials) for trials in state["trials"]]
         self.history = History(**{name: list(values) for name, values in state["history"].items()})
-        self.validated = Validation.from_state(state["validated"]) if state["validated"] else None
+        self.validated = Validation.from_pairs(state["validated"]) if state["validated"] else None
         self.host_gradient = GradientStats(*state["host_gradient"]) if state["host_gradient"] else None
         self.skipped_steps = state["skipped_steps"]
 
@@ -222,7 +222,6 @@ class HostEnv(GrowthRecord):
     ) -> None:
         self.network, self.device = network, device
         self.monitor: HostMonitor | None = None  # of the Governor. None: the host is not watched
-        self.reward = REWARDS.find(config.reward.mode)
         self.architecture = architecture
         self.longest = config.horizon
         self.context, self.training = context, context.training
@@ -275,10 +274,6 @@ class HostEnv(GrowthRecord):
     def kind(self) -> str:
         """Architecture and depths, which hosts in one stack have in common."""
         return f"{self.architecture} {depths(self.slots)}"
-
-    def end(self) -> None:
-        """End the episode before the horizon; the host stays idle until the next reset."""
-        self.stopped = True
 
     @property
     def lr_share(self) -> float:
@@ -360,9 +355,11 @@ class HostEnv(GrowthRecord):
         if self.ended:
             self.tick += 1
             return [], None
-        judgement = self._judge(result) if judged else None
-        if judgement is not None and judgement.outcome.diverged:
-            return self.roll_back(judgement.outcome is Verdict.END, judgement.outcome.value), judgement
+        judgement = None
+        if judged and self.monitor is not None:
+            judgement = self._judge(self.monitor, result)
+            if judgement.outcome.diverged:
+                return self.roll_back(judgement.outcome is Verdict.END, judgement.outcome.value), judgement
         assert result is not None, "only a failure leaves no result"
         measured = zip(self.slots, result.validation.contributions, strict=True)
         contributions = {slot.name: points for slot, points in measured if slot.is_judged}
@@ -395,20 +392,15 @@ class HostEnv(GrowthRecord):
         return objective(scores, parameters, host, torch.tensor([self.price])).item()
 
     def reward_step(self, diverged: bool) -> HostStep:
-        """Return the finished step in the numbers that rewards are computed from, after `update_objective`."""
-        start, last = self._step_start, self.validated
-        first, at_horizon = start.validation, self.tick >= self.horizon
-        assert last is not None, "an episode begins with a validation"
-        # J with fossilized seeds only: the charge is the same, so J differs by the score.
-        kept_before = start.objective - first.all_seeds.score + first.fossilized.score
-        kept = self.objective - last.all_seeds.score + last.fossilized.score
-        slots: tuple[SlotStatus, ...] = ()
-        if self.reward.depends_on_seeds:
-            host, points = max(self.host_parameters, SMALLEST_HOST), last.contributions
-            slots = tuple(
-                SlotStatus(slot.stage, slot.ticks_in_stage, slot.age, points[k], slot.size, slot.size / host)
-                for k, slot in enumerate(self.slots)
-            )
+        """Return the record of the finished step from which its reward is computed, after `update_objective`.
+
+        `diverged`: the Governor has rolled the host back, or ended its episode, in this step.
+        """
+        start, before, after = self._step_start, self._step_start.validation, self.validated
+        assert after is not None, "an episode begins with a validation"
+        at_horizon, host = self.tick >= self.horizon, max(self.host_parameters, SMALLEST_HOST)
+        # With fossilized seeds only, the rent is the same, so that J differs by the score.
+        fossilized_now = self.objective - after.all_seeds.score + after.fossilized.score
         return HostStep(
             op=start.op.name,
             already_ended=start.ended,
@@ -416,13 +408,16 @@ class HostEnv(GrowthRecord):
             diverged=diverged,
             objective_before=start.objective,
             objective=self.objective,
-            fossilized_objective_before=kept_before,
-            fossilized_objective=self.objective if at_horizon else kept,
-            score_before=first.all_seeds.score,
-            score=last.all_seeds.score,
-            fossilized_score=last.fossilized.score,
-            loss=last.all_seeds.loss,
-            slots=slots,
+            fossilized_objective_before=start.objective - before.all_seeds.score + before.fossilized.score,
+            fossilized_objective=self.objective if at_horizon else fossilized_now,
+            score_before=before.all_seeds.score,
+            score=after.all_seeds.score,
+            fossilized_score=after.fossilized.score,
+            loss=after.all_seeds.loss,
+            slots=tuple(
+                SlotStatus(slot.stage, slot.ticks_in_stage, slot.age, points, slot.size, slot.size / host)
+                for slot, points in zip(self.slots, after.contributions, strict=True)
+            ),
         )
 
     # The Governor
@@ -431,19 +426,17 @@ class HostEnv(GrowthRecord):
         """Return the Governor's reasons to veto an action; an empty list allows it."""
         return [] if self.monitor is None else veto_reasons(Op(action[0]).name, self.monitor.governor_state)
 
-    def _judge(self, result: EpochResult | None) -> Judgement | None:
+    def _judge(self, monitor: HostMonitor, result: EpochResult | None) -> Judgement:
         """Return the monitor's judgement on a host epoch; `result` is None if the host ran out of memory."""
-        if self.monitor is None:
-            return None
         if self.failure is not None:
-            return self.monitor.judge_failure(self.failure)
+            return monitor.judge_failure(self.failure)
         assert result is not None, "only a failure leaves no result"
         training, validation = result
         # With loss scaling, gradients overflow fp16 occasionally, and the optimizer skips those steps.
         stats = (training.host_gradient, *training.seed_gradients) if self.loss_scale is None else ()
         epoch_stats = EpochStats(validation.all_seeds.loss, training.loss, tuple(stat.norm for stat in stats))
         alphas = [slot.alpha_now if slot.blended else 0.0 for slot in self.slots]
-        return self.monitor.judge(epoch_stats, training.skipped_steps, alphas)
+        return monitor.judge(epoch_stats, training.skipped_steps, alphas)
 
     def take_snapshot(self) -> None:
         """Take a snapshot of the current host for a later rollback."""
@@ -507,6 +500,6 @@ class HostEnv(GrowthRecord):
         self.load_record_state(state)
         if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
-        self.objective, self.flops_spent = state["objective"], state.get("flops_spent", 0)  # none in earlier versions
+        self.objective, self.flops_spent = state["objective"], state["flops_spent"]
         self.growing.load_state_dict(state["growing"])
         self._set_optimizer_options()

@@ -174,7 +174,7 @@ class HostPool:
             self.envs,
             self.space,
             self.growable,
-            config=config.sight,
+            config=config.observation,
             device=device,
             num_privileged=len(factory.privileged_features(self.envs[0])),
         )
@@ -438,7 +438,9 @@ class SinglePool:
     def __init__(self, env: GrowthRecord, growable: Tensor, config: EnvConfig) -> None:
         self.env, self.envs, self.space = env, [env], env.space
         self.growable, self.config, self.device = growable, config, torch.device("cpu")
-        self._builder = ObservationBuilder(self.envs, self.space, growable, config=config.sight, device=self.device)
+        self._builder = ObservationBuilder(
+            self.envs, self.space, growable, config=config.observation, device=self.device
+        )
         self.masks, self.masks_on_cpu = self._builder.masks, self._builder.masks_on_cpu
         self.feature_names = self._builder.names
         self._is_observed = False

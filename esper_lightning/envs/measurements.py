@@ -3,9 +3,9 @@
 N environments, K slots, V = K + 2 validated combinations of seeds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,16 +38,15 @@ class Validation(NamedTuple):
         """Points (of 100) lost without the seed in each slot, [K]; 0 for a seed that is not blended."""
         return [POINTS_PER_UNIT * (self.all_seeds.score - rest.score) for rest in self.without]
 
-    def state(self) -> dict[str, Any]:
-        """Return the scores in types that `torch.load(weights_only=True)` accepts."""
-        without = [list(score) for score in self.without]
-        return {"all_seeds": list(self.all_seeds), "without": without, "fossilized": list(self.fossilized)}
+    def pairs(self) -> list[list[float]]:  # [V][2]
+        """Return losses and scores as plain data, in the order of `HostEnv.variants`."""
+        return [list(pair) for pair in (self.all_seeds, *self.without, self.fossilized)]
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> "Validation":
-        """Return the validation of which `state` made plain data."""
-        without = [LossAndScore(*score) for score in state["without"]]
-        return cls(LossAndScore(*state["all_seeds"]), without, LossAndScore(*state["fossilized"]))
+    def from_pairs(cls, pairs: Iterable[Iterable[float]]) -> "Validation":
+        """Return the validation with these losses and scores; see `pairs`."""
+        all_seeds, *without, fossilized = (LossAndScore(*pair) for pair in pairs)
+        return cls(all_seeds, without, fossilized)
 
 
 class TrainingStats(NamedTuple):
@@ -132,8 +131,4 @@ def unpack_epochs(packed: Tensor, slots: int) -> list[EpochResult]:  # [N, …],
 
 def unpack_validations(validated: Tensor) -> list[Validation]:  # [N, 2, V], on the CPU
     """Unpack losses and scores of all variants, in the order of `HostEnv.variants`."""
-    validations = []
-    for losses, scores in validated.tolist():
-        all_seeds, *without, fossilized = (LossAndScore(*pair) for pair in zip(losses, scores, strict=True))
-        validations.append(Validation(all_seeds, without, fossilized))
-    return validations
+    return [Validation.from_pairs(pairs) for pairs in validated.transpose(1, 2).tolist()]

@@ -37,29 +37,21 @@ MISSING = -1.0
 PLATEAU_MIN_RISE = 0.005
 """Minimum rise of the best score that ends a plateau: one image of 200."""
 
-CONTRIBUTION_SCALE = 10.0
-"""Contribution in points that maps to 1; larger ones are clipped."""
-
-LOG_LOSS_SCALE, LOG_SIZE_SCALE, LOG_NORM_SCALE = 7.0, 5.0, 5.0
-"""Divisors of the logarithms of a loss, of growth and of a gradient norm: a loss of 1,096, growth to 148 times the host
-and a norm of 147 map to 1, and larger ones are clipped."""
+# Divisors of features, so that usual values lie within [-1, 1]; larger ones are clipped.
+CONTRIBUTION_SCALE = 10.0  # of points
+RENT_SCALE, LARGEST_RENT = 0.2, 3.0  # of a rent in units of the score, and the largest such feature
+GAIN_SCALE = 0.1  # of contribution minus rent, in units of the score
+LOG_LOSS_SCALE = 7.0  # of the logarithm of a loss: 1,096 maps to 1
+LOG_SIZE_SCALE = 5.0  # of the logarithm of growth: to 148 times the host maps to 1
+LOG_NORM_SCALE = 5.0  # of the logarithm of a gradient norm: 147 maps to 1
+LOG_COUNT_SCALE = 3.0  # of the logarithm of a number of slots or blueprints: 20 map to 1
+LAYERS_SCALE = 4.0  # of a seed's number of layers
+INNER_WIDTH_SCALE = 3.0  # of the logarithm of a seed's inner width over the width of the feature
 
 PARTS = ("", "slot.", "blueprint.")
 """Prefixes of the names of features: of the host, of a slot, of a blueprint in a slot."""
 
-RENT_SCALE, LARGEST_RENT = 0.2, 3.0
-"""Rent in units of the score that maps to 1, and the largest feature of a rent."""
-
-GAIN_SCALE = 0.1
-"""Contribution minus rent in units of the score that maps to 1; larger ones are clipped."""
-
-LOG_COUNT_SCALE = 3.0
-"""Divisor of the logarithm of a number of slots or blueprints; 20 map to 1."""
-
 LAYOUTS = get_args(Layout)
-
-LAYERS_SCALE, INNER_WIDTH_SCALE = 4.0, 3.0
-"""Divisors of a seed's number of layers, and of the logarithm of its inner width over the width of the feature."""
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
@@ -98,14 +90,14 @@ class ObservationConfig:
         """Return for each name whether it is observed. Raises ValueError if a pattern or all of them match none."""
         for pattern in (*self.shown, *self.hidden):
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise ValueError(f"env.sight: no feature is called {pattern!r}; {suggest_name(pattern, names)}")
+                raise ValueError(f"env.observation: no feature is called {pattern!r}; {suggest_name(pattern, names)}")
         selected = [
             any(fnmatchcase(name, pattern) for pattern in self.shown)
             and not any(fnmatchcase(name, pattern) for pattern in self.hidden)
             for name in names
         ]
         if not any(selected):
-            raise ValueError("env.sight shows no feature; show one at least, as `progress`")
+            raise ValueError("env.observation shows no feature; show one at least, as `progress`")
         return selected
 
 
@@ -341,8 +333,7 @@ def _rents(envs: Sequence[GrowthRecord], blueprint_parameters: Tensor) -> tuple[
     host, grown = torch.tensor(sizes)[:, None, None].unbind(-1)  # [N, 1, 1] each
     prices = torch.tensor([env.price for env in envs])[:, None, None]
     rent = prices * (torch.log1p((grown + added) / host) - torch.log1p(grown / host))
-    live = torch.tensor([[slot.live for slot in env.slots] for env in envs])
-    return rent[..., 0] * live, rent[..., 1:]
+    return rent[..., 0], rent[..., 1:]
 
 
 class ObservationBuilder:

@@ -1,11 +1,4 @@
-"""The objective J, and rewards of the policy: pure functions of one environment step of one host.
-
-A reward of your own is a function with a name and the names of its terms:
-
-    @register("thrifty", ["gain", "size"])
-    def thrifty(step: HostStep, config: RewardConfig) -> dict[str, float]:
-        return {"gain": step.objective - step.objective_before, "size": -0.01 * sum(s.growth for s in step.slots)}
-"""
+"""The objective J, and rewards of the policy: pure functions of one environment step of one host."""
 
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -83,8 +76,7 @@ class HostStep(NamedTuple):
     score: float
     fossilized_score: float
     loss: float
-    slots: tuple[SlotStatus, ...]
-    """One record per slot, [K]; empty for a reward that does not depend on seeds."""
+    slots: tuple[SlotStatus, ...]  # [K]
 
 
 class Reward(NamedTuple):
@@ -92,7 +84,6 @@ class Reward(NamedTuple):
 
     terms: tuple[str, ...]
     compute: "Callable[[HostStep, RewardConfig], Mapping[str, float]]"
-    depends_on_seeds: bool
 
 
 REWARDS: Registry[Reward] = Registry("reward")
@@ -100,20 +91,14 @@ REWARDS: Registry[Reward] = Registry("reward")
 RewardFunction = TypeVar("RewardFunction", bound="Callable[[HostStep, RewardConfig], Mapping[str, float]]")
 
 
-def register(
-    name: str, terms: Collection[str], *, depends_on_seeds: bool = True
-) -> Callable[[RewardFunction], RewardFunction]:
+def register(name: str, terms: Collection[str]) -> Callable[[RewardFunction], RewardFunction]:
     """Return a decorator that registers a reward as `name`, the value of `data.env.reward.mode`.
 
     The function takes the record of one environment step of one host and the settings, and returns every term by name.
     Their sum is the reward.
 
-    Args:
-        name: Name of the reward.
-        terms: Names of the terms, which appear in plots as `reward/<name>`.
-        depends_on_seeds: False for a reward that does not read `HostStep.slots`, which is then left empty.
-
-    Raises ValueError if the name is taken, or if the terms are no list of different names.
+    `terms` are their names, which appear in plots as `reward/<name>`. Raises ValueError if the name is taken, or if the
+    terms are no list of different names.
     """
     check_part_name(REWARDS.kind, name)
 
@@ -123,7 +108,7 @@ def register(
                 f"reward {name!r}: terms must be a list of different names, and none may be {ROLLBACK_TERM!r}, the "
                 f"Governor's penalty, got {terms!r}"
             )
-        REWARDS.add(name, Reward(tuple(terms), compute, depends_on_seeds), compute)
+        REWARDS.add(name, Reward(tuple(terms), compute), compute)
         return compute
 
     return add
@@ -146,20 +131,21 @@ class RewardConfig:
         REWARDS.find(self.mode)  # raises ValueError if there is none
 
 
-@register("objective", ["objective"], depends_on_seeds=False)
+@register("objective", ["objective"])
 def objective_change(step: HostStep, config: RewardConfig) -> dict[str, float]:
     """Change of J, so that an episode's rewards sum to J at its end minus J at its start."""
     return {"objective": step.objective - step.objective_before}
 
 
-@register("kept", ["kept"], depends_on_seeds=False)
+@register("kept", ["kept"])
 def fossilized_objective_change(step: HostStep, config: RewardConfig) -> dict[str, float]:
     """Change of J with fossilized seeds only: the same sum over an episode, paid when a seed is fossilized."""
     return {"kept": step.fossilized_objective - step.fossilized_objective_before}
 
 
-@register("sparse", ["end"], depends_on_seeds=False)
+@register("sparse", ["end"])
 def objective_at_end(step: HostStep, config: RewardConfig) -> dict[str, float]:
+    """J at the horizon, clipped to [-1, 1]."""
     return {"end": max(-1.0, min(1.0, step.objective)) if step.at_horizon else 0.0}
 
 

@@ -8,7 +8,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ PLACEHOLDER = torch.empty(0)  # in a state that has been taken apart, in place o
 class TensorSpec(NamedTuple):
     """Description of a tensor in a memory that it shares with others of its kind."""
 
-    kind: Any  # a `Kind`, or its index
+    kind: Any  # device and dtype, or the index of these in a packed state
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
@@ -57,9 +57,9 @@ class Snapshot:
             device, dtype = kind
             self._numbers[kind] = numbers = self._memory[start : start + size].view(dtype)
             if device.type == "cpu":
-                torch.cat(list(rows[kind]), out=numbers)
+                torch.cat(rows[kind], out=numbers)
             else:
-                numbers.copy_(torch.cat(list(rows[kind])), non_blocking=True)
+                numbers.copy_(torch.cat(rows[kind]), non_blocking=True)
         # Copies from a GPU are asynchronous; `view` waits for this event.
         self._copied = self._stream().record_event() if self._stream is not None else None
 
@@ -84,29 +84,23 @@ def pack(state: Any) -> dict[str, Any]:
     """Return a copy of a nested state of dicts, lists, numbers and tensors as plain data with few tensors.
 
     `template` is the state with an empty tensor in place of each tensor, `numbers` has the elements of all tensors of a
-    kind, and `layout` for each tensor the index of its kind, its number of axes, its shape and its strides.
+    kind, and `layout` for each tensor the index of its kind, its shape and its strides.
     """
     template, specs, rows = take_apart(state)
     kinds = list(rows)
-    layout = [[kinds.index(kind), len(shape), *shape, *strides] for kind, shape, strides in specs]
     return {
         "template": template,
-        "layout": torch.tensor(list(chain.from_iterable(layout)), dtype=torch.int64),
-        "numbers": [torch.cat(list(rows[kind])) for kind in kinds],
+        "layout": [(kinds.index(spec.kind), spec.shape, spec.strides) for spec in specs],
+        "numbers": [torch.cat(rows[kind]) for kind in kinds],
     }
 
 
 def unpack(packed: Any) -> Any:
     """Return the state of `pack`; its tensors are views of the packed memory. Raises ValueError if it is damaged."""
     try:
-        layout, specs, at = packed["layout"].tolist(), [], 0
-        while at < len(layout):
-            kind, axes = layout[at : at + 2]
-            shape, strides = layout[at + 2 : at + 2 + axes], layout[at + 2 + axes : at + 2 + 2 * axes]
-            specs.append(TensorSpec(kind, tuple(shape), tuple(strides)))
-            at += 2 + 2 * axes
+        specs = [TensorSpec(*spec) for spec in packed["layout"]]
         return put_together(packed["template"], specs, dict(enumerate(packed["numbers"])))
-    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError, StopIteration) as error:
+    except (KeyError, TypeError, AttributeError, RuntimeError, StopIteration) as error:
         raise ValueError(f"the state of a host is damaged: {error!r}") from error
 
 

@@ -55,7 +55,7 @@ def restore_policy(checkpoint: Mapping[str, Any], source: str, device: torch.dev
         training = TrainingHosts(
             shape.space,
             checkpoint[IDENTITY_KEY][FEATURES_KEY],
-            load_settings(ObservationConfig, rules["sight"]),
+            load_settings(ObservationConfig, rules["observation"]),
             TrainingRules(
                 load_settings(LifecycleConfig, rules["lifecycle"]),
                 # Without blueprints: other hosts may offer others.
@@ -77,8 +77,8 @@ def load_policies(paths: Sequence[str], data: HostPoolData) -> list[LearnedContr
         with checkpoint_errors(path, "evaluated"):
             loaded = restore_policy(checkpoint, path, data.pool.device)
             for task, pool in data.pools.items():
-                sees_the_same = loaded.sight in (None, pool.config.sight)
-                loaded.reset(pool if sees_the_same else data.make_pool(1, task=task, sight=loaded.sight))
+                sees_the_same = loaded.observation in (None, pool.config.observation)
+                loaded.reset(pool if sees_the_same else data.make_pool(1, task=task, observation=loaded.observation))
             policies.append(loaded)
     return policies
 
@@ -89,7 +89,7 @@ def check_training_seeds(policies: Sequence[LearnedController]) -> None:
         both = f"checkpoints {one.source!r} and {other.source!r}"
         if one.training_seed is not None and one.training_seed == other.training_seed:
             raise ValueError(f"{both} are both of training seed {one.training_seed}; give one per training seed")
-        if one.sight != other.sight:
+        if one.observation != other.observation:
             raise ValueError(f"{both} observe different features; name one of them in model.evaluation.against")
 
 
@@ -97,7 +97,7 @@ def load_controller(path: str | Path, device: torch.device = CPU) -> LearnedCont
     """Return a controller that takes the most likely actions of a trained policy.
 
     It acts on hosts with any slots and blueprints, or on a network that the callback `Grow` grows, in a pool whose
-    `EnvConfig` has the controller's `sight` and offers the tempos of `controller.rules.actions`.
+    `EnvConfig` has the controller's `observation` and offers the tempos of `controller.rules.actions`.
 
     Args:
         path: Checkpoint of a run on hosts, policy as safetensors, or `tamiyo`, the policy that comes with the package.

@@ -253,7 +253,7 @@ class Comparison:
             raise ValueError(
                 "model.evaluation.against is empty and there is no policy, so nothing is compared; name controllers"
             )
-        make_pool = partial(data.make_pool, task=task, sight=policies[0].sight if policies else None)
+        make_pool = partial(data.make_pool, task=task, observation=policies[0].observation if policies else None)
         pool = make_pool(config.hosts, held_out=config.held_out)
         rng_seeds = episode_rng_seeds(config.seed, EVALUATION, 0, n_envs=config.hosts)
         entries: dict[str, Entry] = {}
@@ -278,8 +278,8 @@ class Comparison:
             play(TAMIYO, policies, seeds)
         for rival in rivals:
             own = pool
-            if rival.sight != pool.config.sight:
-                own = make_pool(config.hosts, held_out=config.held_out, sight=rival.sight)
+            if rival.observation != pool.config.observation:
+                own = make_pool(config.hosts, held_out=config.held_out, observation=rival.observation)
             play(RIVAL_PREFIX + rival.source, [rival], [rival.training_seed], own=own)
         for name, rule in self.make_controllers().items():
             if self.includes(name):

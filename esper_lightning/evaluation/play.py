@@ -86,7 +86,7 @@ def play_episode(
         for tick in range(horizon if tick_limits is None else max(horizon, *tick_limits)):
             for env, limit in zip(pool.envs, tick_limits or (), strict=tick_limits is not None):
                 if tick >= limit:
-                    env.end()
+                    env.stopped = True
             if tick >= horizon:
                 pool.train_without_actions(1)
                 continue

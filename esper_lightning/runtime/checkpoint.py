@@ -21,7 +21,7 @@ from esper_lightning.runtime.machine import CPU, versions
 from esper_lightning.runtime.nested import iter_tensors
 from esper_lightning.runtime.serialization import excerpt, generator_device, replace_durably
 
-SCHEMA = 9
+SCHEMA = 10
 """Version number of the checkpoint format; increased whenever checkpoints of the previous version cannot be resumed."""
 
 SCHEMA_KEY = "esper_schema"

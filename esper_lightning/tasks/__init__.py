@@ -1,11 +1,17 @@
 """Tasks that hosts learn: data sets, minibatches, augmentation and measures."""
 
-from esper_lightning.tasks.augment import AugmentConfig, Batches, draw_augment_params, fetch
-from esper_lightning.tasks.datamodule import FromDataModule
+from esper_lightning.tasks.augment import (
+    TRANSFORMS,
+    AugmentConfig,
+    Batches,
+    check_transform,
+    draw_augment_params,
+    fetch,
+    make_variants,
+)
+from esper_lightning.tasks.data_sets import CIFAR10, Digits, Source, Tabular, Text
+from esper_lightning.tasks.datamodule import FromDataModule, Stream
 from esper_lightning.tasks.glyphs import Glyphs
-from esper_lightning.tasks.images import CIFAR10, Digits
-from esper_lightning.tasks.stream import Stream
-from esper_lightning.tasks.tabular import Tabular
 from esper_lightning.tasks.task import (
     Measures,
     Score,
@@ -19,8 +25,6 @@ from esper_lightning.tasks.task import (
     check_split,
     fingerprint,
 )
-from esper_lightning.tasks.text import Source, Text
-from esper_lightning.tasks.variants import TRANSFORMS, check_transform, make_variants
 
 __all__ = [
     "CIFAR10",

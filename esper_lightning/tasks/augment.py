@@ -1,5 +1,6 @@
-"""Minibatches, and the random augmentation of their images: shift and flip, on the images' device."""
+"""Images as hosts get them: transforms of a whole data set, and the random augmentation of each minibatch."""
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from esper_lightning.tasks.task import Split
+from esper_lightning.tasks.task import SPLITS, Split, TaskData
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,3 +111,51 @@ def fetch(data: Split, batch: Batches, config: AugmentConfig) -> Split:
     """Return the augmented samples of one minibatch [B]."""
     inputs, targets = data.batch(batch.indices)
     return Split(augment(inputs, batch.augment_params, config), targets)
+
+
+def _shuffled(images: Tensor, generator: torch.Generator) -> Tensor:
+    # The same order in all splits.
+    order = torch.randperm(images[0, 0].numel(), generator=torch.Generator().manual_seed(0))
+    return images.flatten(2)[:, :, order].view_as(images)
+
+
+def _shifted(images: Tensor, generator: torch.Generator) -> Tensor:
+    max_shift = max(1, images.shape[-1] // 8)
+    shifts = torch.randint(-max_shift, max_shift + 1, (len(images), 2), generator=generator)
+    return torch.stack([image.roll(move, (1, 2)) for image, move in zip(images, shifts.tolist(), strict=True)])
+
+
+TRANSFORMS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
+    "none": lambda images, generator: images,
+    "inverted": lambda images, generator: -images,
+    "transposed": lambda images, generator: images.transpose(2, 3).contiguous(),
+    "coarse": lambda images, generator: F.interpolate(F.avg_pool2d(images, 2), size=images.shape[2:], mode="nearest"),
+    "shifted": _shifted,
+    "shuffled": _shuffled,
+}
+"""Transforms of images [n, C, H, W]. coarse: means of 2×2 pixels. shifted: each image rolled by up to an eighth of its
+side. shuffled: the pixels of all images in the same random order."""
+
+
+def check_transform(name: str, data: TaskData) -> None:
+    """Raise ValueError if the inputs of `data` cannot be transformed in this way."""
+    if name != "none" and data.stream is not None:
+        raise ValueError(f"data.transform {name!r}: the training data are a stream; transform them in the data module")
+    if name != "none" and len(data.input_shape) != 3:
+        raise ValueError(f"data.transform {name!r} needs images, inputs have shape {data.input_shape}")
+    if name == "coarse" and min(data.input_shape[1:]) < 2:
+        raise ValueError(f"data.transform coarse needs images of at least 2×2 pixels, got {data.input_shape}")
+
+
+def make_variants(data: TaskData, transforms: Sequence[str]) -> TaskData:
+    """Return the data in each of these transforms in one data set, on the CPU; it is the same each time."""
+    parts: dict[str, list[Sequence[Tensor]]] = {split: [] for split in SPLITS}
+    for name in transforms:
+        # The RNG seed of earlier versions, which had further settings: another one would change the data of results.
+        described = f"Variant(transform={name!r}, noise=0.0, label_noise=0.0, classes=None, samples=None)"
+        generator = torch.Generator().manual_seed(zlib.crc32(described.encode()))
+        for split, pairs in parts.items():
+            inputs, targets = getattr(data, split).to(torch.device("cpu")).batch()
+            pairs.append((TRANSFORMS[name](inputs, generator), targets))
+    joined = {split: map(torch.cat, zip(*pairs, strict=True)) for split, pairs in parts.items()}
+    return data._replace(**{split: Split(*pair, variants=len(transforms)) for split, pair in joined.items()})

@@ -1,6 +1,7 @@
-"""Task with the data of any LightningDataModule."""
+"""Task with the data of any LightningDataModule, which may be more than fit into memory."""
 
-from collections.abc import Iterable
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from esper_lightning.runtime.generators import seeded_generators
 from esper_lightning.runtime.registry import import_object
-from esper_lightning.tasks.stream import Stream
 from esper_lightning.tasks.task import Score, Split, Task, TaskData
 
 LOADERS = {"training": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
@@ -106,3 +106,64 @@ def concatenate(batches: Iterable[Any], source: str, *, quantities: bool) -> Spl
     if inputs.dtype is not torch.uint8:
         inputs = inputs.float() if inputs.is_floating_point() else inputs.long()
     return Split(inputs, targets.float() if quantities else targets.long())
+
+
+class Stream:
+    """Training data that a loader reads chunk by chunk, one for each host epoch of all hosts of a pool.
+
+    An episode begins a pass through the loader, and further passes follow where one does not suffice. A chunk depends
+    on the RNG seed of the episode and on the tick alone, as do random transforms that draw from the global generators
+    of torch, numpy or Python. Workers of the loader read ahead while hosts train; without workers hosts wait.
+
+    Args:
+        loader: Batches of one pass, such as a DataLoader.
+        gather: Function that makes a split of some batches.
+    """
+
+    def __init__(self, loader: Iterable[Any], gather: Callable[[Sequence[Any]], Split]) -> None:
+        if getattr(loader, "persistent_workers", False):
+            raise ValueError(
+                "a stream: persistent workers do not begin a pass with new random numbers, so that a run could not be "
+                "resumed; leave persistent_workers of the training loader off"
+            )
+        self.loader, self.gather = loader, gather
+        self._rewind(0)
+
+    def _rewind(self, rng_seed: int) -> None:
+        self._rng_seed, self._tick, self._batches = rng_seed, 0, passes(self.loader)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Stream, (self.loader, self.gather)  # a copy in another process begins its passes anew
+
+    def chunk(self, rng_seed: int, tick: int, samples: int) -> Split:
+        """Return the chunk of a tick (counted from 0) in an episode: whole batches, at least so many samples.
+
+        To resume in the middle of an episode, the chunks before it are read again and dropped.
+        """
+        if rng_seed != self._rng_seed or tick < self._tick:
+            self._rewind(rng_seed)
+        batches: list[Any] = []
+        while self._tick <= tick:
+            with seeded_generators(zlib.crc32(f"chunk {rng_seed} {self._tick}".encode())):
+                batches, missing = [], samples
+                while missing > 0:
+                    batches.append(next(self._batches))
+                    missing -= self.gather(batches[-1:]).samples
+            self._tick += 1
+        return self.gather(batches)
+
+
+def passes(loader: Iterable[Any]) -> Iterator[Any]:
+    """Iterate over the batches of endless passes. Raises ValueError if a pass has none.
+
+    As a method it would refer to its stream, whose removal would later wait five seconds for each worker of the loader.
+    """
+    while True:
+        for part in (loader, getattr(loader, "sampler", None)):
+            if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+                generator.manual_seed(int(torch.randint(2**62, ())))
+        batch = None
+        for batch in loader:
+            yield batch
+        if batch is None:
+            raise ValueError("a stream: the training loader has no batches; give it data")

@@ -17,7 +17,7 @@ from torchmetrics.functional.text import perplexity
 from esper_lightning.runtime.registry import import_object
 
 if TYPE_CHECKING:
-    from esper_lightning.tasks.stream import Stream
+    from esper_lightning.tasks.datamodule import Stream
 
 CALIBRATION_BINS = 15  # of confidence, as in https://arxiv.org/abs/1706.04599
 
@@ -205,16 +205,16 @@ class Task(ABC):
 
 def check_data(data: TaskData, task: str, score: Score = "accuracy") -> None:
     """Raise ValueError, naming the split, unless hosts can learn from `data`: on a GPU torch would not say why."""
-    quantities = data.train.targets
-    if score == "r2" and quantities.is_floating_point() and len(quantities):
-        spread = quantities.double().std(0, correction=0)
-        if quantities.double().mean(0).abs().max() > SCALED or (spread - 1.0).abs().max() > SCALED:
+    for name, split in zip(SPLITS, data[:3], strict=True):
+        check_split(split, data, f"task {task}: its {name} data", score)
+    if score == "r2":
+        quantities = data.train.targets.double()
+        mean, spread = quantities.mean(0), quantities.std(0, correction=0)
+        if mean.abs().max() > SCALED or (spread - 1.0).abs().max() > SCALED:
             raise ValueError(
                 f"task {task}: its quantities have mean {quantities.mean():.3g} and standard deviation "
                 f"{quantities.std():.3g} in the training data; scale them to 0 and 1"
             )
-    for name, split in zip(SPLITS, data[:3], strict=True):
-        check_split(split, data, f"task {task}: its {name} data", score)
 
 
 def check_split(split: Split, data: TaskData, source: str, score: Score = "accuracy") -> None:

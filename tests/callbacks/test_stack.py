@@ -501,7 +501,8 @@ def test_the_policy_sees_a_training_as_it_sees_a_host_of_its_own_training() -> N
     budget = "--data.env.family.train=[{training.flops: [2.0e+7]}]"
     _, data = from_config("depth", "--data.n_envs=2", budget, "--data.host.init_args.width=8")
     data.build(torch.device("cpu"))
-    pool, plan = data.make_pool(2, sight=load_controller("tamiyo_depth").sight), PolicyPlan("tamiyo_depth")
+    plan = PolicyPlan("tamiyo_depth")
+    pool = data.make_pool(2, observation=load_controller("tamiyo_depth").observation)
     pool.reset([2, 4])
 
     for action in (germinate(0, 0), WAIT, germinate(1, 0), germinate(2, 0)):

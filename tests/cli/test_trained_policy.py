@@ -69,16 +69,16 @@ def test_a_loaded_controller_plays_any_pool_that_shows_its_observation(
     trained: Run, make_pool: Callable[..., HostPool]
 ) -> None:
     controller = load_controller(trained.last)
-    fitting = make_pool(2, sight=controller.sight, actions=FAST)
+    fitting = make_pool(2, observation=controller.observation, actions=FAST)
     other = ObservationConfig(hidden=["gap"])
 
     outcome = play_episode(fitting, "tamiyo", controller, rng_seeds=[3, 4])
 
     assert len(outcome.objective) == 2
-    with pytest.raises(ValueError, match=r"make the pool with sight=controller\.sight"):
-        controller.reset(make_pool(1, sight=other, actions=FAST))
+    with pytest.raises(ValueError, match=r"make the pool with observation=controller\.observation"):
+        controller.reset(make_pool(1, observation=other, actions=FAST))
     with pytest.raises(ValueError, match=r"chooses among \['FAST'\] with its tempo head, these hosts offer"):
-        controller.reset(make_pool(1, sight=controller.sight))
+        controller.reset(make_pool(1, observation=controller.observation))
 
 
 def test_a_policy_as_safetensors_acts_as_that_of_its_checkpoint_and_is_found_by_name(
@@ -89,7 +89,7 @@ def test_a_policy_as_safetensors_acts_as_that_of_its_checkpoint_and_is_found_by_
     write_policy(trained.last, file, {"zero shot": "a table"})
 
     named, loaded = make_decider("tamiyo"), load_controller(trained.last)
-    pool = make_pool(2, sight=loaded.sight, actions=FAST)
+    pool = make_pool(2, observation=loaded.observation, actions=FAST)
     ours, theirs = (play_episode(pool, "tamiyo", one, rng_seeds=[3, 4]) for one in (named, loaded))
 
     assert (ours.ops == theirs.ops).all() and (ours.objective == theirs.objective).all()
@@ -99,7 +99,7 @@ def test_a_policy_as_safetensors_acts_as_that_of_its_checkpoint_and_is_found_by_
     newer = read_policy(file)
     assert newer["results"] == {"zero shot": "a newer table"} and newer["versions"] == told["versions"]
     assert all(torch.equal(newer["state_dict"][name], told["state_dict"][name]) for name in told["state_dict"])
-    assert find_controller("tamiyo", "--controller").sight == loaded.sight
+    assert find_controller("tamiyo", "--controller").observation == loaded.observation
     grow = Grow(["3"], decider="tamiyo")
     assert (grow.lifecycle, grow.actions) == (RULES, FAST), "it grows by the rules of its training"
     own = Grow(["3"], decider="tamiyo", lifecycle=QUICK, actions=ActionConfig(blueprints=["norm"]))

@@ -128,7 +128,8 @@ def test_of_a_host_that_was_rolled_back_nothing_is_remembered(
 
 def trained_on(pool: HostPool) -> TrainingHosts:
     config = pool.config
-    return TrainingHosts(pool.space, pool.feature_names, config.sight, TrainingRules(config.lifecycle, config.actions))
+    rules = TrainingRules(config.lifecycle, config.actions)
+    return TrainingHosts(pool.space, pool.feature_names, config.observation, rules)
 
 
 def test_a_policy_plays_hosts_with_other_slots_and_blueprints(
@@ -141,7 +142,7 @@ def test_a_policy_plays_hosts_with_other_slots_and_blueprints(
 
     taken = episode(more, controller)
 
-    assert controller.sight == pool.config.sight and controller.rules.actions == pool.config.actions
+    assert controller.observation == pool.config.observation and controller.rules.actions == pool.config.actions
     assert Op.GERMINATE in taken[:, 0]
 
 
@@ -152,7 +153,7 @@ def test_a_policy_plays_hosts_with_other_slots_and_blueprints(
             {"actions": ActionConfig(tempos={"FAST": 1})},
             r"chooses among \['FAST', 'SLOW'\] with its tempo head, these hosts offer \['FAST'\]; .*\"SLOW\": 2",
         ),
-        ({"sight": ObservationConfig(hidden=["gap"])}, "reads other features than these hosts show, as gap; make the"),
+        ({"observation": ObservationConfig(hidden=["gap"])}, "reads other features than these hosts show, as gap"),
     ],
 )
 def test_hosts_with_other_choices_or_features_are_refused(

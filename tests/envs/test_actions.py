@@ -1,4 +1,3 @@
-import pytest
 import torch
 
 from esper_lightning.envs import HEADS, Action, ActionConfig, ActionSpace, Op
@@ -6,7 +5,7 @@ from esper_lightning.envs.actions import relevance_table, to_action, zero_irrele
 from esper_lightning.envs.env_factory import probe_action_space
 from esper_lightning.growth.blueprints import build_on
 from esper_lightning.hosts import GPT
-from tests.decisions import WAIT, Row, cull, fossilize, germinate
+from tests.decisions import WAIT, cull, fossilize, germinate
 from tests.imitated_gpu import CPU, GPU, ImitatedGpu
 
 SPACE = ActionSpace(
@@ -17,24 +16,14 @@ SPACE = ActionSpace(
 )
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        (WAIT, "WAIT"),
-        (germinate(1, 1, tempo=1), "GERMINATE conv_light in block2.pool (SLOW)"),
-        (cull(1), "CULL block2.pool"),
-        (fossilize(0), "FOSSILIZE block1"),
-    ],
-)
-def test_an_action_is_described_in_words(row: Row, words: str) -> None:
-    assert SPACE.describe(row) == words
-
-
-def test_an_action_is_spelled_out_head_by_head() -> None:
+def test_an_action_is_spelled_out_head_by_head_and_in_words() -> None:
     chosen = SPACE.decode(germinate(1, 0, tempo=1))
 
     assert chosen == ("GERMINATE", "block2.pool", "norm", "SLOW")
     assert chosen._fields == HEADS
+    rows = WAIT, germinate(1, 1, tempo=1), cull(1), fossilize(0)
+    words = ["WAIT", "GERMINATE conv_light in block2.pool (SLOW)", "CULL block2.pool", "FOSSILIZE block1"]
+    assert [SPACE.describe(row) for row in rows] == words
 
 
 def test_each_head_matters_for_the_ops_that_read_it_and_is_0_for_the_others() -> None:

@@ -1,7 +1,6 @@
 """Hosts that grow in depth within a pool: budgets, resuming, rollbacks, and what the policy sees."""
 
 import io
-from collections.abc import Iterable
 from functools import partial
 from itertools import permutations
 from pathlib import Path
@@ -34,6 +33,7 @@ from esper_lightning.tasks import Synthetic
 from tests.decisions import WAIT, act, germinate
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
 from tests.envs.episodes import Episode
+from tests.envs.executors.episodes import same
 from tests.envs.executors.fused.hosts import FAST_CONFIG, HOSTS, make, precision
 
 
@@ -47,10 +47,6 @@ def make_deep(executor: str = "loop", batches: float | None = None, **settings: 
     pool.reset([1, 3])
     assert pool.space.slot == ["layer2", "stack1", "stack2"] and "stack" in pool.space.blueprint
     return pool
-
-
-def same(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def depth_slots_of(env: HostEnv) -> list[DepthSlot]:
@@ -297,7 +293,7 @@ def test_a_policy_that_was_trained_with_a_budget_is_refused_without_one_and_the_
         config = trained.config
         rules = TrainingRules(config.lifecycle, config.actions)
         with pytest.raises(ValueError, match=message):
-            TrainingHosts(trained.space, trained.feature_names, config.sight, rules).check(offered)
+            TrainingHosts(trained.space, trained.feature_names, config.observation, rules).check(offered)
 
 
 def test_the_depth_policy_of_the_package_grows_where_the_budget_is_large(monkeypatch: pytest.MonkeyPatch) -> None:

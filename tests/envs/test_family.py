@@ -21,10 +21,10 @@ from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.policy import Policy
 from esper_lightning.ppo.running_norm import RunningMeanStd
-from esper_lightning.tasks import Digits, Task, TaskData
-from esper_lightning.tasks.variants import transform_data
+from esper_lightning.tasks import Digits, Task, TaskData, make_variants
 from tests.conftest import SMALL
 from tests.decisions import WAIT, act, germinate
+from tests.envs.executors.episodes import same
 from tests.tiers import rest_is_slow
 
 MakePool = Callable[..., HostPool]
@@ -50,7 +50,7 @@ class Varied(Task):
         self.transform = transform
 
     def load(self) -> TaskData:
-        return transform_data(Digits(validation=100, test=100).load(), self.transform)
+        return make_variants(Digits(validation=100, test=100).load(), [self.transform])
 
 
 def family(**facts: list[Any]) -> FamilyConfig:
@@ -70,10 +70,6 @@ def host_of(pool: HostPool, seed: int) -> list[Tensor]:
         pool.test_scores()[1][0],
         *(weights.clone() for weights in pool.envs[0].network.state_dict().values()),
     ]
-
-
-def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.slow
@@ -108,7 +104,7 @@ def test_a_host_of_a_family_is_that_of_a_pool_that_is_configured_like_it(executo
         host = partial(cnn, kernel=facts["host.kernel"], widths=facts["host.widths"])
         alone = Varied(facts["data.transform"])
         theirs = host_of(HostPool(alone, alone.load(), host, config=plain, n_envs=2, device=torch.device("cpu")), seed)
-        assert equal(ours, theirs), f"a host with {pool.envs[0].context.context} is not itself in a family"
+        assert same(ours, theirs), f"a host with {pool.envs[0].context.context} is not itself in a family"
     assert len(kinds) == 4
 
 
@@ -208,8 +204,8 @@ SHORT, LONG = 3, 5
 def uneven(make_pool: MakePool) -> HostPool:
     """A host with an episode of three ticks beside one of five."""
     pool = make_pool(2, horizon=LONG, family=family(horizon=[SHORT, LONG]))
-    draw = pool.env_factory.context_distribution.draw
-    pool.reset([next(seed for seed in range(99) if draw(seed).horizon == horizon) for horizon in (SHORT, LONG)])
+    drawn = [pool.env_factory.context_distribution.draw(seed).horizon for seed in range(99)]
+    pool.reset([drawn.index(SHORT), drawn.index(LONG)])
     return pool
 
 

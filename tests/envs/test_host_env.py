@@ -14,6 +14,7 @@ from esper_lightning.growth.gates import GradientStats, LifecycleConfig
 from esper_lightning.growth.stages import Stage
 from esper_lightning.runtime.nested import iter_tensors
 from tests.decisions import WAIT, act, cull, fossilize, germinate
+from tests.envs.executors.episodes import same
 from tests.runs import differences
 from tests.tiers import rest_is_slow
 
@@ -39,10 +40,6 @@ def trajectory(pool: HostPool, seed: int, wanderer: int) -> list[Tensor]:
 def momenta(env: HostEnv, group: str) -> list[Tensor]:
     parameters = next(g["params"] for g in env.optimizer.param_groups if g["name"] == group)
     return [value.clone() for p in parameters for value in env.optimizer.state[p].values()]
-
-
-def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 SCRIPT = [  # actions of two environments, tick by tick
@@ -146,22 +143,6 @@ def test_contributions_are_those_of_the_last_two_ticks_in_which_the_seed_was_ble
     assert known[0] == (None, None)  # not blended, so nothing was measured
     assert known[1] == (None, pytest.approx(10.0))
     assert known[2] == (pytest.approx(10.0), pytest.approx(-5.0))
-    assert env.records[0].contribution is None
-
-
-def test_a_seed_that_is_culled_by_time_loses_its_group_and_its_record(make_pool: Callable[..., HostPool]) -> None:
-    env = make_pool(1, lifecycle=LifecycleConfig(training_ticks=0, auto_cull=True)).envs[0]
-    env.reset(1)
-    env.record_validation(nothing_new(env).validation)
-    env.apply(germinate(0))
-    for _ in range(2):
-        env.finish_step(nothing_new(env), judged=False)
-    assert env.slots[0].stage is Stage.PROBATIONARY
-
-    env.finish_step(nothing_new(env), judged=False)  # it contributes nothing
-
-    assert env.slots[0].stage is Stage.CULLED
-    assert [group["name"] for group in env.optimizer.param_groups] == ["host"]
     assert env.records[0].contribution is None
 
 

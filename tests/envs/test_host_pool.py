@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from esper_lightning.controllers.rules import RandomValid, WaitOnly
+from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import HostPool, Op
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.rewards import ObjectiveConfig
@@ -15,6 +15,7 @@ from esper_lightning.growth.stages import Stage
 from esper_lightning.tasks import AugmentConfig
 from tests.decisions import WAIT, act, germinate
 from tests.envs.episodes import random_actions, score_by_forward_pass
+from tests.envs.executors.episodes import same
 
 LONGER = HostTraining(lr=0.02, batches=8)  # long enough for hosts to learn something
 
@@ -31,10 +32,6 @@ def play_episode(pool: HostPool, members: list[int]) -> list[list[Tensor]]:
     for life, env in zip(seen, pool.envs, strict=True):
         life += [weights.clone() for weights in env.network.state_dict().values()]
     return seen
-
-
-def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_an_environment_does_not_depend_on_its_neighbours_nor_on_their_number(
@@ -91,17 +88,6 @@ def test_observation_and_masks_are_written_into_the_same_storage(make_pool: Call
         step = pool.step(wanderer.act(pool))
         assert [t.data_ptr() for t in (*step.observation, *step.masks)] == storage
     assert not torch.equal(pool.observation.features, before)
-
-
-def test_a_step_beyond_the_horizon_raises_until_the_pool_is_reset(make_pool: Callable[..., HostPool]) -> None:
-    pool, wait = make_pool(2), WaitOnly()
-    for tick in range(pool.config.horizon):
-        assert pool.step(wait.act(pool)).truncated.tolist() == [tick == pool.config.horizon - 1] * 2
-
-    with pytest.raises(ValueError, match="the episode is over after 6 ticks; reset the pool"):
-        pool.step(wait.act(pool))
-    pool.reset([1, 2])
-    pool.step(wait.act(pool))
 
 
 def test_the_global_random_state_is_neither_read_nor_changed(make_pool: Callable[..., HostPool]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from itertools import product
 
 import pytest
@@ -9,9 +10,11 @@ from torch import Tensor, nn
 
 from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import ActionConfig, HostPool, Op
+from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.growth.blueprints import registry
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.stages import Stage
+from esper_lightning.hosts import CNN
 from tests.decisions import WAIT, act, decide, fossilize, germinate
 
 OUTCOME = {Op.GERMINATE: Stage.GERMINATED, Op.CULL: Stage.CULLED, Op.FOSSILIZE: Stage.FOSSILIZED}
@@ -69,17 +72,6 @@ def test_what_can_be_done_follows_the_life_of_a_seed(make_pool: Callable[..., Ho
     assert possible_slots(pool) == {"WAIT": every, "GERMINATE": [0, 2], "CULL": [], "FOSSILIZE": []}
 
 
-def test_a_seed_below_the_gates_threshold_cannot_be_fossilized(make_pool: Callable[..., HostPool]) -> None:
-    strict = LifecycleConfig(training_ticks=0, min_contribution=101.0, auto_cull=False)
-    pool = make_pool(1, lifecycle=strict)
-    pool.step(act(germinate(0)))
-    for _ in range(3):
-        pool.step(act(WAIT))
-
-    assert pool.envs[0].slots[0].stage is Stage.PROBATIONARY
-    assert possible_slots(pool)["FOSSILIZE"] == []
-
-
 def test_a_step_is_forced_where_waiting_is_all_there_is(make_pool: Callable[..., HostPool]) -> None:
     young = LifecycleConfig(training_ticks=9, min_contribution=None, auto_cull=False, min_cull_age=4)
     pool = make_pool(2, lifecycle=young, horizon=9)
@@ -120,3 +112,6 @@ def test_a_blueprint_that_is_masked_for_a_slot_cannot_be_germinated_there(
         pool.step(act(germinate(1, 1)))
     pool.step(act(germinate(0, 1)))
     assert pool.envs[0].slots[0].blueprint == "picky"
+    hosts = FamilyConfig(train=[{"host.widths": [[4, 8], [8, 4]]}])
+    mixed = make_pool(1, partial(CNN, isolate=False), family=hosts, actions=pool.config.actions)
+    assert mixed.space.slot == ["place1", "place2"], "it can grow in other slots of other hosts"

@@ -37,7 +37,7 @@ def test_on_the_cpu_a_tensor_is_there_already() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_numbers_come_back_from_a_gpu_as_they_went() -> None:
+def test_numbers_come_back_from_a_gpu_as_they_went_after_what_is_queued_before() -> None:
     rows = torch.randn(5, 7).t()  # not contiguous
     for tensor in (rows, rows > 0.0, torch.arange(12), torch.zeros(0, 3)):
         there = copy_to_device(tensor, GPU)
@@ -45,15 +45,9 @@ def test_numbers_come_back_from_a_gpu_as_they_went() -> None:
 
         assert there.device == GPU and back.device == CPU
         assert torch.equal(back, tensor)
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_download_waits_for_what_is_queued_before_it() -> None:
     x = torch.ones(2048, 2048, device=GPU)
     for _ in range(50):
         x = x @ x / 2048.0
-
     assert torch.equal(download(x), torch.ones(2048, 2048))
 
 
@@ -85,4 +79,4 @@ def test_measurements_are_read_by_name_as_they_were_packed(make_pool: Callable[.
     expected = Validation(whole, [without_one, without_two, whole], without_two)
     assert first.validation == second.validation == expected
     assert unpack_validations(validated) == [expected] * 2
-    assert Validation.from_state(expected.state()) == expected
+    assert Validation.from_pairs(expected.pairs()) == expected

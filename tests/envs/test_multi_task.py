@@ -33,9 +33,16 @@ KINDS: dict[str, tuple[Task, TaskData, Any, list[str]]] = {
 }
 
 
-def pool_of(kind: str, n_envs: int, common: SharedSpace | None = None, executor: Any = "loop") -> HostPool:
-    task, data, host, blueprints = KINDS[kind]
-    actions = ActionConfig(blueprints=blueprints, tempos=SMALL.actions.tempos)
+def pool_of(
+    kind: str,
+    n_envs: int,
+    common: SharedSpace | None = None,
+    *,
+    executor: Any = "loop",
+    blueprints: list[str] | None = None,
+) -> HostPool:
+    task, data, host, usual = KINDS[kind]
+    actions = ActionConfig(blueprints=blueprints or usual, tempos=SMALL.actions.tempos)
     config = replace(SMALL, executor=executor, actions=actions)
     return HostPool(task, data, host, config=config, n_envs=n_envs, device=CPU, shared_space=common)
 
@@ -43,11 +50,11 @@ def pool_of(kind: str, n_envs: int, common: SharedSpace | None = None, executor:
 @pytest.fixture(scope="module")
 def common() -> SharedSpace:
     pools = [pool_of(kind, 1) for kind in KINDS]
-    return union_of_slots([(pool.space, pool.env_factory.growable) for pool in pools])
+    return union_of_slots([pool.space for pool in pools])
 
 
 def mixed_pool(common: SharedSpace, executor: Any = "loop") -> MixedPool:
-    return MixedPool({"images": pool_of("images", 2, common, executor), "table": pool_of("table", 1, common, executor)})
+    return MixedPool({kind: pool_of(kind, n, common, executor=executor) for kind, n in (("images", 2), ("table", 1))})
 
 
 ACTIONS: list[tuple[Op, int, str]] = [
@@ -89,9 +96,7 @@ def test_every_host_lives_as_it_would_in_a_pool_of_its_own(common: SharedSpace, 
     assert together.truncated.all() and together.metrics.parameters[2] > 70
 
 
-def test_a_slot_that_a_host_lacks_is_masked_and_absent(
-    common: SharedSpace,
-) -> None:
+def test_a_slot_that_a_host_lacks_is_masked_and_absent(common: SharedSpace) -> None:
     mixed = mixed_pool(common)
     mixed.reset(SEEDS)
 
@@ -130,18 +135,10 @@ def test_hosts_lie_side_by_side_by_task(common: SharedSpace) -> None:
 
 def test_each_task_offers_what_it_was_told_to_and_no_more() -> None:
     """Blueprints of both tasks can grow on the hosts of both."""
-    task, data, host, _ = KINDS["images"]
+    offers = ["norm"], ["conv_small", "norm"]
+    both = union_of_slots([pool_of("images", 1, blueprints=offer).space for offer in offers])
 
-    def pool_with(blueprints: list[str], common: SharedSpace | None = None) -> HostPool:
-        actions = ActionConfig(blueprints=blueprints, tempos=SMALL.actions.tempos)
-        return HostPool(
-            task, data, host, config=replace(SMALL, actions=actions), n_envs=1, device=CPU, shared_space=common
-        )
-
-    alone = [pool_with(["norm"]), pool_with(["conv_small", "norm"])]
-    both = union_of_slots([(pool.space, pool.env_factory.growable) for pool in alone])
-
-    pools = [pool_with(["norm"], both), pool_with(["conv_small", "norm"], both)]
+    pools = [pool_of("images", 1, both, blueprints=offer) for offer in offers]
 
     assert both.blueprints == ["norm", "conv_small"]
     assert [pool.masks.blueprint[0, 0].tolist() for pool in pools] == [[True, False], [True, True]]

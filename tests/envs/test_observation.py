@@ -268,7 +268,7 @@ def test_a_rollout_begins_with_ratio_1_and_learns_from_all_hosts(ragged: HostPoo
 
 
 def test_hidden_features_are_not_there_and_the_others_are_the_same(make_pool: MakePool) -> None:
-    whole, part = make_pool(1), make_pool(1, sight=ObservationConfig(hidden=["*.contribution*", "blueprint.*"]))
+    whole, part = make_pool(1), make_pool(1, observation=ObservationConfig(hidden=["*.contribution*", "blueprint.*"]))
     for pool in (whole, part):
         pool.reset([3])
         for row in (germinate(0, 1), WAIT, WAIT):
@@ -279,7 +279,7 @@ def test_hidden_features_are_not_there_and_the_others_are_the_same(make_pool: Ma
     columns = torch.tensor([whole.feature_names.index(name) for name in kept])
     n = len(kept)
     assert torch.equal(part.observation.features[..., :n], whole.observation.features[..., columns])
-    progress = make_pool(1, sight=ObservationConfig(shown=["progress"]))
+    progress = make_pool(1, observation=ObservationConfig(shown=["progress"]))
     assert progress.feature_names == ["progress", "slot.present", "blueprint.present"]
     norm = make_norm(progress.rows)
     norm.update(progress.reset([3]).features.repeat(2, 1, 1))

@@ -35,6 +35,26 @@ from tests.runs import differences
 from tests.tiers import pairs_of
 
 
+@pytest.fixture
+def snapshots(monkeypatch: pytest.MonkeyPatch) -> dict[HostEnv, dict[str, Any]]:
+    """Record the state of each host at its last snapshot."""
+    states: dict[HostEnv, dict[str, Any]] = {}
+    keep = HostEnv.take_snapshot
+
+    def watched(env: HostEnv) -> None:
+        keep(env)
+        states[env] = deepcopy(env.state_dict())
+
+    monkeypatch.setattr(HostEnv, "take_snapshot", watched)
+    return states
+
+
+@pytest.fixture
+def rarely_snapshotting_pool(make_pool: MakePool) -> HostPool:
+    """Return a pool that takes snapshots at the start and after fossilizations only."""
+    return make_pool(2, governor=replace(ONLY_NAN_DIVERGES, snapshot_every=1000), horizon=12)
+
+
 def hosts_of(pool: HostPool) -> Iterator[dict[str, Any]]:
     """Return the states of hosts without those of the Governor."""
     for env in pool.envs:

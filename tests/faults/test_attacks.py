@@ -135,7 +135,7 @@ WRONG = {
     "--ckpt_path=FINISHED --data.n_envs=3": "data.n_envs: the checkpoint has 2, this run 3",
     "--ckpt_path=FINISHED --model.policy.width=32": "model.policy.width: the checkpoint has",
     "--ckpt_path=FINISHED --data.host.init_args.slots=[block3]": "choices of the slot head",
-    "--ckpt_path=FINISHED --data.env.sight.hidden=[gap]": "observed features",
+    "--ckpt_path=FINISHED --data.env.observation.hidden=[gap]": "observed features",
     "--ckpt_path=FINISHED --data.env.training.optimizer=sgd": "data.env.training.optimizer: the checkpoint has",
     "--ckpt_path=FINISHED --data.env.horizon=4": "data.env.horizon: the checkpoint has 5, this run 4; resume it with",
 }

@@ -23,14 +23,7 @@ CHANCE = math.log(10.0)
 
 # Thresholds of this file: the tests check the rules, not the default thresholds.
 CONFIG = GovernorConfig(
-    window=4,
-    max_loss=12.0,
-    max_ratio=3.0,
-    patience=3,
-    learned=0.6,
-    guessing=0.065,
-    cooldown=5,
-    max_rollbacks=3,
+    window=4, max_loss=12.0, max_ratio=3.0, patience=3, learned=0.6, guessing=0.065, cooldown=5, max_rollbacks=3
 )
 
 WAVES = (0.5, 1.5, 0.5, 1.5)
@@ -61,25 +54,21 @@ def through(
 
 
 @pytest.mark.parametrize(
-    ("settings", "losses", "bound"),
+    ("settings", "normal", "bound"),
     [
-        ({"max_loss": 12.0, "max_ratio": 99.0}, (4.0,) * 4, 12.0),
-        ({"max_ratio": 3.0}, (1.0,) * 4, 3.0),
-        ({"guessing": 0.25, "max_ratio": 99.0}, (1.0,) * 4, 3.0),  # a quarter below the loss of guessing, 4
+        ({"max_loss": 12.0, "max_ratio": 99.0}, 4.0, 12.0),
+        ({"max_ratio": 3.0}, 1.0, 3.0),
+        ({"guessing": 0.25, "max_ratio": 99.0}, 1.0, 3.0),  # a quarter below the loss of guessing, 4
+        ({"guessing": 0.25, "max_ratio": 99.0, "learned": 0.5}, 1.99, 3.0),  # it has learned
+        ({"guessing": 0.25, "max_ratio": 99.0, "learned": 0.5}, 2.0, 12.0),  # it has not
     ],
 )
 def test_a_loss_is_suspicious_above_its_bound_and_not_at_it(
-    settings: dict[str, float], losses: tuple[float, ...], bound: float
+    settings: dict[str, float], normal: float, bound: float
 ) -> None:
-    config, state = replace(CONFIG, **settings), GovernorState(losses)
+    config, state = replace(CONFIG, **settings), GovernorState((normal,) * 4)
     for loss, outcome in ((bound, HEALTHY), (math.nextafter(bound, math.inf), SUSPICIOUS)):
         assert judge(state, reading(loss), 4.0, config=config)[0].outcome is outcome
-
-
-@pytest.mark.parametrize(("mean", "outcome"), [(2.0, HEALTHY), (1.99, SUSPICIOUS)])
-def test_a_host_has_learned_once_its_normal_loss_is_below_a_share_of_guessing(mean: float, outcome: Verdict) -> None:
-    config = replace(CONFIG, learned=0.5, max_ratio=99.0)
-    assert judge(GovernorState((mean,) * 4), reading(4.0), 4.0, config=config)[0].outcome is outcome
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
@@ -135,11 +124,7 @@ def test_a_loss_is_judged_by_what_is_normal(
     losses: tuple[float, ...], changes: dict[str, float], loss: float, cause: str
 ) -> None:
     verdict = of(loss, GovernorState(losses), replace(CONFIG, **changes))
-    assert (
-        verdict.outcome is (SUSPICIOUS if cause else HEALTHY)
-        and cause in verdict.cause
-        and not verdict.outcome.diverged
-    )
+    assert verdict.outcome is (SUSPICIOUS if cause else HEALTHY) and cause in verdict.cause
 
 
 def test_patience_is_over_after_so_many_host_epochs_running() -> None:
@@ -150,12 +135,8 @@ def test_patience_is_over_after_so_many_host_epochs_running() -> None:
     assert after == GovernorState(cooldown=5, rollbacks=1)
     assert verdict.cause == "loss 9 is out of range, normal is 1, 3 host epochs running"
     assert through([9.0], GovernorState(WAVES), replace(CONFIG, patience=1))[0] == [ROLL_BACK]
-
-
-def test_a_spike_that_mends_itself_is_forgotten() -> None:
-    decisions, after = through([9.0, 9.0, 1.0, 9.0, 9.0, 1.0], GovernorState(WAVES))
-
-    assert decisions == [SUSPICIOUS, SUSPICIOUS, HEALTHY] * 2
+    decisions, after = through([9.0, 9.0, 1.0] * 2, GovernorState(WAVES))
+    assert decisions == [SUSPICIOUS, SUSPICIOUS, HEALTHY] * 2, "a spike that mends itself is forgotten"
     assert after == GovernorState((*WAVES[2:], 1.0, 1.0), trained_epochs=6)
 
 
@@ -198,8 +179,8 @@ READINGS = st.lists(
     st.builds(
         EpochStats,
         NUMBERS,
-        st.one_of(st.just(1.0), NUMBERS),
-        st.one_of(st.just((0.5,)), st.tuples(NUMBERS)),
+        st.just(1.0) | NUMBERS,
+        st.just((0.5,)) | st.tuples(NUMBERS),
         st.booleans(),
         st.integers(0, 9).map(lambda n: n == 0),
     ),
@@ -241,8 +222,8 @@ def test_whatever_comes_only_healthy_losses_become_normal(readings: list[EpochSt
         assert watch.rollbacks == before.rollbacks + (verdict.outcome is ROLL_BACK) <= config.max_rollbacks
 
 
-@pytest.mark.parametrize(("op", "vetoed"), [("GERMINATE", True), ("FOSSILIZE", True), ("WAIT", False), ("CULL", False)])
-def test_nothing_is_built_on_a_host_whose_loss_is_out_of_range(op: str, vetoed: bool) -> None:
-    reasons = veto_reasons(op, GovernorState(WAVES, consecutive_anomalies=2))
-    assert reasons == ["the loss has been out of range or near guessing for 2 host epochs"] * vetoed
-    assert veto_reasons(op, GovernorState(WAVES)) == []
+def test_nothing_is_built_on_a_host_whose_loss_is_out_of_range() -> None:
+    for op, vetoed in {"GERMINATE": True, "FOSSILIZE": True, "WAIT": False, "CULL": False}.items():
+        reasons = veto_reasons(op, GovernorState(WAVES, consecutive_anomalies=2))
+        assert reasons == ["the loss has been out of range or near guessing for 2 host epochs"] * vetoed
+        assert veto_reasons(op, GovernorState(WAVES)) == []

@@ -50,18 +50,6 @@ def test_a_seed_that_loses_weight_makes_the_past_say_nothing() -> None:
         assert watched.governor_state.losses == ((5.0,) if forgets else (1.0, 1.0))
 
 
-def test_a_snapshot_is_due_after_enough_healthy_epochs_and_never_after_another_one() -> None:
-    watched = guard()
-    due = []
-    for loss in (1.0, 1.0, 9.0, 1.0, 1.0, 9.0, 9.0, 1.0, 1.0, 1.0, 1.0):
-        tick(watched, loss)
-        due.append(watched.snapshot_due)
-        if watched.snapshot_due:
-            watched.take_snapshot(state(loss))
-    # Two healthy epochs, a spike, a third one: due. One more, then a rollback, which restarts the count.
-    assert due == [False] * 3 + [True] + [False] * 5 + [True, False]
-
-
 @pytest.mark.parametrize("losses", [(), (1.0, 1.0, 1.0, 9.0), (1.0, math.nan, 1.0), (math.nan, math.nan)])
 def test_a_guard_that_is_saved_at_any_time_goes_on_as_if_nothing_had_been(losses: tuple[float, ...]) -> None:
     watched, other = guard(), guard()

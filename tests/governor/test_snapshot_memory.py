@@ -17,8 +17,6 @@ from esper_lightning.runtime.machine import resident_memory
 from esper_lightning.tasks import Digits
 from tests.conftest import SMALL
 
-GPU = torch.device("cuda", 0)
-
 EAGER = GovernorConfig(snapshot_every=1, cooldown=0, max_rollbacks=10**6)
 
 HOSTS, HORIZON = 4, 25
@@ -55,33 +53,24 @@ def play(pool: HostPool, wanderer: RandomValid, snapshots: int) -> int:
     return rollbacks
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(resident_memory() is None, reason="reads Linux's books")
-def test_a_thousand_snapshots_and_a_hundred_rollbacks_add_no_memory() -> None:
-    """F9: 1,000 snapshots and 100 rollbacks after a warm-up add at most 1 % to the resident memory of the process."""
-    pool, wanderer = wanderer_pool(torch.device("cpu")), RandomValid(0)
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.cuda)]
+)
+def test_a_thousand_snapshots_and_a_hundred_rollbacks_add_no_memory(device: str) -> None:
+    """F9: 1,000 snapshots and 100 rollbacks after a warm-up add at most 1 % to the memory of the process and of a GPU,
+    since snapshots are in pinned CPU memory."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+
+    def memory() -> tuple[float, float]:
+        pool.reset(range(HOSTS))
+        return resident_memory(), torch.cuda.memory_allocated() if device == "cuda" else 0.0
+
+    pool, wanderer = wanderer_pool(torch.device(device)), RandomValid(0)
     play(pool, wanderer, snapshots=300)
-    before = resident_memory()
+    before = memory()
 
-    rollbacks = play(pool, wanderer, snapshots=1000)
-
-    assert rollbacks >= 100
-    assert resident_memory() < 1.01 * before
+    assert play(pool, wanderer, snapshots=1000) >= 100, "rollbacks"
     assert all(env.monitor.snapshot.nbytes > 0.25 * 2**20 for env in pool.envs)
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_snapshots_hold_no_memory_of_the_gpu() -> None:
-    """F9: with a GPU, snapshots are in pinned CPU memory, and neither memory grows by more than 1 %."""
-    pool, wanderer = wanderer_pool(GPU), RandomValid(0)
-    play(pool, wanderer, snapshots=300)
-    pool.reset(range(HOSTS))
-    process, gpu = resident_memory(), torch.cuda.memory_allocated(GPU)
-
-    rollbacks = play(pool, wanderer, snapshots=1000)
-    pool.reset(range(HOSTS))
-
-    assert rollbacks >= 100
-    assert torch.cuda.memory_allocated(GPU) <= 1.01 * gpu
-    assert resident_memory() < 1.01 * process
+    assert all(now <= 1.01 * then for now, then in zip(memory(), before, strict=True))

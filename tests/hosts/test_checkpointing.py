@@ -1,22 +1,18 @@
 """Hosts that recompute activations in the backward pass, compared with hosts that store them."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.controllers.rules import RandomValid
-from esper_lightning.envs import HostPool
 from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.blueprints import build_on
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN, GPT
 from tests.growth.grown import LIFE, grow
-from tests.runs import differences
 
 SAMPLES, LENGTH, VOCABULARY = 8, 12, 20
 
@@ -87,15 +83,18 @@ def check_same_training(kept: nn.Module, recomputed: nn.Module) -> None:
 @every_host
 @pytest.mark.parametrize("stage", [Stage.DORMANT, *LIFE], ids=lambda stage: stage.name)
 def test_training_is_the_same_bit_for_bit_in_every_stage_of_a_seed(make: Make, blueprint: str, stage: Stage) -> None:
+    """S17: with `checkpoint_activations` a host stores less for the backward pass and trains the same, bit for bit."""
     networks = make(False), make(True)
     for network in networks:
         for slot in slots_of(network).values():
             if stage is not Stage.DORMANT:
                 grow(slot, stage, blueprint, Ramp(3))
+    kept, recomputed = (kept_bytes(network.train()) for network in networks)
+    assert recomputed < 0.5 * kept
     check_same_training(*networks)
 
 
-def kept_bytes(network: nn.Module, loss_of: Callable[[nn.Module], Tensor] = loss_of) -> int:
+def kept_bytes(network: nn.Module) -> int:
     """Return the bytes stored between the forward and the backward pass, without the weights."""
     kept: dict[int, int] = {}
 
@@ -123,23 +122,3 @@ def test_only_training_computes_anything_twice(make: Make, blueprint: str) -> No
     with torch.no_grad():
         loss_of(network.train())
     assert len(runs) == 4
-
-
-def test_hosts_of_a_pool_can_compute_activations_again_instead_of_keeping_them(
-    make_pool: Callable[..., HostPool],
-) -> None:
-    """S17: with `checkpoint_activations` a host stores less for the backward pass and trains the same, bit for bit."""
-    pools = []
-    for again in (False, True):
-        pool = make_pool(2, host=partial(CNN, base=4, pools=2, checkpoint_activations=again))
-        pool.reset([3, 4])
-        wanderer = RandomValid(3)
-        for _ in range(pool.config.horizon):
-            pool.step(wanderer.act(pool))
-        pools.append(pool)
-    plain, frugal = (pool.envs[0].network.train() for pool in pools)
-    images = pools[0].data.train.inputs[:64]
-
-    assert differences(pools[0].state_dict(), pools[1].state_dict()) == []
-    kept, recomputed = (kept_bytes(network, lambda network: network(images).sum()) for network in (plain, frugal))
-    assert recomputed < 0.5 * kept

@@ -1,8 +1,10 @@
-"""Every reward on real hosts: it is that of the measured step in any case."""
+"""Every reward on real hosts and in runs: it is that of the measured step in any case."""
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +22,10 @@ from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from esper_lightning.tasks import Digits, Split, TaskData
 from tests.conftest import FREE
-from tests.decisions import WAIT, act, cull, fossilize, germinate
+from tests.decisions import WAIT, act, germinate
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
+from tests.runs import EPOCHS, HORIZON, fit, only_run
+from tests.tiers import rest_is_slow
 
 ALL = ("objective", "kept", "sparse")
 
@@ -55,33 +59,6 @@ def test_terms_sum_to_the_reward(mode: str, pool_of: Callable[..., HostPool]) ->
             assert list(step.terms) == [*REWARDS[mode].terms, "rollback"]
             torch.testing.assert_close(sum(step.terms.values()).float(), step.reward, rtol=0.0, atol=1e-6)
             assert torch.equal(step.reward, step.metrics.reward)
-
-
-@pytest.mark.slow
-def test_the_reward_of_a_fossilized_seed_is_given_at_once_and_sums_to_the_same(
-    pool_of: Callable[..., HostPool],
-) -> None:
-    pools = [pool_of(mode, training=LEARNS, horizon=len(FOSSILIZE_CULL_AND_LATE)) for mode in ("kept", "objective")]
-    for pool in pools:
-        pool.reset([1, 2, 3])
-    worth = [[env.validated.fossilized.score for env in pools[0].envs]]  # nothing is fossilized, so no rent
-    kept, change = [], []
-    for rows in FOSSILIZE_CULL_AND_LATE:
-        ours, theirs = (pool.step(act(*rows)) for pool in pools)
-        kept.append(ours.reward.clone())
-        change.append(theirs.reward.clone())
-        worth.append([env.objective_at(env.validated.fossilized.score) for env in pools[0].envs])
-    torch.testing.assert_close(torch.stack(kept), torch.tensor(worth).diff(dim=0), rtol=0.0, atol=1e-6)
-    torch.testing.assert_close(torch.stack(kept).sum(0), torch.stack(change).sum(0), rtol=0.0, atol=1e-6)
-    assert not torch.equal(torch.stack(kept), torch.stack(change))
-
-
-FOSSILIZE_CULL_AND_LATE = [  # one seed is fossilized, one is culled, one is fossilized too late
-    [germinate(0, 2), germinate(0, 2), germinate(0, 2)],
-    *[[WAIT] * 3] * 5,
-    [fossilize(0), cull(0), WAIT],
-    *[[WAIT] * 3] * 3,
-]
 
 
 @torch.no_grad()
@@ -136,8 +113,10 @@ def test_a_rollback_is_paid_by_its_penalty_alone_and_an_episode_that_is_over_by_
 
 CONFIG = EnvConfig(
     horizon=5,
-    training=HostTraining(batches=2),
-    lifecycle=LifecycleConfig(training_ticks=0, embargo_ticks=0, min_contribution=None, auto_cull=False),
+    training=LEARNS,
+    lifecycle=LifecycleConfig(
+        training_ticks=0, embargo_ticks=0, min_contribution=None, auto_cull=False, min_gradient_health=0.0
+    ),
     actions=ActionConfig(blueprints=["conv_light"], tempos={"FAST": 1}),
     objective=ObjectiveConfig(price=0.5),
 )
@@ -165,23 +144,50 @@ def score_by_hand(env: HostEnv, data: Split) -> float:
     return right_answers(network, data)
 
 
-def test_rewards_of_an_episode_sum_to_what_the_host_has_become_worth() -> None:
-    """J at its end minus J at its start; the rent falls due when the seed is fossilized."""
+@pytest.mark.parametrize("mode", ["objective", "kept"])
+def test_rewards_of_an_episode_sum_to_what_the_host_has_become_worth(mode: str) -> None:
+    """J at its end minus J at its start; the rent falls due when the seed is fossilized, and `kept` pays only then."""
     digits = Digits().load()
     few = Split(digits.train.inputs[:64], digits.train.targets[:64])
     data = TaskData(few, digits.validation, digits.test, digits.outputs)
     host = partial(CNN, base=4, blocks=2, kernel=1, slots=["block1", "block2"])
-    pool = HostPool(Digits(), data, host, config=CONFIG, n_envs=3, device=torch.device("cpu"))
+    config = replace(CONFIG, reward=RewardConfig(mode=mode))
+    pool = HostPool(Digits(), data, host, config=config, n_envs=3, device=torch.device("cpu"))
     pool.reset([1, 2, 3])
-    start = [score_by_hand(env, data.validation) for env in pool.envs]
-    rewards = torch.stack([pool.step(act(*choices)).reward.clone() for choices in EPISODE])
-    end = [score_by_hand(env, data.validation) for env in pool.envs]
-    rents = torch.tensor([0.0, RENT, 0.0])  # rent is charged for fossilized seeds only
-    torch.testing.assert_close(rewards.sum(0), torch.tensor(end) - rents - torch.tensor(start), rtol=0.0, atol=1e-5)
+    rewards, scores = [], [[score_by_hand(env, data.validation) for env in pool.envs]]
+    for choices in EPISODE:
+        rewards.append(pool.step(act(*choices)).reward.clone())
+        scores.append([score_by_hand(env, data.validation) for env in pool.envs])
+    expected = torch.tensor(scores).diff(dim=0)
+    expected[2, 1] -= RENT  # rent is charged for fossilized seeds only
+    torch.testing.assert_close(sum(rewards), expected.sum(0), rtol=0.0, atol=1e-5)
     stages = [[slot.stage.name for slot in env.slots] for env in pool.envs]
     assert stages == [["DORMANT", "DORMANT"], ["FOSSILIZED", "PROBATIONARY"], ["BLENDING", "DORMANT"]]
     # In the third tick the second host pays rent; its score moved by the rest, a whole number of images.
-    images = (rewards[2, 1].item() + RENT) * data.validation.samples
+    images = (rewards[2][1].item() + RENT) * data.validation.samples
     assert images == pytest.approx(round(images), abs=1e-3)
-    others = rewards[:-1, [0, 2]] * data.validation.samples
-    torch.testing.assert_close(others, others.round(), rtol=0.0, atol=1e-3)
+    if mode == "kept":
+        torch.testing.assert_close(torch.stack(rewards), expected, rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", rest_is_slow(["objective", "kept", "sparse"], {"kept"}))
+def test_a_run_in_every_mode_is_plotted_term_by_term(mode: str, tmp_path: Path) -> None:
+    fit(tmp_path, "--data.env.reward.mode", mode)
+    points = only_run(tmp_path).scalars()
+    shown = {tag.removeprefix("reward/") for tag in points if tag.startswith("reward/")}
+    assert shown == {*REWARDS[mode].terms, "rollback"}
+    for i, (_, reward) in enumerate(points["hosts/reward"]):
+        assert sum(points[f"reward/{name}"][i][1] for name in shown) == pytest.approx(reward, abs=1e-5)
+    assert len(points["hosts/reward"]) == EPOCHS * HORIZON
+    for i, (_, expected) in enumerate(points["rollout/return"]):
+        assert sum(points[f"rollout/reward.{name}"][i][1] for name in shown) == pytest.approx(expected, abs=1e-5)
+        episode = slice(i * HORIZON, (i + 1) * HORIZON)
+        for name in shown:
+            paid = sum(value for _, value in points[f"reward/{name}"][episode])
+            assert points[f"rollout/reward.{name}"][i][1] == pytest.approx(paid, abs=1e-5)
+
+
+def test_it_cannot_be_set_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        fit(tmp_path, "--data.env.reward.gamma", "0.5")
+    assert "data.env.reward.gamma" in capsys.readouterr().err

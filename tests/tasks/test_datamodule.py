@@ -121,34 +121,30 @@ def test_numbers_are_what_networks_take(kind: torch.dtype, becomes: torch.dtype)
     assert data.train.inputs.dtype is becomes and data.train.targets.dtype is torch.int64
 
 
-def with_batches(change: Callable[[Tensor, Tensor], Any]) -> LightningDataModule:
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x, y: {"x": x}, "must be pairs of tensors"),
+        (lambda x, y: (x, y, y), "must be pairs of tensors"),
+        (lambda x, y: (x, y.float()), "are torch.float32 and torch.float32"),
+        (lambda x, y: (x.byte(), y), "are torch.uint8 and torch.int64; give"),
+        (lambda x, y: (x[:, : len(x)], y), "empty or of several shapes"),
+        (lambda x, y: (x, y.sum()), r"batches are \[5, 4\] and \[\]"),
+        (lambda x, y: (x, y.view(-1, 1)), r"are \[5, 4\] and \[5, 1\]; they"),
+    ],
+)
+def test_batches_that_cannot_be_learned_from_are_refused_in_one_line(
+    change: Callable[[Tensor, Tensor], Any], said: str
+) -> None:
     class Changed(Complete):
         def val_dataloader(self) -> list[Any]:
             return [change(*batch) for batch in super().val_dataloader()]
 
-    return Changed()
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: FromDataModule(Numbers()), "Numbers has no test data; give it a test_dataloader$"),
-        (lambda: FromDataModule(LightningDataModule()), "has no training data; give it a train_dataloader$"),
-        (lambda: FromDataModule(with_batches(lambda x, y: {"x": x})), "must be pairs of tensors"),
-        (lambda: FromDataModule(with_batches(lambda x, y: (x, y, y))), "must be pairs of tensors"),
-        (
-            lambda: FromDataModule(with_batches(lambda x, y: (x, y.float()))),
-            "are torch.float32 and torch.float32",
-        ),
-        (lambda: FromDataModule(with_batches(lambda x, y: (x.byte(), y))), "are torch.uint8 and torch.int64; give"),
-        (lambda: FromDataModule(with_batches(lambda x, y: (x[:, : len(x)], y))), "empty or of several shapes"),
-        (lambda: FromDataModule(with_batches(lambda x, y: (x, y.sum()))), r"batches are \[5, 4\] and \[\]"),
-        (
-            lambda: FromDataModule(with_batches(lambda x, y: (x, y.view(-1, 1)))),
-            r"are \[5, 4\] and \[5, 1\]; they",
-        ),
-    ],
-)
-def test_what_cannot_be_learned_from_is_refused_in_one_line(make: Callable[[], FromDataModule], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        make().load()
+        FromDataModule(Changed()).load()
+
+
+def test_a_data_module_without_a_loader_is_refused_in_one_line() -> None:
+    for module, said in ((Numbers(), "Numbers has no test data; give it a test_"), (LightningDataModule(), "a train_")):
+        with pytest.raises(ValueError, match=f"{said}dataloader$"):
+            FromDataModule(module).load()

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from esper_lightning.envs import HostPool
 from esper_lightning.tasks import FromDataModule, Split, Stream, Task, TaskData
 from tests.runs import ROOT, Run, continuation, differences, fit, fit_saving_ticks
-from tests.tasks.large import Pictures, Stored, make_pool, play, write
+from tests.tasks.large import Pictures, make_pool, play, write
 
 
 def gathered(batches: Any) -> Split:
@@ -93,17 +93,6 @@ def test_a_stream_that_is_dropped_ends_its_workers_at_once() -> None:
         assert len(workers) == 2 and not any(worker.is_alive() for worker in workers)
     finally:
         gc.enable()
-
-
-def test_a_random_transform_is_another_one_in_each_pass() -> None:
-    images = Pictures().data.images
-    stream = Stream(DataLoader(Stored(images, jitter=True), batch_size=100), gathered)
-
-    first, second = (stream.chunk(0, tick, 100).inputs for tick in range(2))
-
-    assert not torch.equal(first, second)
-    for chunk in (first, second):
-        assert torch.equal(chunk.sort().values, torch.from_numpy(images).sort().values), "pixels of a row are rolled"
 
 
 class AsFloats(Task):

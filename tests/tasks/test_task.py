@@ -121,12 +121,6 @@ def test_the_calibration_error_is_the_gap_between_confidence_and_accuracy(scale:
     assert TASK.test_metrics(logits, targets)["calibration_error"] == pytest.approx(sum(gaps), abs=1e-5)
 
 
-def test_the_perplexity_of_text_is_the_exponential_of_its_loss() -> None:
-    logits, targets = drawn(6, 8, classes=9)
-    expected = TASK.measure(logits, targets).loss.mean().exp().item()
-    assert Text().test_metrics(logits, targets) == {"perplexity": pytest.approx(expected, rel=1e-5)}
-
-
 def data(inputs: Tensor | None = None, targets: Tensor | None = None, classes: int = 2) -> TaskData:
     good = Split(torch.randn(8, 3), torch.arange(8) % 2)
     bad = Split(good.inputs if inputs is None else inputs, good.targets if targets is None else targets)

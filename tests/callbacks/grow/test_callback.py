@@ -336,6 +336,10 @@ def test_the_folder_of_events_is_that_of_the_first_logger_that_has_one(tmp_path:
     assert any(isinstance(event, SeedEvent) for event in events)
 
 
+def losses_into(values: list[float]) -> Callback:
+    return LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, *_: values.append(float(outputs["loss"])))
+
+
 @pytest.mark.parametrize("epochs", [(), (2, 4)])
 def test_nothing_grows_in_a_search_for_the_learning_rate_and_all_is_as_before_it(
     epochs: tuple[int, ...], tmp_path: Path

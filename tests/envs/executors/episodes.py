@@ -1,6 +1,6 @@
 """Episodes of random actions, by which executors are compared."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -22,5 +22,5 @@ def episode(pool: HostPool, stages: set[Stage] | None = None) -> list[Tensor]:
     return results + [weights for env in pool.envs for weights in env.network.state_dict().values()]
 
 
-def same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+def same(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
