@@ -174,9 +174,9 @@ def test_every_operation_of_a_batch_is_on_the_environments_stream(make_pool: Mak
     pool = on_streams(make_pool(3, training=HostTraining(batches=2)))
     pool.step(act(WAIT, WAIT, WAIT))
     with OperationsByStream(fake_cuda, CPU) as work:
-        pool.executor.train_epoch(pool.envs, pool.data.train)
+        pool.executor.train_and_validate(pool.envs, *pool.data[:2], clock=pool.clock)
 
-    assert work.operations.pop(fake_cuda.default[CPU]) == ["stack"]
+    assert set(work.operations.pop(fake_cuda.default[CPU])) == {"stack", "to"}
     first, *others = work.operations.values()
     assert len(others) == 2 and all(other == first for other in others), "hosts that wait have the same work to do"
     assert set(work.operations) == {pool.executor._stream(env) for env in pool.envs}
@@ -272,7 +272,7 @@ def test_one_host_is_validated_while_another_trains(monkeypatch: pytest.MonkeyPa
 
         return run
 
-    monkeypatch.setattr(StreamsExecutor, "_validate", marked(StreamsExecutor._validate))
+    monkeypatch.setattr(StreamsExecutor, "_measure", marked(StreamsExecutor._measure))
     pool.train_without_actions(1)
     torch.cuda.synchronize()
 

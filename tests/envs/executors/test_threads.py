@@ -20,7 +20,7 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Set the number of processor cores that the executor finds."""
 
     def have(number: int) -> None:
-        monkeypatch.setattr("esper_lightning.envs.executors.threads.usable_cores", lambda: number)
+        monkeypatch.setattr("esper_lightning.envs.executors.parallel.usable_cores", lambda: number)
 
     have(4)
     return have
