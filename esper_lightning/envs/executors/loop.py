@@ -95,7 +95,7 @@ class LoopExecutor:
                 setattr(part, name, value)
 
     def prepare(self, envs: Sequence[HostEnv], data: Split) -> None:
-        """Check on some `data` that these environments, one for each kind of host, can run. Raises ValueError if not."""
+        """Check on `data` that these environments, one for each kind of host, can run. Raises ValueError if not."""
         for env in envs:
             with self.kernels(env.device):
                 if may_mix_rows(env, data.to(env.device).batch(slice(8 * TRIED_ROWS)).inputs):
@@ -230,4 +230,3 @@ def nan_training_row(env: HostEnv) -> Tensor:  # a row as `pack_training` makes 
     reference = next(env.network.parameters())
     gradients = reference.new_full((1 + len(env.slots), len(NO_GRADIENT)), torch.nan)
     return pack_training(reference.new_full((2,), torch.nan), reference.new_zeros(()), gradients)
-

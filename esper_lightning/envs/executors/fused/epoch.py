@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs.executors.fused.flat import STEP, Arena
-from esper_lightning.envs.executors.fused.host import BatchedHosts
+from esper_lightning.envs.executors.fused.hosts import BatchedHosts
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining, next_scale
 from esper_lightning.envs.measurements import pack_training, upload

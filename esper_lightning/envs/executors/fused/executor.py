@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs.executors.fused.epoch import FusedEpoch
-from esper_lightning.envs.executors.fused.host import BatchedHosts
+from esper_lightning.envs.executors.fused.hosts import BatchedHosts
 from esper_lightning.envs.executors.fused.proof import N_HOSTS, N_SAMPLES, check_batched
 from esper_lightning.envs.executors.loop import LoopExecutor
 from esper_lightning.envs.host_env import HostEnv
@@ -103,7 +103,7 @@ class FusedExecutor(LoopExecutor):
             own_inputs, own_targets = Split(*part, scale=data.scale).batch()
             with self.training.autocast(inputs.device):
                 outputs = batched.evaluate(own_inputs, variants, data_variants)
-            n_entries = batched.entries.count
+            n_entries = len(batched.entries.hosts)
             if data_variants is None:
                 own_targets = own_targets.repeat(n_entries, *[1] * (own_targets.ndim - 1))
             else:

@@ -7,7 +7,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.envs.executors.fused.host import BatchedHosts
+from esper_lightning.envs.executors.fused.hosts import BatchedHosts
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.counterfactual import forward_variants, leave_one_out, mixes_rows

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.executors import FusedExecutor, LoopExecutor
 from esper_lightning.envs.executors.fused.epoch import STATE_NAMES, BatchedOptimizer
-from esper_lightning.envs.executors.fused.host import BatchedHosts
+from esper_lightning.envs.executors.fused.hosts import BatchedHosts
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.param_groups import HOST_GROUP, find_group, seed_group_name
 from esper_lightning.growth.stages import Stage
