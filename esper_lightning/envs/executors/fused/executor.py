@@ -142,8 +142,10 @@ class FusedEpoch:
         self.batched, self.envs, self.task, self.data = batched, envs, task, data
         training = self.training = envs[0].training
         networks, optimizers = [env.network for env in envs], [env.optimizer for env in envs]
+        batched.assign(networks)
         # From here on the hosts' parameters and optimizer states are views of one flat memory.
-        self.weights = batched.move_into_arena(networks, optimizers, STATE_NAMES[training.optimizer])
+        self.weights = batched.arena
+        self.weights.assign(batched.assignments, optimizers, STATE_NAMES[training.optimizer])
         self.weights.bind(requires_grad=True)
         device, dtype = self.weights.values.device, self.weights.values.dtype
         groups = [(i, HOST_GROUP) for i in range(len(envs))]
@@ -294,11 +296,9 @@ def map_by_kind(
     groups_by_kind: dict[tuple[str, int], dict[torch.device, list[int]]] = {}
     for i, env in enumerate(envs):
         groups_by_kind.setdefault((env.kind, key(env)), {}).setdefault(env.device, []).append(i)
-    rows, order = [], []
+    rows: dict[int, Tensor] = {}
     for groups in groups_by_kind.values():
-        rows += work([[envs[i] for i in indices] for indices in groups.values()])
-        order += [i for indices in groups.values() for i in indices]
-    joined = torch.cat([part.to(envs[0].device, non_blocking=True) for part in rows])
-    if order == list(range(len(envs))):
-        return joined
-    return joined[upload(sorted(range(len(order)), key=order.__getitem__), joined.device)]
+        results = work([[envs[i] for i in indices] for indices in groups.values()])
+        for indices, result in zip(groups.values(), results, strict=True):
+            rows.update(zip(indices, result.to(envs[0].device, non_blocking=True), strict=True))
+    return torch.stack([rows[i] for i in range(len(envs))])

@@ -43,18 +43,12 @@ class BatchedModule:
 
 
 class Assignment(NamedTuple):
-    """A batched module with its owners in the coming epoch."""
+    """A batched module with its owners in the coming epoch. Equal ones have the same modules, as objects."""
 
     batched: BatchedModule
     owners: Sequence[nn.Module]
     hosts: Sequence[int]  # index of the host that each owner is, or grows in
     blocks: Sequence[nn.Module] = ()  # parts of the owners that may be replaced: those of lists that grow in depth
-
-    def is_same(self, other: "Assignment") -> bool:
-        """Return whether another assignment has the same owners in the same order, compared by identity."""
-        ours, theirs = [*self.owners, *self.blocks], [*other.owners, *other.blocks]
-        is_as_long = self.batched is other.batched and len(ours) == len(theirs)
-        return is_as_long and all(a is b for a, b in zip(ours, theirs, strict=True))
 
 
 class TensorPlace(NamedTuple):
@@ -263,7 +257,7 @@ class Arena(FlatWeights):
     def _num_kept(self, assignments: Sequence[Assignment]) -> int:
         """Return how many of the first sections stay as they are."""
         for i, (section, assignment) in enumerate(zip(self.sections, assignments, strict=False)):
-            if not (section.assignment.is_same(assignment) and section.is_in_place()):
+            if section.assignment != assignment or not section.is_in_place():
                 return i
         return min(len(self.sections), len(assignments))
 

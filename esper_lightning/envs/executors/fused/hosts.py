@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from esper_lightning.envs.executors.fused.flat import Arena, Assignment, BatchedModule, FlatWeights
 from esper_lightning.envs.executors.fused.layers import (
@@ -305,25 +304,16 @@ class BatchedHosts:
 
     def load(self, hosts: Sequence[nn.Module]) -> FlatWeights:
         """Assign N hosts with their seeds, to run them only. Returns their weights: those in the arena, or copies."""
-        self._assign(hosts)
+        self.assign(hosts)
         return self.arena if self.arena.holds(self.assignments) else FlatWeights(self.assignments)
 
-    def move_into_arena(
-        self, hosts: Sequence[nn.Module], optimizers: Sequence[Optimizer], state_names: Sequence[str]
-    ) -> Arena:
-        """Assign N hosts with their seeds, to train them. Returns the arena, where they live from now on."""
-        self._assign(hosts)
-        self.arena.assign(self.assignments, optimizers, state_names)
-        return self.arena
-
-    def _assign(self, hosts: Sequence[nn.Module]) -> None:
-        """Note which host, and which seed of which host, has which row of the batched modules in the coming epoch.
+    def assign(self, hosts: Sequence[nn.Module]) -> None:
+        """Note which of N hosts, and which of their seeds, has which row of the batched modules in the coming epoch.
 
         No weights are moved: `FlatWeights` and `Arena` do that.
         """
         self.release()
-        # `slots_of` walks the network; skip it for the hosts of the last call.
-        if len(self.hosts) != len(hosts) or any(a is not b for a, b in zip(hosts, self.hosts, strict=True)):
+        if self.hosts != list(hosts):  # `slots_of` walks the network; skip it for the hosts of the last call
             self.hosts, self.host_slots = list(hosts), [slots_of(host) for host in hosts]
         slots = [[*slots.values()] for slots in self.host_slots]
         assert all(depths(own) == self.depths for own in slots), "batched hosts have one depth"
