@@ -188,6 +188,16 @@ def test_what_is_saved_of_a_host_holds_nothing_of_others() -> None:
     assert sizes[0] < 1.02 * sizes[1]
 
 
+def test_a_host_that_leaves_keeps_no_memory_of_others_alive() -> None:
+    pool = make("fused", "cnn", 3)
+    pool.reset(range(3))
+    pool.train_without_actions(1)
+    pool.executor.train_epoch(pool.envs[:1], pool.data.train)
+
+    left = [tensor for env in pool.envs[1:] for tensor in tensors_of(env)]
+    assert [tensor.untyped_storage().nbytes() for tensor in left] == [tensor.nbytes for tensor in left]
+
+
 RULES: list[dict[str, Any]] = [
     {"optimizer": "adam"},
     {"optimizer": "adam", "weight_decay": 0.1},
