@@ -211,6 +211,8 @@ class BatchedBatchNorm2d(BatchedLayer):
 
     def __init__(self, layer: nn.BatchNorm2d, index: RowIndex) -> None:
         super().__init__(layer, index)
+        if layer.momentum is None:
+            raise ValueError("a BatchNorm2d without momentum")
         self.momentum, self.eps = layer.momentum, layer.eps
 
     def forward(self, x: Tensor) -> Tensor:

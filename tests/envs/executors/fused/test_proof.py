@@ -111,7 +111,7 @@ REFUSED: dict[str, tuple[str, Make, str]] = {
     "over the batch's size": ("vector", calling(lambda x: x / len(x)), "rows of a batch see each other"),
     "halves of the channels": ("image", calling(lambda x: torch.cat(x.chunk(2, 1)[::-1], 1)), "outputs in training"),
     "layer norm of images": ("image", partial(nn.LayerNorm, [8, 8, 8]), "a LayerNorm over several axes"),
-    "batch norm of all batches": ("image", partial(nn.BatchNorm2d, 8, momentum=None), "must be float, not NoneType"),
+    "batch norm of all batches": ("image", partial(nn.BatchNorm2d, 8, momentum=None), "a BatchNorm2d without momentum"),
     "batch norm of one": ("image", partial(nn.BatchNorm2d, 8, track_running_stats=False), "track_running_stats = Fa"),
     "mirrored": ("image", partial(nn.Conv2d, 8, 8, 3, padding=1, padding_mode="reflect"), "padding_mode = 'reflect'"),
     "transposed": ("image", partial(nn.ConvTranspose2d, 8, 8, 1), "a ConvTranspose2d with weights"),
