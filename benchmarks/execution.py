@@ -38,7 +38,7 @@ from benchmarks.hosts import (
 )
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.actions import Op, to_action
-from esper_lightning.envs.executors.threads import usable_cores
+from esper_lightning.envs.executors.parallel import usable_cores
 from esper_lightning.envs.host_training import PRECISIONS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -22,7 +22,7 @@ from esper_lightning.envs.config import EnvConfig, HostFactory, check_compatible
 from esper_lightning.envs.env_factory import EnvFactory, SharedSpace
 from esper_lightning.envs.executors import AUTO, EXECUTORS, LoopExecutor
 from esper_lightning.envs.executors.loop import isolate_oom
-from esper_lightning.envs.executors.threads import usable_cores
+from esper_lightning.envs.executors.parallel import usable_cores
 from esper_lightning.envs.governor import GovernorConfig, Verdict
 from esper_lightning.envs.host_env import GrowthRecord, HostEnv
 from esper_lightning.envs.measurements import (

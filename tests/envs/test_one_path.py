@@ -11,7 +11,7 @@ import torch
 from esper_lightning.controllers.learned import Controller, LearnedController
 from esper_lightning.controllers.rules import Heuristic, RandomValid
 from esper_lightning.envs import Action, HostPool, StepResult
-from esper_lightning.envs.executors.fused.epoch import FusedEpoch
+from esper_lightning.envs.executors.fused.executor import FusedEpoch
 from esper_lightning.envs.executors.loop import HostEpoch
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.evaluation.play import play_episode

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from esper_lightning.envs import HostPool, StepResult
 from esper_lightning.envs.executors import StreamsExecutor
-from esper_lightning.envs.executors.fused.epoch import FusedEpoch
+from esper_lightning.envs.executors.fused.executor import FusedEpoch
 from esper_lightning.envs.governor import Verdict
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining

@@ -1,9 +1,8 @@
 """Executors: interchangeable ways to train and validate N hosts."""
 
-from esper_lightning.envs.executors.fused import FusedExecutor
+from esper_lightning.envs.executors.fused.executor import FusedExecutor
 from esper_lightning.envs.executors.loop import LoopExecutor
-from esper_lightning.envs.executors.streams import StreamsExecutor
-from esper_lightning.envs.executors.threads import ThreadsExecutor
+from esper_lightning.envs.executors.parallel import StreamsExecutor, ThreadsExecutor
 from esper_lightning.runtime.registry import Registry
 
 EXECUTORS: Registry[type[LoopExecutor]] = Registry(

@@ -13,13 +13,7 @@ from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.measurements import pack_training
 from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.blueprints import blueprint_names, default_blueprints
-from esper_lightning.growth.counterfactual import (
-    TRIED_ROWS,
-    SeedVariant,
-    forward_variants,
-    fossilized_only,
-    mixes_rows,
-)
+from esper_lightning.growth.counterfactual import TRIED_ROWS, forward_variants, fossilized_only, mixes_rows
 from esper_lightning.growth.gates import NO_GRADIENT
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.stages import Stage
@@ -77,12 +71,7 @@ def isolate_oom(env: HostEnv) -> Iterator[None]:
 
 
 class LoopExecutor:
-    """Trains and validates hosts on data on their device. Results stay on the device: nothing is read back.
-
-    Args:
-        task: Task that computes loss and score from outputs.
-        training: Settings of host training.
-    """
+    """Trains and validates hosts on data on their device. Results stay on the device: nothing is read back."""
 
     def __init__(self, task: Task, training: HostTraining) -> None:
         self.task = task
@@ -107,12 +96,7 @@ class LoopExecutor:
                 setattr(part, name, value)
 
     def prepare(self, envs: Sequence[HostEnv], data: Split) -> None:
-        """Check before training that the hosts can be executed. Raises ValueError if not.
-
-        Args:
-            envs: One environment for each kind of host.
-            data: Data for a trial pass.
-        """
+        """Check on `data` that these environments, one for each kind of host, can run. Raises ValueError if not."""
         for env in envs:
             with self.kernels(env.device):
                 if may_mix_rows(env, data.to(env.device).batch(slice(8 * TRIED_ROWS)).inputs):
@@ -141,34 +125,30 @@ class LoopExecutor:
             return epoch.result()
         return nan_training_row(env)
 
-    @torch.inference_mode()
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         """Return loss and score [N, 2, V] on `data` of every environment's variants (see `HostEnv.variants`)."""
         with self.kernels(envs[0].device):
             return stack_rows([self._measure(env, data) for env in envs])
 
+    @torch.inference_mode()  # here, because it is local to a thread
     def _measure(self, env: HostEnv, data: Split) -> Tensor:  # [2, V]
-        variants = env.variants()
+        variants, means = env.variants(), []
         if env.failure is None:
             with isolate_oom(env):
                 data = data.to(env.device).variant(env.context.variant_index)
                 env.network.eval()
-                samples = max(1, MAX_VALIDATED_ELEMENTS[env.device.type] // data.elements)
-                parts = data.parts(samples)
-                means = [self._forward(env, part, variants) * (part.samples / data.samples) for part in parts]
+                mixes = env.architecture in self.mixing
+                for part in data.parts(max(1, MAX_VALIDATED_ELEMENTS[env.device.type] // data.elements)):
+                    inputs, targets = part
+                    with self.training.autocast(env.device):
+                        outputs, output_index = forward_variants(env.network, variants, inputs, mixes=mixes)
+                    n_outputs = max(output_index) + 1
+                    measures = self.task.measure(outputs, targets.repeat(n_outputs, *[1] * (targets.ndim - 1)))
+                    rows = torch.stack([values.view(n_outputs, -1).mean(1) for values in measures])
+                    # Slices, because an index list would be copied to the device synchronously.
+                    means.append(torch.stack([rows[:, i] for i in output_index], 1) * (part.samples / data.samples))
                 return torch.stack(means).sum(0)
         return torch.full((2, len(variants)), torch.nan, device=env.device)
-
-    def _forward(self, env: HostEnv, batch: Split, variants: Sequence[SeedVariant]) -> Tensor:  # [2, V]
-        inputs, targets = batch
-        with self.training.autocast(env.device):
-            mixes = env.architecture in self.mixing
-            outputs, output_index = forward_variants(env.network, variants, inputs, mixes=mixes)
-        n_outputs = max(output_index) + 1
-        measures = self.task.measure(outputs, targets.repeat(n_outputs, *[1] * (targets.ndim - 1)))
-        means = torch.stack([measures.loss.view(n_outputs, -1).mean(1), measures.score.view(n_outputs, -1).mean(1)])
-        # Slices, because an index list would be copied to the device synchronously.
-        return torch.stack([means[:, i] for i in output_index], 1)
 
     @torch.inference_mode()
     def predict(self, env: HostEnv, data: Split) -> tuple[Tensor, Tensor]:
@@ -185,13 +165,7 @@ class LoopExecutor:
 
 
 class HostEpoch:
-    """One epoch of training of one host in progress, minibatch by minibatch. Its results stay on the host's device.
-
-    Args:
-        env: Environment of the host to train.
-        task: Task that computes loss and score from outputs.
-        data: Training data, on the host's device.
-    """
+    """One epoch of training of one host in progress, minibatch by minibatch, with data and results on its device."""
 
     def __init__(self, env: HostEnv, task: Task, data: Split) -> None:
         self.env, self.task, self.data = env, task, data
@@ -202,8 +176,10 @@ class HostEpoch:
         self.totals = torch.zeros(2, device=env.device, dtype=env.score_dtype)  # loss, score
         self.skipped_steps = torch.zeros_like(self.totals[0])  # steps with non-finite gradients
         env.network.train()
-        if env.loss_scale is not None:
-            init_momentum_buffers(env.optimizer)
+        if env.loss_scale is not None and isinstance(env.optimizer, torch.optim.SGD):
+            # If its first step is skipped, fused SGD leaves momentum buffers undefined.
+            for parameter in (p for group in env.optimizer.param_groups for p in group["params"]):
+                env.optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
     def __len__(self) -> int:
         return len(self.batches.indices) // self.micro_batches
@@ -231,11 +207,10 @@ class HostEpoch:
         if env.training.max_grad_norm is not None:
             for group in optimizer.param_groups:
                 clip_grad_norm_(group["params"], env.training.max_grad_norm)
-        if env.loss_scale is None:
-            optimizer.step()
-        else:
-            assert finite is not None, "computed with every loss scale"
+        if env.loss_scale is not None and finite is not None:
             env.loss_scale.step(optimizer, finite)
+        else:
+            optimizer.step()
 
     def _accumulate_gradients(self, batch: Batches) -> None:
         env = self.env
@@ -256,11 +231,3 @@ def nan_training_row(env: HostEnv) -> Tensor:  # a row as `pack_training` makes 
     reference = next(env.network.parameters())
     gradients = reference.new_full((1 + len(env.slots), len(NO_GRADIENT)), torch.nan)
     return pack_training(reference.new_full((2,), torch.nan), reference.new_zeros(()), gradients)
-
-
-def init_momentum_buffers(optimizer: torch.optim.Optimizer) -> None:
-    """Initialise missing momentum buffers with zeros: if its first step is skipped, fused sgd leaves them undefined."""
-    if isinstance(optimizer, torch.optim.SGD):
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if "momentum_buffer" not in optimizer.state[parameter]:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.executors.streams import StreamsExecutor
+from esper_lightning.envs.executors.parallel import StreamsExecutor
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.blend import Isolation
 from esper_lightning.growth.gates import LifecycleConfig

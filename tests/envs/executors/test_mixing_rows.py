@@ -71,12 +71,6 @@ def test_scores_are_those_of_plain_passes(make_pool: MakePool, behind: Callable[
     check(pool)
 
 
-@pytest.mark.parametrize("behind", MIXING.values(), ids=MIXING)
-def test_fused_refuses_them(make_pool: MakePool, behind: Callable[[], nn.Module]) -> None:
-    with pytest.raises(ValueError, match="executor fused cannot batch this host"):
-        make_pool(2, host_with(behind), executor="fused", **SETTINGS)
-
-
 class MinusTheBatch(nn.Module):
     """Seed whose rows see each other."""
 

@@ -9,8 +9,8 @@ still its rows. What has moved meanwhile is copied back: an optimizer state that
 in another arena.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain, islice
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -43,18 +43,12 @@ class BatchedModule:
 
 
 class Assignment(NamedTuple):
-    """A batched module with its owners in the coming epoch."""
+    """A batched module with its owners in the coming epoch. Equal ones have the same modules, as objects."""
 
     batched: BatchedModule
     owners: Sequence[nn.Module]
     hosts: Sequence[int]  # index of the host that each owner is, or grows in
     blocks: Sequence[nn.Module] = ()  # parts of the owners that may be replaced: those of lists that grow in depth
-
-    def is_same(self, other: "Assignment") -> bool:
-        """Return whether another assignment has the same owners in the same order, compared by identity."""
-        ours, theirs = [*self.owners, *self.blocks], [*other.owners, *other.blocks]
-        is_as_long = self.batched is other.batched and len(ours) == len(theirs)
-        return is_as_long and all(a is b for a, b in zip(ours, theirs, strict=True))
 
 
 class TensorPlace(NamedTuple):
@@ -67,146 +61,116 @@ class TensorPlace(NamedTuple):
     strides: tuple[int, ...]
 
 
-class Section:
-    """Place of one batched module in flat memory."""
+class Buffer(NamedTuple):
+    """Running statistic of a batched layer."""
 
-    def __init__(self, assignment: Assignment) -> None:
-        self.assignment = assignment
+    layer: BatchedLayer
+    name: str
+    owner_layers: list[nn.Module]  # the same layer of each owner
+
+
+class Section:
+    """Place of one batched module in flat memory, with the optimizer states of its owners if they are given.
+
+    Attributes:
+        targets: Batched layer and name of each batched tensor.
+        parameters: Parameters of all owners, by tensor, then by owner.
+        states: State of the owner's optimizer for each parameter.
+        statistics: Running statistics of all owners, [owners, …] each.
+    """
+
+    def __init__(
+        self, assignment: Assignment, optimizers: Sequence[Optimizer] = (), state_names: Sequence[str] = ()
+    ) -> None:
+        self.assignment, self.optimizers, self.state_names = assignment, optimizers, state_names
         self.owners = len(assignment.owners)
         self.targets: list[tuple[BatchedLayer, str]] = []
-        self.parameters: list[nn.Parameter] = []  # of all owners, by tensor, then by owner
-        self.buffers: list[tuple[BatchedLayer, str, list[nn.Module]]] = []  # with the owners' layers
+        self.parameters: list[nn.Parameter] = []
+        self.buffers: list[Buffer] = []
         for path, layer in assignment.batched.layers.items():
             owner_layers = [attrgetter(path)(owner) if path else owner for owner in assignment.owners]
             self.targets += [(layer, name) for name in layer.parameter_names]
             self.parameters += [getattr(own, name) for name in layer.parameter_names for own in owner_layers]
-            self.buffers += [(layer, name, owner_layers) for name in layer.buffer_names]
-        self.statistics = self.gather_statistics()  # [owners, …] each
+            self.buffers += [Buffer(layer, name, owner_layers) for name in layer.buffer_names]
+        self.statistics = self.gather_statistics()
         self.places: list[TensorPlace] = []
-        self.size = 0
+        self.size = 0  # numbers of all owners' parameters, with gaps
         for p in self.parameters[:: self.owners]:
             # Strides in p's memory format, without gaps.
             strides = torch.empty_like(p, device="meta").stride()
             gap = -self.owners * p.numel() % (ALIGNMENT // p.element_size())
             self.places.append(TensorPlace(self.size, p.numel(), gap, tuple(p.shape), strides))
             self.size += self.owners * p.numel() + gap
+        self.states: list[dict[str, Tensor]] = []
+        for k, p in enumerate(self.parameters if optimizers else ()):
+            self.states.append(state := optimizers[k % self.owners].state[p])
+            for name in state_names:
+                if name not in state:  # as torch.optim creates it at its first step
+                    count = torch.zeros((), dtype=torch.float32, device=p.device)
+                    state[name] = count if name == STEP else torch.zeros_like(p)
 
     def gather_statistics(self) -> list[Tensor]:
         """Return copies, [owners, …] each, of the owners' running statistics."""
         return [torch.stack([getattr(own, name) for own in owner_layers]) for _, name, owner_layers in self.buffers]
 
-    def gather(self, tensors: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Yield the numbers of one tensor per parameter as they lie in the section, with those in between."""
-        for _, numel, gap, shape, strides in self.places:
-            own = list(islice(tensors, self.owners))
-            for tensor in own:
-                if tensor.stride() != strides:
+    def gather(self, tensors: Iterable[Tensor]) -> Tensor:  # [size]
+        """Copy one tensor per parameter to flat memory."""
+        tensors, parts = iter(tensors), []
+        for place in self.places:
+            for tensor in islice(tensors, self.owners):
+                if tensor.stride() != place.strides:
                     like = {"dtype": tensor.dtype, "device": tensor.device}
-                    tensor = torch.empty_strided(shape, strides, **like).copy_(tensor)
-                yield tensor.as_strided((numel,), (1,))
-            if gap:
-                yield own[0].new_zeros(gap)
+                    tensor = torch.empty_strided(place.shape, place.strides, **like).copy_(tensor)
+                parts.append(tensor.as_strided((place.numel,), (1,)))
+            parts.append(parts[-1].new_zeros(place.gap))
+        return torch.cat(parts)
 
-    def views(self, numbers: Tensor) -> list[Tensor]:  # [size] -> [tensor] [owners, …]
-        """Return views of the section's numbers, one for each batched tensor."""
-        first = numbers.storage_offset()
-        return [
-            numbers.as_strided((self.owners, *shape), (numel, *strides), first + start)
-            for start, numel, _, shape, strides in self.places
-        ]
-
-    def rows(self, numbers: Tensor) -> list[Tensor]:  # [size] -> one per parameter
-        """Return views of the section's numbers, one for each parameter."""
-        return [row for view in self.views(numbers) for row in view.unbind()]
-
-    def owner_of_number(self) -> np.ndarray:  # [size] int32
-        """Return the owner of each number; those between tensors belong to the owner of the number before."""
-        sizes = [[place.numel] * (self.owners - 1) + [place.numel + place.gap] for place in self.places]
-        owners = np.tile(np.arange(self.owners, dtype=np.int32), len(self.places))
-        return np.repeat(owners, list(chain.from_iterable(sizes)))
-
-
-class FlatWeights:
-    """Copies of the weights of all hosts, then of all seeds, flat."""
-
-    values: Tensor  # [numbers]
-    grads: Tensor  # [numbers]; exists only after `bind` with `requires_grad`
-
-    @torch.no_grad()
-    def __init__(self, assignments: Sequence[Assignment]) -> None:
-        self.sections = [Section(assignment) for assignment in assignments]
-        self.values = self.gather(self.parameters)
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Parameters of all owners, by section, then by tensor, then by owner."""
-        return [p for section in self.sections for p in section.parameters]
-
-    def gather(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Concatenate one tensor per parameter, given in the order of `parameters`, to [numbers]."""
-        given = iter(tensors)
-        return torch.cat([part for section in self.sections for part in section.gather(given)])
-
-    def split(self, numbers: Tensor) -> Sequence[Tensor]:
-        """Return the part of each section, given all numbers."""
-        return numbers.split([section.size for section in self.sections])
-
-    def views(self, numbers: Tensor) -> list[list[Tensor]]:  # [section][tensor] [owners, …]
-        """Return views of flat numbers, one for each tensor of each batched module."""
-        return [section.views(part) for section, part in zip(self.sections, self.split(numbers), strict=True)]
-
-    def bind(self, requires_grad: bool) -> None:
-        """Bind weights and running statistics to the batched layers; the backward pass may accumulate into `grads`."""
-        leaves = []
-        for section, values in zip(self.sections, self.views(self.values), strict=True):
-            for (layer, name), value in zip(section.targets, values, strict=True):
-                layer.bound[name] = leaf = value.detach().requires_grad_(requires_grad)
-                leaves.append(leaf)
-            for (layer, name, _), statistic in zip(section.buffers, section.statistics, strict=True):
-                layer.register_buffer(name, statistic)  # updated in place in training
-        if requires_grad:
-            self.grads = self.memory_of_grads()
-            for leaf, grad in zip(leaves, chain.from_iterable(self.views(self.grads)), strict=True):
-                leaf.grad = grad
-
-    def memory_of_grads(self) -> Tensor:  # [numbers]
-        return torch.zeros_like(self.values)
-
-
-class Resident(Section):
-    """Section whose owners live in it, with the state of their optimizers; keys of states end with `STEP`, if any."""
-
-    def __init__(self, assignment: Assignment, optimizers: Sequence[Optimizer], state_names: Sequence[str]) -> None:
-        super().__init__(assignment)
-        self.optimizers, self.state_names = optimizers, state_names
-        self.states = [optimizers[k % self.owners].state[p] for k, p in enumerate(self.parameters)]
-        for p, state in zip(self.parameters, self.states, strict=True):
-            for name in state_names:
-                if name not in state:  # as torch.optim creates it at its first step
-                    state[name] = torch.zeros_like(p)
-                    if name == STEP:
-                        state[name] = torch.zeros((), dtype=torch.float32, device=p.device)
+    def gather_all(self) -> dict[str, Tensor]:
+        """Copy "values", the parameters, and states by key to flat memory; step counts are [parameters]."""
+        gathered = {"values": self.gather(self.parameters)}
+        for name in self.state_names:
+            tensors = [state[name] for state in self.states]
+            gathered[name] = torch.stack(tensors) if name == STEP else self.gather(tensors)
+        return gathered
 
     def length(self, name: str) -> int:
         """Return the length of the section in the flat tensor of this name."""
         return len(self.parameters) if name == STEP else self.size
 
+    def views(self, numbers: Tensor) -> list[Tensor]:  # [size] -> [tensor] [owners, …]
+        """Return views of the section's numbers, one for each batched tensor."""
+        first = numbers.storage_offset()
+        return [
+            numbers.as_strided((self.owners, *place.shape), (place.numel, *place.strides), first + place.start)
+            for place in self.places
+        ]
+
+    def rows(self, name: str, numbers: Tensor) -> list[Tensor]:
+        """Return views of the section's part of the flat tensor of this name, one for each parameter."""
+        return [row for view in ([numbers] if name == STEP else self.views(numbers)) for row in view.unbind()]
+
     def settle(self, flat: dict[str, Tensor]) -> None:
         """Make the owners' tensors views of "values" and of states by key, which already hold their numbers."""
-        for p, row in zip(self.parameters, self.rows(flat["values"]), strict=True):
+        for p, row in zip(self.parameters, self.rows("values", flat["values"]), strict=True):
             p.data = row
-        self._state_rows = {n: list(flat[n].unbind()) if n == STEP else self.rows(flat[n]) for n in self.state_names}
+        self._state_rows = {name: self.rows(name, flat[name]) for name in self.state_names}
         for name, rows in self._state_rows.items():
             for state, row in zip(self.states, rows, strict=True):
                 state[name] = row
-        for (_, name, owner_layers), batched in zip(self.buffers, self.statistics, strict=True):
-            for owner_layer, row in zip(owner_layers, batched, strict=True):
-                setattr(owner_layer, name, row)
+        for buffer, batched in zip(self.buffers, self.statistics, strict=True):
+            for owner_layer, row in zip(buffer.owner_layers, batched, strict=True):
+                setattr(owner_layer, buffer.name, row)
         self._addresses = self._first_addresses()
 
     def is_in_place(self) -> bool:
         """Return whether the tensors of all owners still lie here, judged by the first tensor of each owner."""
         return self._addresses == self._first_addresses()
+
+    def _first_addresses(self) -> list[int]:
+        tensors: list[Tensor] = [*self.parameters[: self.owners]]
+        for _, name, owner_layers in self.buffers[:1]:
+            tensors += [getattr(owner_layer, name) for owner_layer in owner_layers]
+        return [tensor.data_ptr() for tensor in tensors]
 
     def take_back_states(self) -> None:
         """Copy the state of optimizers that have loaded another one, as in a rollback, back into the section.
@@ -223,11 +187,49 @@ class Resident(Section):
                     row = rows[k].copy_(state[name]) if name in state else rows[k].zero_()
                     state[name] = row
 
-    def _first_addresses(self) -> list[int]:
-        tensors: list[Tensor] = [*self.parameters[: self.owners]]
-        for _, name, owner_layers in self.buffers[:1]:
-            tensors += [getattr(owner_layer, name) for owner_layer in owner_layers]
-        return [tensor.data_ptr() for tensor in tensors]
+
+class FlatWeights:
+    """Copies of the weights of all hosts, then of all seeds, flat."""
+
+    values: Tensor  # [numbers]
+    grads: Tensor  # [numbers]; in copies only after `bind` with `requires_grad`
+
+    @torch.no_grad()
+    def __init__(self, assignments: Sequence[Assignment]) -> None:
+        self.sections = [Section(assignment) for assignment in assignments]
+        self.grads = torch.empty(0)
+        if assignments:
+            self.values = self.gather(self.parameters)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Parameters of all owners, by section, then by tensor, then by owner."""
+        return [p for section in self.sections for p in section.parameters]
+
+    def gather(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Concatenate one tensor per parameter, given in the order of `parameters`, to [numbers]."""
+        given = iter(tensors)
+        return torch.cat([section.gather(islice(given, len(section.parameters))) for section in self.sections])
+
+    def views(self, numbers: Tensor) -> list[list[Tensor]]:  # [section][tensor] [owners, …]
+        """Return views of flat numbers, one for each tensor of each batched module."""
+        parts = numbers.split([section.size for section in self.sections])
+        return [section.views(part) for section, part in zip(self.sections, parts, strict=True)]
+
+    def bind(self, requires_grad: bool) -> None:
+        """Bind weights and running statistics to the batched layers; the backward pass may accumulate into `grads`."""
+        leaves = []
+        for section, values in zip(self.sections, self.views(self.values), strict=True):
+            for (layer, name), value in zip(section.targets, values, strict=True):
+                layer.bound[name] = leaf = value.detach().requires_grad_(requires_grad)
+                leaves.append(leaf)
+            for (layer, name, _), statistic in zip(section.buffers, section.statistics, strict=True):
+                layer.register_buffer(name, statistic)  # updated in place in training
+        if requires_grad:
+            if len(self.grads) != len(self.values):
+                self.grads = torch.zeros_like(self.values)
+            for leaf, grad in zip(leaves, chain.from_iterable(self.views(self.grads)), strict=True):
+                leaf.grad = grad
 
 
 class Arena(FlatWeights):
@@ -244,100 +246,79 @@ class Arena(FlatWeights):
     """
 
     def __init__(self) -> None:
-        self.sections = self.residents = list[Resident]()
+        super().__init__([])
         self.states: dict[str, Tensor] = {}
         self._flat: dict[str, Tensor] = {}  # "values", "grads" and optimizer state, with room for more seeds
 
     def holds(self, assignments: Sequence[Assignment]) -> bool:
         """Return whether exactly these owners live in the arena."""
-        return len(assignments) == len(self.residents) == self._kept(assignments)
+        return len(assignments) == len(self.sections) == self._num_kept(assignments)
 
-    def _kept(self, assignments: Sequence[Assignment]) -> int:
+    def _num_kept(self, assignments: Sequence[Assignment]) -> int:
         """Return how many of the first sections stay as they are."""
-        for i, (section, assignment) in enumerate(zip(self.residents, assignments, strict=False)):
-            if not (section.assignment.is_same(assignment) and section.is_in_place()):
+        for i, (section, assignment) in enumerate(zip(self.sections, assignments, strict=False)):
+            if section.assignment != assignment or not section.is_in_place():
                 return i
-        return min(len(self.residents), len(assignments))
+        return min(len(self.sections), len(assignments))
 
     @torch.no_grad()
     def assign(
         self, assignments: Sequence[Assignment], optimizers: Sequence[Optimizer], state_names: Sequence[str]
     ) -> None:
         """Move these owners into the arena, with the states of their hosts' optimizers, and all others out of it."""
-        kept = self._kept(assignments)
-        for section in self.residents[:kept]:
+        kept = self.sections[: self._num_kept(assignments)]
+        for section in kept:
             section.take_back_states()
-        if kept == len(assignments) == len(self.residents):
+        if len(kept) == len(assignments) == len(self.sections):
             return
         # First all that needs memory: if there is too little, every tensor still has its numbers.
-        arriving = [
-            Resident(assignment, [optimizers[host] for host in assignment.hosts], state_names)
-            for assignment in assignments[kept:]
-        ]
-        staying = {id(owner) for assignment in assignments[kept:] for owner in assignment.owners}
-        for section in self.residents[kept:]:
+        changed = assignments[len(kept) :]
+        arriving = [Section(one, [optimizers[host] for host in one.hosts], state_names) for one in changed]
+        staying = {id(owner) for assignment in changed for owner in assignment.owners}
+        for section in self.sections[len(kept) :]:
             for owner, optimizer in zip(section.assignment.owners, section.optimizers, strict=True):
                 if id(owner) not in staying:  # one that has moved to another arena leaves that, and returns to it
                     leave_arena(owner, optimizer)
-        gathered = _gather(arriving, state_names) if arriving else {}
-        has_moved = self._reserve(kept, arriving, gathered)
-        starts = {name: self._start(name, kept) for name in gathered}
-        self.sections = self.residents = [*self.residents[:kept], *arriving]
-        for name, numbers in gathered.items():
-            self._flat[name][starts[name] :][: len(numbers)] = numbers
-        used = {name: flat[: self._start(name, len(self.residents))] for name, flat in self._flat.items()}
-        self.values, self._grads = used["values"], used.pop("grads")
-        parts = {name: flat.split([s.length(name) for s in self.residents]) for name, flat in used.items()}
-        self.states = {name: used[name] for name in state_names}
-        self._describe_groups()
-        for i, section in enumerate(self.residents):
-            if has_moved or i >= kept:
-                section.settle({name: part[i] for name, part in parts.items()})
-
-    def _reserve(self, kept: int, arriving: Sequence[Resident], gathered: dict[str, Tensor]) -> bool:
-        """Make room for arriving sections behind the kept ones. Returns whether the kept ones have moved."""
-        needed = {name: self._start(name, kept) + len(numbers) for name, numbers in gathered.items()}
+        names = ["values", *state_names]
+        start = {name: sum(section.length(name) for section in kept) for name in names}
+        numbers = [section.gather_all() for section in arriving]
+        new = {name: torch.cat([part[name] for part in numbers]) for name in names if numbers}
+        end = {name: start[name] + (len(new[name]) if new else 0) for name in names}
         # Other hosts get other memory: a host that left may be all that lies in the present one.
-        if kept and all(needed[name] <= len(self._flat[name]) for name in needed):
-            return False
-        hosts = self.residents[0] if kept else arriving[0]
-        larger: dict[str, Tensor] = {}
-        for name, numbers in gathered.items():
-            larger[name] = numbers.new_zeros(2 * needed[name] - hosts.length(name))
-            if kept:
-                start = self._start(name, kept)
-                larger[name][:start] = self._flat[name][:start]
-        self._flat = larger | {"grads": torch.zeros_like(larger["values"])}
-        return True
+        has_moved = not kept or any(end[name] > len(self._flat[name]) for name in names)
+        if has_moved:
+            hosts = (kept or arriving)[0]
+            room = {name: new[name].new_zeros(2 * end[name] - hosts.length(name)) for name in names}
+            for name in names if kept else ():
+                room[name][: start[name]] = self._flat[name][: start[name]]
+            self._flat = room | {"grads": torch.zeros_like(room["values"])}
+        for name, part in new.items():
+            self._flat[name][start[name] : end[name]] = part
+        self.sections = [*kept, *arriving]
+        self.values, self.grads = (self._flat[name][: end["values"]] for name in ("values", "grads"))
+        self.states = {name: self._flat[name][: end[name]] for name in state_names}
+        first = dict.fromkeys(names, 0)
+        for section in self.sections:
+            part = {name: self._flat[name][first[name] :][: section.length(name)] for name in names}
+            if has_moved or section not in kept:
+                section.settle(part)
+            first = {name: first[name] + section.length(name) for name in names}
+        self._number_groups()
 
-    def _start(self, name: str, kept: int) -> int:
-        """Return where the numbers behind the first `kept` sections begin."""
-        return sum(section.length(name) for section in self.residents[:kept])
-
-    def _describe_groups(self) -> None:
-        """Number the groups of the optimizer, one for each owner in the order of sections, and map weights to them."""
+    def _number_groups(self) -> None:
+        """Number the owners in the order of sections: each is a group of the optimizer. Map numbers to groups."""
+        group_of_weight, group_of_parameter, first_parameters, num_groups = [], [], [], 0
+        for section in self.sections:
+            first_parameters += range(len(group_of_parameter), len(group_of_parameter) + section.owners)
+            groups = np.arange(num_groups, num_groups + section.owners, dtype=np.int32)
+            for place in section.places:
+                group_of_weight += [np.repeat(groups, place.numel), np.repeat(groups[-1:], place.gap)]
+                group_of_parameter += groups.tolist()
+            num_groups += section.owners
         device = self.values.device
-        first_groups = accumulate((section.owners for section in self.residents), initial=0)
-        first_parameters = accumulate((len(section.parameters) for section in self.residents), initial=0)
-        sections = list(zip(self.residents, first_groups, first_parameters, strict=False))
-        self.group_of_weight = upload(np.concatenate([first + s.owner_of_number() for s, first, _ in sections]), device)
-        # Parameters of a section lie by tensor, then by owner.
-        of_parameter = [first + k % s.owners for s, first, _ in sections for k in range(len(s.parameters))]
-        self.group_of_parameter = upload(of_parameter, device)
-        self.first_parameters = upload([first + i for s, _, first in sections for i in range(s.owners)], device)
-
-    def memory_of_grads(self) -> Tensor:
-        return self._grads
-
-
-def _gather(sections: Sequence[Resident], state_names: Sequence[str]) -> dict[str, Tensor]:
-    """Return the numbers of arriving sections by name, copied from wherever they are."""
-    gathered = {"values": torch.cat([part for s in sections for part in s.gather(iter(s.parameters))])}
-    for name in state_names:
-        states = ((s, (state[name] for state in s.states)) for s in sections)
-        parts = (own if name == STEP else s.gather(own) for s, own in states)
-        gathered[name] = (torch.stack if name == STEP else torch.cat)(list(chain.from_iterable(parts)))
-    return gathered
+        self.group_of_weight = upload(np.concatenate(group_of_weight), device)
+        self.group_of_parameter = upload(group_of_parameter, device)
+        self.first_parameters = upload(first_parameters, device)
 
 
 @torch.no_grad()

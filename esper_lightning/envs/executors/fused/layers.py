@@ -1,9 +1,9 @@
 """Batched layers: the weights of many hosts lie in one tensor, and one kernel computes them all.
 
 The code of hosts and seeds runs unchanged on batched features; only the layers that own weights are replaced by these.
-Weights are plain tensors [rows, …], bound from outside. S entries, B samples, C and D channels of one host.
-Image features are concatenated along their channels, [B, S·C, H, W], so that torch's grouped convolutions,
-normalisations and pools compute all entries at once. All others are concatenated along their first axis, [S·B, …].
+An *entry* is the part of a batched feature that belongs to one host. Image features are concatenated along their
+channels, [B, S·C, H, W], so that torch's grouped convolutions, normalisations and pools compute all entries at once.
+All others are concatenated along their first axis, [S·B, …]. S entries, B samples, C and D channels of one host.
 `torch.func.vmap` over the layers themselves needs no such classes, but takes 1.2 to 1.5 times as long for a tick.
 """
 
@@ -26,7 +26,6 @@ MAX_PRODUCT_HOSTS: dict[str, float] = {"cpu": 4, "cuda": math.inf}
 On the CPU it then takes 50 to 150 instead of 100 to 260 µs, forward and backward, on small features of 4 to 16
 channels. On CUDA a batched product is one kernel for any number of hosts, while grouped convolutions have few fast
 ones."""
-
 
 CHANNELS_LAST: dict[str, bool] = {"cpu": True, "cuda": False}
 """Memory format of batched image features by type of device; True: channels last.
@@ -55,13 +54,8 @@ class RowIndex:
         """Select these rows, in this order; a row may occur several times."""
         self.count, self.rows = len(rows), rows
 
-    def gather(self, weight: Tensor) -> Tensor:  # [rows, …] -> [S, …]
-        """Return the selected rows of a batched weight."""
-        return weight if self.rows is None else weight.index_select(0, self.rows)
-
 
 def is_image(x: Tensor) -> bool:
-    """Return whether a feature is an image, and so concatenated along its channels."""
     return x.ndim == 4
 
 
@@ -76,7 +70,6 @@ def batch_inputs(x: Tensor, count: int) -> Tensor:  # [S·B, …], entry by entr
     """Bring the inputs of `count` entries into the layout of batched features."""
     if not is_image(x):
         return x
-    # In memory as `CHANNELS_LAST` says, whatever the single host prefers.
     if not CHANNELS_LAST[x.device.type]:
         return x.unflatten(0, (count, -1)).transpose(0, 1).flatten(1, 2)
     return x.unflatten(0, (count, -1)).permute(1, 3, 4, 0, 2).contiguous().flatten(3).permute(0, 3, 1, 2)
@@ -139,11 +132,10 @@ class BatchedLayer(nn.Module):
         bound: The layer's own parameters by name, with one more axis in front, [rows, …]. Buffers are registered as
             buffers, so that a search for buffers finds them. Between epochs there are neither.
 
-    Raises ValueError if the layer's settings are not supported.
+    Raises ValueError if an attribute of the layer has another value than in `required_settings`.
     """
 
     required_settings: ClassVar[dict[str, object]] = {}
-    """Values that the layer's attributes must have."""
 
     def __init__(self, layer: nn.Module, index: RowIndex) -> None:
         super().__init__()
@@ -163,14 +155,15 @@ class BatchedLayer(nn.Module):
 
     def of_entries(self, name: str) -> Tensor:  # [S, …]
         """Return a parameter or buffer of each entry."""
-        return self.index.gather(self.bound[name] if name in self.bound else getattr(self, name))
+        rows = self.bound[name] if name in self.bound else getattr(self, name)
+        return rows if self.index.rows is None else rows.index_select(0, self.index.rows)
 
     def optional(self, name: str) -> Tensor | None:  # [S, …]
-        """Return what `of_entries` returns; None if the layer has no parameter or buffer of this name."""
+        """Return a parameter or buffer of each entry; None if the layer has none of this name."""
         return self.of_entries(name) if name in self.parameter_names or name in self.buffer_names else None
 
     def concatenated(self, name: str) -> Tensor | None:  # [S·C, …]
-        """Return what `optional` returns, concatenated along the first axis of a single host's tensor."""
+        """Concatenate the entries of `optional` along the first axis of a single host's tensor."""
         value = self.optional(name)
         return None if value is None else value.flatten(0, 1)
 
@@ -184,7 +177,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # [S, ro
 class BatchedConv2d(BatchedLayer):
     """Convolution of many hosts, [B, S·C, H, W] -> [B, S·D, H', W']: grouped, or a batched product (1×1 kernels)."""
 
-    required_settings: ClassVar[dict[str, object]] = {"padding_mode": "zeros"}
+    required_settings: ClassVar = {"padding_mode": "zeros"}
 
     def __init__(self, layer: nn.Conv2d, index: RowIndex) -> None:
         super().__init__(layer, index)
@@ -201,10 +194,6 @@ class BatchedConv2d(BatchedLayer):
         return F.conv2d(x, weight, bias, *self.conv_options, count * self.groups)
 
     def _pointwise_as_bmm(self, x: Tensor) -> Tensor:  # [B, S·C, H, W] -> [B, S·D, H, W], in the device's memory format
-        """Compute a 1×1 convolution with each entry's own weights as one batched matrix product.
-
-        Faster than a grouped convolution for few entries (CPU) or any number (CUDA).
-        """
         entries, weight, bias = self.index.count, self.of_entries("weight").flatten(2), self.optional("bias")
         if CHANNELS_LAST[x.device.type]:
             pixels = x.permute(0, 2, 3, 1).unflatten(3, (entries, -1)).flatten(0, 2).transpose(0, 1)  # [S, B·H·W, C]
@@ -218,7 +207,7 @@ class BatchedConv2d(BatchedLayer):
 class BatchedBatchNorm2d(BatchedLayer):
     """BatchNorm over batched channels, whose statistics are those of each host, [B, S·C, H, W] -> same shape."""
 
-    required_settings: ClassVar[dict[str, object]] = {"track_running_stats": True}
+    required_settings: ClassVar = {"track_running_stats": True}
 
     def __init__(self, layer: nn.BatchNorm2d, index: RowIndex) -> None:
         super().__init__(layer, index)
@@ -248,11 +237,7 @@ class BatchedGroupNorm(BatchedLayer):
 
 
 class _RowwiseLayer(BatchedLayer):
-    """Layer that acts on the last axis, C = `features`.
-
-    The input is [S·B, …, C] with the entries along the batch, or [B, S·C] with the channels of all entries side by
-    side, as after flattening an image.
-    """
+    """Layer on the last axis, C = `features`, of [S·B, …, C], or of [B, S·C], as after flattening batched images."""
 
     features: int
 
@@ -263,8 +248,7 @@ class _RowwiseLayer(BatchedLayer):
         return self.transform(x.reshape(count, -1, x.shape[-1])).view(*x.shape[:-1], -1)
 
     @abstractmethod
-    def transform(self, x: Tensor) -> Tensor:  # [S, rows, C] -> [S, rows, D]
-        """Apply the weights of entry v to the rows `x[v]`."""
+    def transform(self, x: Tensor) -> Tensor: ...  # [S, rows, C] -> [S, rows, D], the rows of each entry
 
 
 class BatchedLinear(_RowwiseLayer):
@@ -299,11 +283,7 @@ class BatchedRowNorm(_RowwiseLayer):
 class BatchedEmbedding(BatchedLayer):
     """Embedding in one table that concatenates the tables of all entries, [S·B, …] int64 -> [S·B, …, C]."""
 
-    required_settings: ClassVar[dict[str, object]] = {
-        "padding_idx": None,
-        "max_norm": None,
-        "scale_grad_by_freq": False,
-    }
+    required_settings: ClassVar = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False}
 
     def __init__(self, layer: nn.Embedding, index: RowIndex) -> None:
         super().__init__(layer, index)

@@ -1,4 +1,4 @@
-"""Check before training that batched hosts compute the same as hosts by themselves, on the host at hand."""
+"""Check before training that batched hosts compute the same as the hosts by themselves."""
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
@@ -7,7 +7,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.envs.executors.fused.host import BatchedHosts
+from esper_lightning.envs.executors.fused.hosts import BatchedHosts
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.counterfactual import forward_variants, leave_one_out, mixes_rows
@@ -79,11 +79,7 @@ def check_batched(env: HostEnv, inputs: Tensor) -> None:
 
 
 class Trial:
-    """Copies of a host with different weights, and inputs, to compare batched ones with.
-
-    Attributes:
-        growable: Pairs (slot, blueprint) that can grow.
-    """
+    """Copies of a host with different weights, and inputs, to compare batched hosts with."""
 
     def __init__(self, env: HostEnv, inputs: Tensor, dtype: torch.dtype, tolerance: float) -> None:
         self.device, self.tolerance = env.device, tolerance
@@ -100,7 +96,7 @@ class Trial:
         reasons = probe_seeds(
             deepcopy(self.hosts[0]), env.space.blueprint, lambda host: host(self.inputs).square().mean(), birth="random"
         )
-        self.growable = {key for key, against in reasons.items() if not against}
+        self.growable = {place for place, against in reasons.items() if not against}  # slots and blueprints
 
     @torch.no_grad()
     def _randomise(self, network: nn.Module) -> None:
@@ -120,22 +116,23 @@ class Trial:
             slots = [slot for slot in slots_of(host).values() if slot.is_judged]
             for k, slot in enumerate(slots):
                 slot.empty()
-                fitting = [name for name in blueprints if (slot.name, name) in self.growable]
+                fitting = [name for name in blueprints if (slot.name, name) in self.growable][:2]
                 if fitting and (i or k % 2 == 0):
-                    blueprint = fitting[(i + k) % min(2, len(fitting))]
+                    blueprint = fitting[(i + k) % len(fitting)]
                     germinate(slot, blueprint, TRIAL_RAMP, generator=self.generator, birth="random")
                     self._randomise(slot.seed)
-                    is_isolated = i == 1 and k == len(slots) - 1
-                    stages = (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY)[: 1 if is_isolated else 3]
-                    for stage in stages:
-                        slot.move_to(stage)
+                    slot.move_to(Stage.TRAINING)
+                    if not (i == 1 and k == len(slots) - 1):
+                        slot.move_to(Stage.BLENDING)
+                        slot.move_to(Stage.PROBATIONARY)
 
     def deepen(self) -> None:
         """Let all lists of blocks grow as far as they can."""
-        for slot in (slot for host in self.hosts for slot in slots_of(host).values() if isinstance(slot, DepthSlot)):
-            germinate(slot, "stack", generator=self.generator)
-            for block in slot.grown:
-                self._randomise(block)
+        for slot in chain.from_iterable(slots_of(host).values() for host in self.hosts):
+            if isinstance(slot, DepthSlot):
+                germinate(slot, "stack", generator=self.generator)
+                for block in slot.grown:
+                    self._randomise(block)
 
     def compare(self, batched: BatchedHosts, seeds: str) -> None:
         """Raise ValueError if these hosts cannot be computed at once, or come out different."""
@@ -161,13 +158,12 @@ class Trial:
         """Yield the name of each result, its tensors from the batched hosts, and those from the separate hosts."""
         weights = batched.load(self.hosts)
         weights.bind(requires_grad=True)
-        batched_outputs = batched.train(self.inputs)
-        batched_outputs.square().mean().backward()
         for host in self.hosts:
             host.train().zero_grad()
         parts = zip(self.hosts, self.inputs.chunk(N_HOSTS), strict=True)
-        separate_outputs = torch.cat([host(own) for host, own in parts])
-        separate_outputs.square().mean().backward()
+        batched_outputs, separate_outputs = batched.train(self.inputs), torch.cat([host(part) for host, part in parts])
+        for outputs in (batched_outputs, separate_outputs):
+            outputs.square().mean().backward()
         yield "outputs in training", [batched_outputs], [separate_outputs]
         for name, weight in chain.from_iterable(host.named_parameters() for host in self.hosts):
             if weight.grad is None:
@@ -175,9 +171,8 @@ class Trial:
         separate = weights.gather([weight.grad for weight in weights.parameters if weight.grad is not None])
         ours, theirs = (list(chain.from_iterable(weights.views(grads))) for grads in (weights.grads, separate))
         yield "gradients", ours, theirs
-        statistics = [one for section in weights.sections for one in section.statistics]
-        gathered = [one for section in weights.sections for one in section.gather_statistics()]
-        yield "running statistics", statistics, gathered
+        for section in weights.sections:
+            yield "running statistics", section.statistics, section.gather_statistics()
 
     @torch.inference_mode()
     def _evaluation_results(self, batched: BatchedHosts) -> Iterator[tuple[str, Sequence[Tensor], Sequence[Tensor]]]:
@@ -188,9 +183,7 @@ class Trial:
         for host, entries in zip(self.hosts, batched.entries.entry_of_variant(), strict=True):
             separate, indices = forward_variants(host.eval(), variants, inputs)
             yield "outputs in evaluation", [outputs[entries]], [separate.unflatten(0, (-1, N_SAMPLES))[indices]]
-            # Validation data may be processed in pieces, so samples must not affect each other.
-            yield "outputs for a sample by itself", [host(inputs[:1])], [host(inputs)[:1]]
-            if mixes_rows(host, (inputs,)):
+            if mixes_rows(host, (inputs,)):  # validation data may be processed in pieces
                 raise ValueError("rows of a batch see each other in evaluation")
 
 
@@ -202,4 +195,4 @@ def difference(batched: Sequence[Tensor], separate: Sequence[Tensor]) -> float:
     floor = CANCELLATION_FLOOR * max(sizes, default=0.0)
     pairs = zip(batched, separate, sizes, strict=True)
     differences = [(a - b).abs().max().item() / (max(size, floor) or 1.0) for a, b, size in pairs]
-    return torch.tensor(differences or [0.0]).max().item()  # NaN if any difference is NaN
+    return torch.tensor([0.0, *differences]).max().item()  # NaN if any difference is NaN

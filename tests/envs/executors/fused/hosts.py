@@ -90,7 +90,6 @@ class NoisyDigits(Digits):
 
     def load(self) -> TaskData:
         data = super().load()
-
         noise = torch.Generator().manual_seed(0)
 
         def some(split: Split, samples: int) -> Split:
@@ -141,7 +140,6 @@ def make(
         task.score = "likelihood"
     with precision(dtype):
         config = replace(FAST_CONFIG, executor=executor, **changes)
-        governor = governor
         return HostPool(
             task,
             task.load(),

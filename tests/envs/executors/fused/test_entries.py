@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from esper_lightning.envs.executors.fused.host import BatchedHosts
+from esper_lightning.envs.executors.fused.hosts import BatchedHosts
 from esper_lightning.growth.blend import Ramp
 from esper_lightning.growth.blueprints import build_on
 from esper_lightning.growth.counterfactual import SeedVariant, forward_variants
@@ -75,4 +75,4 @@ def test_each_host_has_as_many_entries_as_in_a_pass_of_its_own_and_they_say_the_
             assert batched.entries.hosts.count(i) == max(their_places) + 1
             assert sorted(set(places)) == [k for k, host in enumerate(batched.entries.hosts) if host == i]
 
-    assert len(ours) == batched.entries.count
+    assert len(ours) == len(batched.entries.hosts)

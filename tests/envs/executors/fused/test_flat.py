@@ -17,10 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.executors import FusedExecutor, LoopExecutor
-from esper_lightning.envs.executors.fused.epoch import STATE_NAMES, BatchedOptimizer
-from esper_lightning.envs.executors.fused.host import BatchedHosts
+from esper_lightning.envs.executors.fused.executor import FusedEpoch
+from esper_lightning.envs.executors.fused.hosts import BatchedHosts
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.growth.param_groups import HOST_GROUP, find_group, seed_group_name
 from esper_lightning.growth.stages import Stage
 from tests.envs.breaking import set_weight_to_nan
 from tests.envs.executors.fused.hosts import FAST_CONFIG, make, precision
@@ -189,6 +188,16 @@ def test_what_is_saved_of_a_host_holds_nothing_of_others() -> None:
     assert sizes[0] < 1.02 * sizes[1]
 
 
+def test_a_host_that_leaves_keeps_no_memory_of_others_alive() -> None:
+    pool = make("fused", "cnn", 3)
+    pool.reset(range(3))
+    pool.train_without_actions(1)
+    pool.executor.train_epoch(pool.envs[:1], pool.data.train)
+
+    left = [tensor for env in pool.envs[1:] for tensor in tensors_of(env)]
+    assert [tensor.untyped_storage().nbytes() for tensor in left] == [tensor.nbytes for tensor in left]
+
+
 RULES: list[dict[str, Any]] = [
     {"optimizer": "adam"},
     {"optimizer": "adam", "weight_decay": 0.1},
@@ -213,16 +222,8 @@ def grow(env: HostEnv, slot: str, blueprint: str) -> None:
         group["weight_decay"] *= 2.0**i
 
 
-def batched_optimizer(batched: BatchedHosts, pool: HostPool) -> BatchedOptimizer:
-    """Return the optimizer of an epoch of a pool's hosts."""
-    envs, training = pool.envs, pool.config.training
-    networks, optimizers = [env.network for env in envs], [env.optimizer for env in envs]
-    arena = batched.move_into_arena(networks, optimizers, STATE_NAMES[training.optimizer])
-    arena.bind(requires_grad=True)
-    groups = [(i, HOST_GROUP) for i in range(len(envs))]
-    groups += [(i, seed_group_name(slot)) for members in batched.seed_slots for i, slot in members]
-    options = [find_group(optimizers[host], name) for host, name in groups]
-    return BatchedOptimizer(arena, training, [host for host, _ in groups], options)
+def epoch_of(batched: BatchedHosts, pool: HostPool) -> FusedEpoch:
+    return FusedEpoch(batched, pool.envs, pool.task, data=pool.data.train)
 
 
 def learn(pool: HostPool, steps: range, batched: BatchedHosts | None) -> None:
@@ -233,11 +234,11 @@ def learn(pool: HostPool, steps: range, batched: BatchedHosts | None) -> None:
         return (step + 1) * torch.randn(p.shape, generator=generator_of(100 * step + number[p]), dtype=p.dtype)
 
     if batched is not None:
-        optimizer = batched_optimizer(batched, pool)
+        epoch = epoch_of(batched, pool)
         for step in steps:
-            arena = optimizer.arena
+            arena = epoch.weights
             arena.grads.copy_(arena.gather([gradient(p, step) for p in arena.parameters]))
-            optimizer.step()
+            epoch.update_weights()
         return
     for env in pool.envs:
         for step in steps:
@@ -266,10 +267,10 @@ def test_any_rule_any_rates_and_any_number_of_steps(rule: dict[str, Any], limit:
 
 def test_hosts_that_are_not_healthy_stay_as_they_are() -> None:
     pool, same = grown_pool(), grown_pool()
-    optimizer = batched_optimizer(BatchedHosts(pool.envs[0].network), pool)
+    epoch = epoch_of(BatchedHosts(pool.envs[0].network), pool)
     for healthy in (True, False):
-        optimizer.arena.grads.fill_(1.0 if healthy else float("nan"))
-        optimizer.step(torch.tensor([True, healthy, True]))
+        epoch.weights.grads.fill_(1.0 if healthy else float("nan"))
+        epoch.update_weights(torch.tensor([True, healthy, True]))
 
     counted = [[env.optimizer.state[p]["step"].item() for p in env.network.parameters()] for env in pool.envs]
     assert [set(steps) for steps in counted] == [{2.0}, {1.0}, {2.0}]

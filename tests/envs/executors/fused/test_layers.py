@@ -17,9 +17,7 @@ from esper_lightning.envs.executors.fused.layers import (
     batch_inputs,
     batch_layers,
     broadcast_per_entry,
-    columns_to_rows,
     merge,
-    rows_to_columns,
     select_entries,
     split,
     unbatch_outputs,
@@ -94,23 +92,20 @@ class BatchedAndSeparate:
         else:
             self.x = torch.randn(rows, generator=generator_of(7), dtype=torch.float64, requires_grad=True)
 
-    def batched_outputs(self, columns: bool = False) -> Tensor:  # [V·B, …], entry by entry
-        """Return the outputs of the batched layers; with `columns`, inputs are laid out like flattened images."""
-        count = len(self.entries)
-        x = rows_to_columns(self.x, count) if columns else batch_inputs(self.x, count)
-        y = self.batched(x)
-        assert x.ndim < 4 or y.is_contiguous(memory_format=memory_format()), "the memory format stays"
-        return columns_to_rows(y, count) if columns else unbatch_outputs(y, count, SAMPLES)
+    def batched_outputs(self) -> Tensor:  # [V·B, …], entry by entry
+        y = self.batched(batch_inputs(self.x, len(self.entries)))
+        assert y.ndim < 4 or y.is_contiguous(memory_format=memory_format()), "the memory format stays"
+        return unbatch_outputs(y, len(self.entries), SAMPLES)
 
     def separate_outputs(self) -> Tensor:
         parts = self.x.chunk(len(self.entries))
         return torch.cat([self.layers[i](part) for i, part in zip(self.entries, parts, strict=True)])
 
-    def assert_same_in_training(self, columns: bool = False) -> None:
+    def assert_same_in_training(self) -> None:
         self.index.select_all(len(self.layers))
         self.weights.bind(requires_grad=True)
         found = []
-        for answer in (lambda: self.batched_outputs(columns), self.separate_outputs):
+        for answer in (self.batched_outputs, self.separate_outputs):
             y = answer()
             y.square().sum().backward()
             found.append((y, self.x.grad))

@@ -93,12 +93,9 @@ def host_around(layout: str, middle: Make) -> Callable[..., nn.Module]:
 EQUAL: dict[str, Callable[..., nn.Module]] = {
     "attached": attached,
     "batch norm, no weights": host_around("image", partial(nn.BatchNorm2d, 8, affine=False)),
+    "one precision alone": host_around("image", calling(lambda x: x.float())),
     "instance norm": host_around("image", calling(F.instance_norm)),
     "group norm of a vector": host_around("vector", partial(nn.GroupNorm, 2, 8)),
-    "layer norm": host_around("vector", partial(nn.LayerNorm, 8)),
-    "depthwise": host_around("image", partial(nn.Conv2d, 8, 8, 3, padding="same", groups=8)),
-    "smaller images": host_around("image", partial(nn.Conv2d, 8, 8, 1, stride=2)),
-    "shuffled pixels": host_around("image", lambda: nn.Sequential(nn.PixelUnshuffle(2), nn.PixelShuffle(2))),
     "flattened and back": host_around("image", calling(lambda x: x.reshape(x.shape[0], -1).view(x.shape))),
     "halves of the batch": host_around("image", calling(lambda x: torch.cat([x[:1], x[1:]]))),
     "one layer, twice": host_around(
@@ -109,33 +106,17 @@ EQUAL: dict[str, Callable[..., nn.Module]] = {
 
 REFUSED: dict[str, tuple[str, Make, str]] = {
     "dropout": ("image", partial(nn.Dropout, 0.5), "draws random numbers"),
-    "dropout that hardly ever happens": ("image", partial(nn.Dropout, 1e-9), "draws random numbers"),
     "python's random numbers": ("image", calling(lambda x: x * random.random()), "outputs in training"),
-    "minus the batch": ("image", calling(lambda x: x - x.mean(0)), "outputs for a sample by itself"),
-    "over the batch's size": ("vector", calling(lambda x: x / len(x)), "outputs for a sample by itself"),
+    "minus the batch": ("image", calling(lambda x: x - x.mean(0)), "rows of a batch see each other"),
+    "over the batch's size": ("vector", calling(lambda x: x / len(x)), "rows of a batch see each other"),
     "halves of the channels": ("image", calling(lambda x: torch.cat(x.chunk(2, 1)[::-1], 1)), "outputs in training"),
-    "softmax over channels": ("image", partial(nn.Softmax2d), "outputs in training"),
-    "linear on rows": ("image", partial(nn.Linear, 8, 8), "outputs in training"),
     "layer norm of images": ("image", partial(nn.LayerNorm, [8, 8, 8]), "a LayerNorm over several axes"),
     "batch norm of all batches": ("image", partial(nn.BatchNorm2d, 8, momentum=None), "a BatchNorm2d without momentum"),
-    "batch norm of one": (
-        "image",
-        partial(nn.BatchNorm2d, 8, track_running_stats=False),
-        "track_running_stats = False",
-    ),
+    "batch norm of one": ("image", partial(nn.BatchNorm2d, 8, track_running_stats=False), "track_running_stats = Fa"),
     "mirrored": ("image", partial(nn.Conv2d, 8, 8, 3, padding=1, padding_mode="reflect"), "padding_mode = 'reflect'"),
     "transposed": ("image", partial(nn.ConvTranspose2d, 8, 8, 1), "a ConvTranspose2d with weights"),
-    "attention": (
-        "vector",
-        lambda: Using(lambda self, x: self.attend(x, x, x)[0], attend=nn.MultiheadAttention(8, 2)),
-        "a MultiheadAttention with weights",
-    ),
     "one layer, two names": ("image", two_names, r"middle\.first\.weight and middle\.second\.weight are one weight"),
-    "frozen": (
-        "image",
-        lambda: nn.Sequential(layer().requires_grad_(False), layer()),
-        r"middle\.0\.weight does not learn",
-    ),
+    "frozen": ("image", lambda: nn.Sequential(layer().requires_grad_(False)), r"middle\.0\.weight does not learn"),
     "unused": ("image", lambda: Using(lambda self, x: x, idle=layer()), r"middle\.idle\.weight is not used"),
     "layers in a list": ("vector", listed, "shapes cannot be multiplied"),
     "viewed": ("image", calling(lambda x: x.view(x.shape[0], -1).view(x.shape)), "view size is not compatible"),
@@ -165,18 +146,11 @@ def run_some_steps(pool: HostPool) -> None:
 
 @pytest.mark.parametrize("host", rest_is_slow(EQUAL, list(EQUAL)[::2]))
 def test_it_is_trained_as_by_itself(pool_of: Callable[..., HostPool], host: str) -> None:
-    pools = [pool_of(name, EQUAL[host]) for name in ("fused", "loop")]
+    dtype, tolerance = (torch.float32, 1e-4) if host == "one precision alone" else (torch.float64, 1e-9)
+    pools = [pool_of(name, EQUAL[host], dtype) for name in ("fused", "loop")]
     for pool in pools:
         run_some_steps(pool)
-    assert distance(*pools) < 1e-9
-
-
-def test_a_host_that_runs_in_one_precision_alone_is_shown_to_be_right_in_it(pool_of: Callable[..., HostPool]) -> None:
-    host = host_around("image", calling(lambda x: x.float()))
-    pools = [pool_of(name, host, torch.float32) for name in ("fused", "loop")]
-    for pool in pools:
-        run_some_steps(pool)
-    assert distance(*pools) < 1e-4
+    assert distance(*pools) < tolerance
 
 
 @pytest.mark.parametrize("middle", rest_is_slow(REFUSED, list(REFUSED)[::2]))
