@@ -3,9 +3,7 @@
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +11,7 @@ from types import FrameType
 from typing import Any, ClassVar
 from unittest.mock import patch
 
+import pytest
 import torch
 from lightning import Callback, Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -35,8 +34,6 @@ torch.set_num_threads(1)
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
-HARD_LIMIT = 240.0
-"""Timeout of a subprocess in seconds, many times its usual duration."""
 
 EPOCHS, HORIZON = 3, 5
 TINY = (
@@ -127,6 +124,31 @@ def cli(*args: str) -> EsperCLI:
     return built[0]
 
 
+def command(*args: str) -> None:
+    """Run `esper-lightning` in this process."""
+    with patch.object(sys, "argv", sys.argv[:1]):  # Lightning warns of arguments of the process that differ from these
+        main([*args])
+
+
+def refusal(capsys: pytest.CaptureFixture[str], run: Callable[[], object], code: int = 2) -> str:
+    """Return the line on stderr with which a command ends; it is the only one, and the exit code is `code`."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        run()
+    said = capsys.readouterr().err
+    assert ended.value.code == code, said
+    (line,) = [line for line in said.splitlines() if "Trainer.fit" not in line]
+    assert line.startswith("error: ")
+    return line
+
+
+def make_trainer(root: Path, *callbacks: Callback, **settings: Any) -> Trainer:
+    """Return a Trainer for two rollouts on the CPU that prints nothing but what callbacks do."""
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "log_every_n_steps": 1}
+    usual = {"max_epochs": 2, "default_root_dir": root, "num_sanity_val_steps": 0, **quiet}
+    return Trainer(callbacks=list(callbacks), **usual | settings)
+
+
 def fit(root: Path, *args: str) -> EsperCLI:
     """Run a tiny training in this process, with its run folder below `root`."""
     return cli(*TINY, "--trainer.default_root_dir", str(root), *args)
@@ -157,29 +179,6 @@ def guarded_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def process(*args: str, command: str = "fit") -> subprocess.CompletedProcess[str]:
-    """Start `python -m esper_lightning fit` in a subprocess, which has ended when this returns or raises."""
-    program = [sys.executable, "-m", "esper_lightning", command, *args]
-    with subprocess.Popen(
-        program,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as started:
-        try:
-            out, err = started.communicate(timeout=HARD_LIMIT)
-        finally:
-            if started.poll() is None:
-                os.killpg(started.pid, signal.SIGKILL)
-    # Readers of TensorBoard go through a folder's files by the second in their names, then by process: a run that goes
-    # on in this process, within the same second, could come first. Two programs are never started that fast.
-    time.sleep(1.0 - time.time() % 1.0)
-    return subprocess.CompletedProcess(program, started.returncode, out, err)
 
 
 def with_callback(callback: type[Callback], **init_args: Any) -> tuple[str]:

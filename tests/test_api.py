@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning import Trainer, seed_everything
+from lightning import seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
 from sklearn.datasets import load_digits
 from torch import nn
@@ -34,7 +34,7 @@ from esper_lightning.tasks import Digits
 from esper_lightning.telemetry.events import Validated
 from tests.callbacks.grow.trainings import Plan
 from tests.decisions import germinate
-from tests.runs import HORIZON, ROOT, Run, differences, fit, load, only_run
+from tests.runs import HORIZON, ROOT, Run, differences, fit, load, make_trainer, only_run
 
 HOST = partial(
     CNN, base=4, kernel=1, pools=2, slots=["block1.pool", "block2.pool", "block3"], isolate=False, channels_last=False
@@ -60,10 +60,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[TamiyoModule, Run
     data, root = hosts(), tmp_path_factory.mktemp("python")
     seed_everything(data.seed, verbose=False)
     module = TamiyoModule(PolicyConfig(width=64), PPO)
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
-    logger = TensorBoardLogger(root, name="")
-    trainer = Trainer(accelerator="cpu", max_epochs=2, logger=logger, callbacks=default_callbacks(), **quiet)
-    trainer.fit(module, datamodule=data)
+    make_trainer(root, *default_callbacks(), logger=TensorBoardLogger(root, name="")).fit(module, datamodule=data)
     return module, only_run(root)
 
 
@@ -87,8 +84,8 @@ def test_metrics_of_a_module_are_the_last_points_of_its_plots(trained: tuple[Tam
     assert {tag: points[tag] for tag in shared} == pytest.approx({tag: module.metrics[tag] for tag in shared}, rel=1e-5)
 
 
-def test_settings_that_do_not_fit_together_are_a_value_error() -> None:
-    trainer = Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+def test_settings_that_do_not_fit_together_are_a_value_error(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, logger=False, enable_checkpointing=False)
     with pytest.raises(ValueError, match=r"RewardConfig.gamma is 1.0 and PPOConfig.gamma 0.9; give both the same"):
         trainer.fit(TamiyoModule(ppo=PPOConfig(minibatches=2, gamma=0.9)), datamodule=hosts())
 

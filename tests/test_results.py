@@ -238,32 +238,21 @@ def test_the_pages_tables_of_kinds_of_host_are_those_of_the_kept_results(name: s
     assert len(lines) >= 6 and "\n".join(lines) in page
 
 
-def test_the_page_on_growing_in_lightning_shows_the_kept_results() -> None:
-    page = (RESULTS / "grow.md").read_text()
-    assert "\n".join(grow.table(read_rows(grow.RESULTS, grow.Row))) in page
-
-
-def test_the_page_on_a_policy_for_any_network_shows_the_kept_results() -> None:
-    page = (RESULTS / "zero_shot.md").read_text()
+def test_pages_show_the_kept_results_of_growing_transfer_depth_and_expansion() -> None:
+    pages = {name: (RESULTS / f"{name}.md").read_text() for name in ("grow", "zero_shot", "depth")}
+    assert "\n".join(grow.table(read_rows(grow.RESULTS, grow.Row))) in pages["grow"]
     rows = read_rows(zero_shot.RESULTS, zero_shot.Row)
-    for table in (zero_shot.table, zero_shot.seed_table):
-        assert "\n".join(table(rows, zero_shot.GENERAL)) in page
     clipped = zero_shot.table(read_rows(zero_shot.RESULTS.with_stem("zero_shot_clipped"), zero_shot.Row), "general")
-    assert "\n".join(clipped[: clipped.index("")]) in page
-
-
-def test_the_page_on_depth_shows_the_kept_results() -> None:
-    rows = read_rows(depth.RESULTS, depth.Row)
-    page = (RESULTS / "depth.md").read_text()
+    tables_of_policies = [table(rows, zero_shot.GENERAL) for table in (zero_shot.table, zero_shot.seed_table)]
+    for table in (*tables_of_policies, clipped[: clipped.index("")]):
+        assert "\n".join(table) in pages["zero_shot"]
+    trained = read_rows(depth.RESULTS, depth.Row)
     for host, steps in (("gpt", 14_000), ("gpt32", 6_000), ("vit", 3_000), ("cnn", 2_000), ("mlp", 1_500)):
-        lines = depth.table([row for row in rows if (row.host, row.steps) == (host, steps)])
-        assert len(lines) > 4 and "\n".join(lines) in page
-    assert "\n".join(depth.value(rows)).partition("\n\n")[0] in page
-
-
-def test_the_page_on_expansion_shows_the_kept_results() -> None:
-    page = (ROOT / "docs" / "guides" / "expand.md").read_text()
-    assert "\n".join(expand.table(read_rows(expand.RESULTS, expand.Row))) in page
+        lines = depth.table([row for row in trained if (row.host, row.steps) == (host, steps)])
+        assert len(lines) > 4 and "\n".join(lines) in pages["depth"]
+    assert "\n".join(depth.value(trained)).partition("\n\n")[0] in pages["depth"]
+    guide = (ROOT / "docs" / "guides" / "expand.md").read_text()
+    assert "\n".join(expand.table(read_rows(expand.RESULTS, expand.Row))) in guide
 
 
 def test_networks_of_any_depth_are_compared_at_equal_flops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

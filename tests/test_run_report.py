@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning import LightningModule, Trainer
+from lightning import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -42,7 +42,7 @@ from esper_lightning.telemetry.events import (
     Validated,
     read_events,
 )
-from tests.runs import fit, only_run
+from tests.runs import fit, make_trainer, only_run
 
 
 @pytest.fixture(scope="module")
@@ -149,10 +149,7 @@ def train_own(root: Path, *callbacks: Any) -> Path:
     torch.manual_seed(0)
     inputs = torch.randn(64, 8)
     data = list(zip(inputs.split(16), (inputs[:, 0] > 0).long().split(16), strict=True))
-    quiet = {"enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
-    trainer = Trainer(
-        max_epochs=6, callbacks=list(callbacks), logger=CSVLogger(root), accelerator="cpu", log_every_n_steps=1, **quiet
-    )
+    trainer = make_trainer(root, *callbacks, max_epochs=6, logger=CSVLogger(root), enable_checkpointing=False)
     loader = DataLoader(data, batch_size=None)  # pyright: ignore[reportArgumentType]
     trainer.fit(Classifier(), loader, loader)
     assert trainer.log_dir is not None

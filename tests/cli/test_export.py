@@ -1,18 +1,15 @@
 """`grow`, and `export` of what it has left."""
 
 import csv
-import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import yaml
 
-from esper_lightning.__main__ import main
 from esper_lightning.cli.commands import NETWORK_FILE, PROGRAM_FILE
-from tests.runs import CONFIGS
+from tests.runs import CONFIGS, command, refusal
 
 
 def write_config(path: Path, **groups: dict[str, Any]) -> Path:
@@ -25,12 +22,6 @@ def write_config(path: Path, **groups: dict[str, Any]) -> Path:
     return path
 
 
-def run(*args: str) -> None:
-    """Run a command in this process."""
-    with patch.object(sys, "argv", sys.argv[:1]):  # Lightning warns of arguments of the process
-        main([*args])
-
-
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a network that was grown by `grow`."""
@@ -39,7 +30,7 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = yaml.safe_load(config.read_text())
     settings["data"]["env"] |= {"horizon": 8, "training": {"batches": 8, "lr": 0.02, "max_grad_norm": None}}
     config.write_text(yaml.safe_dump(settings))
-    run("grow", str(config), "periodic", f"--out={folder}")
+    command("grow", str(config), "periodic", f"--out={folder}")
     return folder
 
 
@@ -65,7 +56,7 @@ def test_a_folder_is_exported_without_its_config_or_data(
 ) -> None:
     capsys.readouterr()
     target = tmp_path / "network.pt2"
-    run("export", str(grown / "folded"), "pt2", f"--out={target}")
+    command("export", str(grown / "folded"), "pt2", f"--out={target}")
     (said,) = capsys.readouterr().out.splitlines()
     assert said.startswith(f"written to {target}: on 8 inputs its outputs differ by at most")
     original, program = (torch.export.load(path) for path in (grown / PROGRAM_FILE, target))
@@ -86,10 +77,5 @@ def test_mistakes_are_answered_in_one_line(grown: Path, tmp_path: Path, capsys: 
         ("grow", "smoke", "nosuch.json", f"--out={nosuch}"): "nosuch.json",
     }
     for args, answer in answers.items():
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            run(*args)
-        assert ended.value.code == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert answer in line
+        assert answer in refusal(capsys, lambda args=args: command(*args))
     assert not Path(nosuch).exists()

@@ -1,15 +1,12 @@
 """Families on the command line: training, and evaluation on held-out contexts."""
 
 import json
-import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
-from esper_lightning.__main__ import main
 from esper_lightning.evaluation import comparison
-from tests.runs import CONFIGS
+from tests.runs import CONFIGS, command
 
 SMALL = (
     *("--config", str(CONFIGS / "digits_family.yaml"), "--data.n_envs", "4", "--data.env.horizon", "5"),
@@ -17,15 +14,9 @@ SMALL = (
 )
 
 
-def call(verb: str, *args: str) -> None:
-    """Run `esper-lightning verb` in this process."""
-    with patch.object(sys, "argv", sys.argv[:1]):  # Lightning warns of arguments of the process
-        main([verb, *SMALL, *args])
-
-
 def fit(root: Path, *args: str) -> None:
     quiet = ("--trainer.enable_progress_bar", "false", "--model.evaluation.hosts", "0")
-    call("fit", "--trainer.default_root_dir", str(root), *quiet, *args)
+    command("fit", *SMALL, "--trainer.default_root_dir", str(root), *quiet, *args)
 
 
 @pytest.fixture(scope="module")
@@ -35,20 +26,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "version_0"
 
 
-@pytest.mark.slow
-def test_another_family_cannot_continue_a_run(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkpoint = trained / "checkpoints" / "last.ckpt"
-    with pytest.raises(SystemExit) as ended:
-        fit(tmp_path, "--data.env.family.train", "[{host.kernel: [1, 3]}]", "--ckpt_path", str(checkpoint))
-    assert ended.value.code == 2
-    assert "; family " in capsys.readouterr().err
-
-
 def compare(folder: Path, run: Path, *args: str) -> Path:
     """Run `test` on a family with the policy of a run, and move its results to `folder`."""
-    call("test", "--ckpt_path", str(run / "checkpoints" / "last.ckpt"), *args)
+    command("test", *SMALL, "--ckpt_path", str(run / "checkpoints" / "last.ckpt"), *args)
     return (run / "evaluation").rename(folder)
 
 
@@ -80,28 +60,3 @@ def test_what_can_be_done_blindly_is_compared_step_by_step(tmp_path: Path, monke
     again = json.loads((folder / "evaluation.json").read_text())["controllers"]
     for name, row in summary["controllers"].items():
         assert again[name]["objective"] == row["objective"]
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (("--model.evaluation.against", "[climbin]"), "unknown controller 'climbin'; did you mean 'climbing'"),
-        (
-            ("--model.evaluation.against", "[best fixed]"),
-            "'best fixed' must be searched first; set search.steps, or name its file in schedules",
-        ),
-        (
-            ("--model.evaluation.search.steps", "479"),
-            "search.steps is 479; to see one schedule on a host of each context",
-        ),
-        (("--model.evaluation.schedules", "{best fixed: nowhere.json}"), "schedule nowhere.json cannot be read"),
-        (("--data.env.family.held_out", "[]", "--model.evaluation.held_out", "true"), "no held-out contexts"),
-    ],
-)
-def test_unknown_controllers_and_contexts_are_refused(
-    trained: Path, args: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        compare(tmp_path, trained, *args)
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err

@@ -1,12 +1,9 @@
 """A policy after its training: it is evaluated, loaded, and decides in a user's training."""
 
-import csv
 import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import safetensors.torch
@@ -14,17 +11,15 @@ import torch
 import yaml
 
 from esper_lightning import load_controller
-from esper_lightning.__main__ import main
 from esper_lightning.callbacks import Grow
 from esper_lightning.callbacks.grow import make_decider
 from esper_lightning.envs import ActionConfig, HostPool
-from esper_lightning.envs.observation import ObservationConfig
 from esper_lightning.evaluation.checkpoints import find_controller
 from esper_lightning.evaluation.play import play_episode
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.runtime.checkpoint import DESCRIBED, METADATA_KEY, read_policy, write_policy
 from tests.callbacks.grow.trainings import QUICK, classifier, train
-from tests.runs import CONFIGS, TINY, Run, cli, fit, load, only_run
+from tests.runs import CONFIGS, Run, cli, fit, load, only_run
 
 pytestmark = pytest.mark.slow
 
@@ -41,44 +36,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     root = tmp_path_factory.mktemp("trained")
     fit(root, "--trainer.max_epochs=2", "--seed_everything=0")
     return only_run(root)
-
-
-def evaluate(trained: Run, out: Path, *args: str) -> list[dict[str, str]]:
-    """Compare the policy with two rules, and return the rows."""
-    few = (f"policies=[{trained.last}]", "hosts=2", "against=['small static', climbing]", "controls=false")
-    settings = [f"--model.evaluation.{one}" for one in few]
-    with patch.object(sys, "argv", sys.argv[:1]):
-        main(["test", *TINY, *settings, *args, "--trainer.default_root_dir", str(out)])
-    (found,) = out.rglob("evaluation.csv")
-    with found.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def test_it_is_evaluated_on_hosts_with_more_slots_and_other_blueprints(trained: Run, tmp_path: Path) -> None:
-    many = (
-        "--data.host.init_args.slots=[block1, block1.pool, block2, block2.pool, block3]",
-        "--data.env.actions.blueprints=[depthwise, conv_light]",
-    )
-
-    controllers = [row["controller"] for row in evaluate(trained, tmp_path / "many", *many)]
-
-    assert controllers.count("tamiyo") == 2 and controllers.count("climbing") == 2
-
-
-def test_a_loaded_controller_plays_any_pool_that_shows_its_observation(
-    trained: Run, make_pool: Callable[..., HostPool]
-) -> None:
-    controller = load_controller(trained.last)
-    fitting = make_pool(2, sight=controller.sight, actions=FAST)
-    other = ObservationConfig(hidden=["gap"])
-
-    outcome = play_episode(fitting, "tamiyo", controller, rng_seeds=[3, 4])
-
-    assert len(outcome.objective) == 2
-    with pytest.raises(ValueError, match=r"make the pool with sight=controller\.sight"):
-        controller.reset(make_pool(1, sight=other, actions=FAST))
-    with pytest.raises(ValueError, match=r"chooses among \['FAST'\] with its tempo head, these hosts offer"):
-        controller.reset(make_pool(1, sight=controller.sight))
 
 
 def test_a_policy_as_safetensors_acts_as_that_of_its_checkpoint_and_is_found_by_name(

@@ -143,20 +143,6 @@ def test_a_rollout_without_any_usable_environment_ends_the_run_and_changes_no_st
     assert differences((collector.value_norm.state_dict(), collector.observation_norm.state_dict()), before) == []
 
 
-def test_a_policy_of_nan_draws_possible_actions_until_its_rollout_ends_the_run() -> None:
-    collector = collector_of(BrokenCue("none", 0, 0.0))
-    for parameter in collector.policy.parameters():
-        nn.init.constant_(parameter, math.nan)
-
-    play_broken(collector)
-
-    heads = collector.buffer.steps.action.indices[..., 0]
-    possible = collector.pool.space.split_mask(collector.buffer.steps.masks.possible)["row"]
-    assert possible.gather(-1, heads[..., None]).all()
-    with pytest.raises(DivergedError, match=r"the policy's log-probability is nan.*lower model.ppo.lr"):
-        collector.finish()
-
-
 @pytest.mark.parametrize("fused", [None, True])
 def test_a_skipped_step_changes_neither_weights_nor_moments_nor_step_counts(fused: bool | None) -> None:
     """Whatever is in between, weights and moments are those of an optimizer that never met the skipped steps."""

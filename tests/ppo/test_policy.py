@@ -185,19 +185,11 @@ def test_a_new_policy_prefers_nothing_and_gives_every_weight_a_gradient(given_of
 
 
 @pytest.mark.parametrize("shape", [shape_of(), PolicyShape(5, CHOICES, 2)])
-def test_sizes_are_restored_from_plain_data(shape: PolicyShape) -> None:
-    assert PolicyShape.from_state_dict(shape.state_dict()) == shape
-
-
-def test_sizes_of_an_earlier_version_had_one_more_head() -> None:
-    saved = shape_of().state_dict()
-    saved["space"] |= {"style": ["linear_add"]}
-    assert PolicyShape.from_state_dict(saved) == shape_of()
-
-
-def test_impossible_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="width must be at least 2, got 1"):
-        PolicyConfig(width=1)
+def test_sizes_are_restored_from_plain_data_also_with_the_head_of_an_earlier_version(shape: PolicyShape) -> None:
+    saved = shape.state_dict()
+    assert PolicyShape.from_state_dict(saved) == shape
+    if shape.rows:
+        assert PolicyShape.from_state_dict(saved | {"space": saved["space"] | {"style": ["linear_add"]}}) == shape
 
 
 def test_the_policy_of_a_run_is_not_rounded_to_tf32() -> None:

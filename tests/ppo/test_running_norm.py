@@ -24,13 +24,6 @@ def test_statistics_are_those_of_all_data_however_they_arrive(seed: int, cuts: l
     np.testing.assert_allclose(norm.var.numpy(), data.var(0), rtol=1e-3)
 
 
-def test_scalars_are_normalised_too() -> None:
-    norm = RunningMeanStd(())
-    norm.update(torch.tensor([[1.0, 3.0], [5.0, 7.0]]))
-
-    assert (norm.mean.item(), norm.var.item(), norm.count.item()) == (4.0, 5.0, 4.0)
-
-
 def test_normalised_values_have_mean_0_and_deviation_1_and_come_back() -> None:
     data = 7.0 + 3.0 * torch.randn(500, 2, generator=torch.Generator().manual_seed(1))
     norm = RunningMeanStd((2,))

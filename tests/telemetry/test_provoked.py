@@ -149,15 +149,3 @@ def test_a_healthy_run_raises_nothing(run: Callable[..., Report], seed: int) -> 
 
     # A critic after five updates may still be no better than the mean.
     assert found.levels.keys() <= {"explained_variance"}, "what never occurred has no plot"
-
-
-@pytest.mark.slow
-def test_a_resumed_run_goes_on_in_the_same_states(run: Callable[..., Report], tmp_path: Path) -> None:
-    frozen = "--model.ppo.lr={start: 0.0, end: 0.0}"
-    run(frozen, "--trainer.max_epochs=1")
-    (last,) = tmp_path.rglob("last.ckpt")
-
-    found = run(frozen, "--trainer.max_epochs=3", "--ckpt_path", str(last))
-
-    assert found.levels["frozen_policy"] == [1, 1], "the first update was counted"
-    assert found.lines["frozen_policy"].startswith("anomaly frozen_policy: raised at update 2: 0, bound 1e-06")
