@@ -33,15 +33,7 @@ from esper_lightning.cli.run_report import (
 from esper_lightning.envs import Op
 from esper_lightning.evaluation.statistics import mean_interval
 from esper_lightning.growth import SeedEvent, Stage
-from esper_lightning.telemetry.events import (
-    SCHEMA,
-    EventLog,
-    HostsMeasured,
-    Stacked,
-    Started,
-    Validated,
-    read_events,
-)
+from esper_lightning.telemetry.events import SCHEMA, EventLog, HostsMeasured, Stacked, Started, Validated, read_events
 from tests.runs import fit, make_trainer, only_run
 
 

@@ -7,18 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.runs import (
-    CONFIGS,
-    EPOCHS,
-    TINY,
-    Run,
-    cli,
-    command,
-    fit,
-    load,
-    only_run,
-    refusal,
-)
+from tests.runs import CONFIGS, EPOCHS, TINY, Run, cli, command, fit, load, only_run, refusal
 from tests.tasks.stored import write_cifar10
 from tests.tiers import rest_is_slow
 

@@ -67,12 +67,7 @@ def test_a_policy_as_safetensors_acts_as_that_of_its_checkpoint_and_is_found_by_
 
 
 @pytest.mark.parametrize(
-    ("part", "value"),
-    [
-        ("observation_norm.host.var", math.nan),
-        ("value_norm.var", math.inf),
-        ("policy", math.nan),
-    ],
+    ("part", "value"), [("observation_norm.host.var", math.nan), ("value_norm.var", math.inf), ("policy", math.nan)]
 )
 def test_a_policy_with_numbers_that_are_not_finite_is_refused_in_one_line(
     part: str, value: float, trained: Run, tmp_path: Path
@@ -94,13 +89,7 @@ def test_a_policy_with_numbers_that_are_not_finite_is_refused_in_one_line(
 
 def test_it_decides_in_the_training_of_a_user_and_goes_on_from_a_checkpoint(trained: Run, tmp_path: Path) -> None:
     def callback() -> Grow:
-        return Grow(
-            ["1", "3", "5"],
-            decider=str(trained.last),
-            batches=1,
-            loss="val_loss",
-            horizon=4,
-        )
+        return Grow(["1", "3", "5"], decider=str(trained.last), batches=1, loss="val_loss", horizon=4)
 
     first, second = callback(), callback()
     train(classifier(dropout=0.0), first, epochs=2).save_checkpoint(tmp_path / "half.ckpt")

@@ -175,10 +175,7 @@ def test_no_mask_is_ever_broken_and_every_episode_begins_anew(
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (
-            {"every": 4},
-            {0: germinate(0, 0), 3: fossilize(0), 4: germinate(1, 1), 7: fossilize(1), 8: germinate(2, 2)},
-        ),
+        ({"every": 4}, {0: germinate(0, 0), 3: fossilize(0), 4: germinate(1, 1), 7: fossilize(1), 8: germinate(2, 2)}),
         ({"every": 3, "blueprints": ["conv_light"]}, {0: germinate(0, 2), 3: fossilize(0), 4: germinate(1, 2)}),
     ],
 )
@@ -293,8 +290,7 @@ def test_settings_that_make_no_sense_are_refused(make: Callable[[], object], sai
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [Periodic(PeriodicConfig(blueprints=["conv_lite"])), HillClimbing(ClimbingConfig(blueprints=["conv_lite"]))],
+    "rule", [Periodic(PeriodicConfig(blueprints=["conv_lite"])), HillClimbing(ClimbingConfig(blueprints=["conv_lite"]))]
 )
 def test_blueprints_that_are_not_on_offer_are_refused(dear: HostPool, rule: Any) -> None:
     with pytest.raises(ValueError, match=r"\.blueprints: 'conv_lite' is not available; did you mean 'conv_light'"):

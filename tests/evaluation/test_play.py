@@ -20,12 +20,7 @@ from esper_lightning.envs import Action, HostPool, Op
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.rewards import ObjectiveConfig
-from esper_lightning.evaluation.play import (
-    affordable_ticks,
-    epoch_rng_seed,
-    play_episode,
-    play_static,
-)
+from esper_lightning.evaluation.play import affordable_ticks, epoch_rng_seed, play_episode, play_static
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from tests.conftest import SMALL

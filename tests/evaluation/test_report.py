@@ -15,12 +15,7 @@ from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.controllers.schedules import Schedule, read_schedule
 from esper_lightning.evaluation.comparison import ComparisonResult, Entry
 from esper_lightning.evaluation.play import Outcome
-from esper_lightning.evaluation.report import (
-    COLUMNS,
-    format_interval,
-    make_tables,
-    write_report,
-)
+from esper_lightning.evaluation.report import COLUMNS, format_interval, make_tables, write_report
 from esper_lightning.evaluation.statistics import Interval, mean_interval
 
 HOSTS, TICKS, SLOTS = 6, 4, ["block1", "block2"]

@@ -191,9 +191,7 @@ def pool(make_pool: MakePool, fake_cuda: FakeCuda, request: pytest.FixtureReques
 
 
 @pytest.mark.parametrize(
-    ("pool", "fail", "training"),
-    pairs_of(["loop", "threads", "streams"], SHORTAGES, [True, False]),
-    indirect=["pool"],
+    ("pool", "fail", "training"), pairs_of(["loop", "threads", "streams"], SHORTAGES, [True, False]), indirect=["pool"]
 )
 def test_a_host_that_runs_out_of_memory_ends_its_episode_and_not_the_run(
     pool: HostPool, fail: Callable[[], None], training: bool
@@ -227,8 +225,7 @@ def test_a_host_that_runs_out_of_memory_ends_its_episode_and_not_the_run(
 @pytest.mark.parametrize(
     ("executor", "fail"),
     rest_is_slow(
-        product(["loop", "threads", "fused"], SHORTAGES),
-        set(zip(["loop", "threads", "fused"], SHORTAGES, strict=True)),
+        product(["loop", "threads", "fused"], SHORTAGES), set(zip(["loop", "threads", "fused"], SHORTAGES, strict=True))
     ),
 )
 def test_a_host_whose_seed_does_not_fit_into_memory_ends_its_episode(

@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from esper_lightning.ppo.losses import (
-    Anneal,
-    PPOConfig,
-    PPOTerms,
-    clipped_surrogate,
-    gae,
-    normalise,
-    update_metrics,
-)
+from esper_lightning.ppo.losses import Anneal, PPOConfig, PPOTerms, clipped_surrogate, gae, normalise, update_metrics
 from esper_lightning.ppo.policy import PolicyConfig
 from tests.ppo import reference
 

@@ -8,9 +8,7 @@ from esper_lightning.ppo.running_norm import RunningMeanStd
 
 
 @given(
-    seed=st.integers(0, 2**31),
-    cuts=st.lists(st.integers(0, 60), max_size=6),
-    scale=st.sampled_from([1e-2, 1.0, 100.0]),
+    seed=st.integers(0, 2**31), cuts=st.lists(st.integers(0, 60), max_size=6), scale=st.sampled_from([1e-2, 1.0, 100.0])
 )
 def test_statistics_are_those_of_all_data_however_they_arrive(seed: int, cuts: list[int], scale: float) -> None:
     data = scale * (1.0 + np.random.default_rng(seed).normal(size=(60, 3)) * [0.5, 1.0, 2.0])

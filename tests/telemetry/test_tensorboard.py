@@ -31,10 +31,7 @@ SCALARS, HISTOGRAMS = (
 )
 """Tags that the page describes."""
 
-NOT_HERE = {
-    *("memory/cuda", "tasks/<task>/<objective, score, parameters>"),
-    "test/<metric>",
-}
+NOT_HERE = {"memory/cuda", "tasks/<task>/<objective, score, parameters>", "test/<metric>"}
 """Tags that need a GPU (tests/envs/executors/test_imitated_gpu.py), several tasks (tests/cli/test_mixed.py) or a
 comparison (tests/cli/test_test_command.py)."""
 
