@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
 from esper_lightning.ppo.collector import RolloutSummary
-from esper_lightning.ppo.distribution import draw_rows
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
 from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.runtime.ranks import Ranks
@@ -107,17 +106,6 @@ def test_the_environments_of_every_task_are_shared_evenly_and_joined_in_their_or
     assert ranks[0].join([one.own for one in ranks]) == list(range(6))
     with pytest.raises(ValueError, match="cannot be shared evenly by 2 processes; set their number to 4 or 6"):
         Ranks([2, 5], 0, 2)
-
-
-def test_ranks_draw_what_one_process_draws() -> None:
-    weights = torch.rand(6, 5, generator=torch.Generator().manual_seed(1))
-
-    alone = draw_rows(weights, torch.Generator().manual_seed(2), Ranks([6]))
-
-    for rank in range(3):
-        ranks = Ranks([6], rank, 3)
-        drawn = draw_rows(ranks.rows(weights), torch.Generator().manual_seed(2), ranks)
-        assert drawn.tolist() == ranks.rows(alone).tolist()
 
 
 HOSTS = ("--data.n_envs=4", "--trainer.max_epochs=2", "--model.ppo.epochs=3")

@@ -27,7 +27,6 @@ from esper_lightning.cli.run_report import (
     format_ends,
     present,
     read_run,
-    shapes_of,
     timeline,
 )
 from esper_lightning.envs import Op
@@ -235,11 +234,6 @@ def test_a_folder_without_a_run_is_refused_in_one_line(tmp_path: Path, capsys: p
 def test_every_op_and_stage_has_a_look() -> None:
     assert list(OPS) == [op.name for op in Op]
     assert list(STAGES) == [stage.name for stage in Stage]
-
-
-def test_no_two_series_of_64_look_alike() -> None:
-    shapes = shapes_of([str(i) for i in range(64)]).to_dict()["range"]
-    assert len({(i % 8, shape) for i, shape in enumerate(shapes)}) == 64
 
 
 def test_a_timeline_has_a_legend_of_what_happened_alone() -> None:

@@ -37,6 +37,7 @@ def test_every_config_trains(config: Path, tmp_path: Path, monkeypatch: pytest.M
     assert others or slots in (None, built.datamodule.pool.space.slot)
     assert bool(others) == (config.stem in ("general", "mixed"))
     assert only_run(tmp_path / "runs").last.is_file()
+    assert built.model.report.metrics["first_ratio_error"] < 1e-4
 
 
 @pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -253,28 +253,20 @@ def test_a_host_whose_reward_is_none_is_left_out_of_one_update_and_the_run_goes_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [12, 15, 20])
 def test_three_minibatches_in_a_row_that_are_not_finite_end_in_one_line(
-    first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second of three updates of 12 minibatches fails."""
-    seen = 0
+    """The second of three updates of 12 minibatches fails in its fourth to sixth."""
+    seen = count()
 
     def broken(*args: Any) -> Any:
-        nonlocal seen
-        terms, here = ppo_terms(*args), first <= seen < first + 3
-        seen += 1
-        return terms._replace(policy=terms.policy * math.nan) if here else terms
+        terms = ppo_terms(*args)
+        return terms._replace(policy=terms.policy * math.nan) if next(seen) in (15, 16, 17) else terms
 
     monkeypatch.setattr("esper_lightning.module.ppo_terms", broken)
     said = "3 minibatches in a row is not finite; lower model.ppo.lr, or set model.ppo.target_kl"
     assert said in answer(tmp_path, capsys, "--model.ppo.target_kl=null", code=3)
-
-    run = only_run(tmp_path)
-    assert tick_of(run.last) == HORIZON
-    monkeypatch.undo()
-    fit(tmp_path, "--ckpt_path", str(run.last))
-    assert tick_of(run.last) == EPOCHS * HORIZON
+    assert tick_of(only_run(tmp_path).last) == HORIZON
 
 
 LRS = [*product(["1e30", "1e20"], ["null", "0.02"]), ("0.1", "null"), ("100", "null")]

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from copy import deepcopy
 from itertools import product
 
 import pytest
@@ -18,10 +17,8 @@ from esper_lightning.ppo.distribution import (
     host_table_shapes,
     uniform_distribution,
 )
-from esper_lightning.ppo.policy import Policy
 from tests.conftest import FREE
 from tests.decisions import CPU, WAIT, Row, act, cull, fossilize, germinate
-from tests.runs import differences
 
 ALL = dict(zip(HEADS, (len(Op), 3, 4, 2), strict=True))
 USED_BY = {op: set(HEADS if op is Op.GERMINATE else HEADS[: 1 + (op is not Op.WAIT)]) for op in Op}
@@ -188,29 +185,6 @@ def test_where_only_waiting_is_possible_there_is_nothing_to_decide_and_nothing_t
     assert all(not head.any() for head in action) and distribution.log_prob(action).tolist() == [0.0, 0.0]
     (distribution.log_prob(action).sum() + (entropy * relevance).sum()).backward()
     assert all(not table.grad.any() for table in logits.values()), "not even NaN"
-
-
-def test_impossible_actions_are_never_drawn_and_never_carried_out(
-    make_pool: Callable[..., HostPool], make_policy: Callable[..., Policy]
-) -> None:
-    """F22: sampled actions are possible; an impossible action is refused and changes no host."""
-    pool = make_pool(2)
-    pool.step(act(germinate(0, 1), WAIT))
-    policy, generator = make_policy(pool), torch.Generator().manual_seed(0)
-    hidden, _ = policy.encode_step(pool.observation, policy.initial_state(2), torch.zeros(2) > 0)
-    distribution = policy.heads.distribution(hidden, pool.masks)
-    ops = set()
-    for _ in range(200):
-        action = distribution.sample(generator)
-        rows = zip(*(head.tolist() for head in action), strict=True)
-        assert all(pool.masks.allows(i, row) for i, row in enumerate(rows))
-        ops |= set(action.op.tolist())
-    assert ops == {Op.WAIT, Op.GERMINATE, Op.CULL}
-
-    before = deepcopy(pool.state_dict())
-    with pytest.raises(ValueError, match=r"host 1: FOSSILIZE block2\.pool is masked"):
-        pool.step(act(WAIT, fossilize(1)))
-    assert differences(before, pool.state_dict()) == []
 
 
 @pytest.mark.parametrize("row", [WAIT, germinate(0), cull(0), fossilize(0)])
