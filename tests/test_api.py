@@ -2,7 +2,6 @@
 
 import re
 import signal
-from functools import partial
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -29,17 +28,12 @@ from esper_lightning.api import GrownNetwork
 from esper_lightning.cli.run_report import read_run
 from esper_lightning.envs import ActionConfig
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.hosts import CNN
 from esper_lightning.tasks import Digits
 from esper_lightning.telemetry.events import Validated
 from tests.callbacks.grow.trainings import Plan
+from tests.conftest import small_host
 from tests.decisions import germinate
 from tests.runs import HORIZON, ROOT, Run, differences, fit, load, make_trainer, only_run
-
-HOST = partial(
-    CNN, base=4, kernel=1, pools=2, slots=["block1.pool", "block2.pool", "block3"], isolate=False, channels_last=False
-)
-PPO = PPOConfig(minibatches=2)
 
 
 def hosts() -> HostPoolData:
@@ -52,14 +46,14 @@ def hosts() -> HostPoolData:
         ),
         actions=ActionConfig(tempos={"FAST": 2}),
     )
-    return HostPoolData(Digits(), HOST, env, n_envs=2, val_hosts=2)
+    return HostPoolData(Digits(), small_host, env, n_envs=2, val_hosts=2)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[TamiyoModule, Run]:
     data, root = hosts(), tmp_path_factory.mktemp("python")
     seed_everything(data.seed, verbose=False)
-    module = TamiyoModule(PolicyConfig(width=64), PPO)
+    module = TamiyoModule(PolicyConfig(width=64), PPOConfig(minibatches=2))
     make_trainer(root, *default_callbacks(), logger=TensorBoardLogger(root, name="")).fit(module, datamodule=data)
     return module, only_run(root)
 

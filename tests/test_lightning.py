@@ -12,7 +12,6 @@ import torch
 import yaml
 from lightning import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, LearningRateMonitor, RichProgressBar, Timer
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -383,27 +382,6 @@ def test_a_printed_config_gives_the_same_run(tmp_path: Path, capsys: pytest.Capt
 
     ours, theirs = (continuation(only_run(tmp_path / name).last) for name in "ab")
     assert differences(ours, theirs) == []
-
-
-def test_lightning_cli_of_a_users_own_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {
-        "model": {"policy": {"width": 16}, "ppo": {"minibatches": 2}},
-        "data": {
-            "task": "esper_lightning.tasks.Digits",
-            "host": {"class_path": "esper_lightning.hosts.CNN", "init_args": {"base": 4, "kernel": 1, "pools": 2}},
-            "n_envs": 2,
-            "val_hosts": 2,
-            "env": {"horizon": HORIZON, "executor": "loop", "training": {"batches": 1}},
-        },
-        "trainer": {"max_epochs": 1, "accelerator": "cpu", "default_root_dir": str(tmp_path), "logger": False},
-    }
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(settings))
-    monkeypatch.setattr("sys.argv", ["mine.py"])
-
-    made = LightningCLI(TamiyoModule, HostPoolData, args=["fit", "--config", str(tmp_path / "mine.yaml")])
-
-    assert made.model.collector.ticks == HORIZON
-    assert list(tmp_path.rglob("*.ckpt"))
 
 
 @torch.no_grad()

@@ -168,7 +168,6 @@ def test_the_programs_of_a_page_run(
     assert all(text in printed for text in programs.said), printed
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "program", "config"), [("lightning", "mine.py", "mine.yaml"), ("ppo", "train_ppo.py", "cartpole.yaml")]
 )
@@ -397,24 +396,16 @@ def with_parts(page: Page, **parts: Any) -> str:
 
 
 @pytest.mark.slow
-def test_the_config_grows_a_resnet_on_a_folder_of_images(leaves: Page, tmp_path: Path) -> None:
-    pool = cli("--config", "leaves.yaml", *SHORT, *QUIET).datamodule.pool
-
-    assert pool.data.input_shape == (3, 32, 32) and pool.data.outputs == 2
-    assert pool.space.slot == ["layer1", "layer2"]
-    assert pool.space.blueprint == ["norm", "attention", "depthwise", "conv_light"]
-    assert pool.data.train.samples == 48 and pool.data.test.samples == 16
-    assert only_run(tmp_path / "runs" / "leaves").last.is_file()
-
-
-@pytest.mark.slow
-def test_a_resnet_learns_with_the_learning_rate_of_its_config(leaves: Page) -> None:
+def test_a_resnet_learns_from_a_folder_of_images_with_the_learning_rate_of_its_config(leaves: Page) -> None:
     task = yaml.safe_load(leaves.files["leaves.yaml"])["data"]["task"]
     built = cli("--config", "leaves.yaml", *LONG, *QUIET, "--data.task", json.dumps(task))
-
-    events = [json.loads(line) for line in (only_run(Path("runs")).folder / "events.jsonl").read_text().splitlines()]
-    assert [event for event in events if event["type"] == "rollback"] == []
-    best = [max(env.history.score) for env in built.datamodule.pool.envs]
+    pool, run = built.datamodule.pool, only_run(Path("runs"))
+    assert pool.data.input_shape == (3, 32, 32) and pool.data.outputs == 2
+    assert pool.data.train.samples == 48 and pool.data.test.samples == 16
+    assert pool.space.slot == ["layer1", "layer2"]
+    events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
+    assert run.last.is_file() and [event for event in events if event["type"] == "rollback"] == []
+    best = [max(env.history.score) for env in pool.envs]
     assert min(best) > 0.9, "the classes differ in brightness alone"
 
 
