@@ -1,5 +1,6 @@
 """Runs of the command line for tests, in this process or in a subprocess with a timeout."""
 
+import csv
 import json
 import os
 import signal
@@ -70,6 +71,12 @@ def measured(run: Run) -> dict[str, list[tuple[int, float]]]:
     At every start TensorBoardLogger writes the last one with the value -1.
     """
     return {tag: points for tag, points in run.scalars().items() if not tag.startswith(("time/", "memory/", "hp_m"))}
+
+
+def csv_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file, without columns of durations."""
+    with path.open(newline="") as file:
+        return [{name: text for name, text in row.items() if "seconds" not in name} for row in csv.DictReader(file)]
 
 
 def only_run(root: Path) -> Run:

@@ -1,6 +1,5 @@
 """What users of Lightning do with a Trainer, its flags, its callbacks, its loggers and LightningCLI works here, too."""
 
-import csv
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from tests.runs import (
     Run,
     SaveEveryTick,
     continuation,
+    csv_rows,
     differences,
     fit,
     load,
@@ -262,8 +262,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Run]:
 
 def rows(folder: Path) -> list[dict[str, float]]:
     """Return the rows of a CSVLogger, without empty cells."""
-    with (folder / "metrics.csv").open(newline="") as file:
-        return [{name: float(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
+    return [{name: float(text) for name, text in row.items() if text} for row in csv_rows(folder / "metrics.csv")]
 
 
 OURS = {"rollout/return", "rollout/objective", "train/lr", "train/kl", "train/explained_variance", "val/objective"}

@@ -21,7 +21,7 @@ from esper_lightning.ppo.policy import PolicyConfig, PolicyShape
 from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.runtime.checkpoint import DivergedError
 from esper_lightning.tasks import Digits
-from tests.controllers.test_learned import episode
+from tests.decisions import episode
 from tests.runs import (
     HORIZON,
     Run,

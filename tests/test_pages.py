@@ -1,7 +1,6 @@
 """Pages of the documentation: programs run as they stand, commands parse, and links lead somewhere."""
 
 import ast
-import csv
 import importlib
 import json
 import os
@@ -31,7 +30,7 @@ from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stack import listed_order, sources_of
 from esper_lightning.runtime.registry import find_config
 from tests.rewards.ticks import host_step
-from tests.runs import CONFIGS, ROOT, Run, cli, forgotten_parts, only_run
+from tests.runs import CONFIGS, ROOT, Run, cli, csv_rows, forgotten_parts, only_run
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r'^```(\w*)(?: title="([\w.]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
@@ -336,8 +335,7 @@ def test_the_reward_trains_alone_and_the_controller_is_compared_and_grows_a_netw
     (gain,), (size,), (total,) = (points[f"rollout/{tag}"] for tag in ("reward.gain", "reward.size", "return"))
     assert gain[1] + size[1] + points["rollout/reward.rollback"][0][1] == pytest.approx(total[1], abs=1e-5)
     for compared, first in ((of_rules / "evaluation", "parts.GrowOnce"), (run / "evaluation", "tamiyo")):
-        with (compared / "evaluation.csv").open() as file:
-            assert next(csv.DictReader(file))["controller"] == first
+        assert csv_rows(compared / "evaluation.csv")[0]["controller"] == first
     assert (tmp_path / "grown" / "network.safetensors").is_file()
 
 

@@ -1,6 +1,5 @@
 """Several processes learn what one process learns from the same environments."""
 
-import csv
 import json
 import math
 from pathlib import Path
@@ -18,7 +17,7 @@ from esper_lightning.runtime.ranks import Ranks
 from tests.cue import CueMemory
 from tests.ppo.loops import cue_loop, play, total
 from tests.ranks import StopAt, fit_in_ranks
-from tests.runs import HORIZON, differences, load, only_run, tick_of, with_callback
+from tests.runs import HORIZON, csv_rows, differences, load, only_run, tick_of, with_callback
 from tests.threads import Meeting, ThreadRanks, run_in_threads
 
 GAMES, TICKS = 64, 6
@@ -154,15 +153,11 @@ def records_of(root: Path) -> tuple[list[str], list[dict[str, str]]]:
     folder = only_run(root).folder
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     (table,) = folder.rglob("evaluation.csv")
-    with table.open(newline="") as file:
-        rows = list(csv.DictReader(file))
     for event in events:
         event.pop("seconds", None)
         for name in event.get("metrics", {}):  # sums over processes round differently
             event["metrics"][name] = round(event["metrics"][name], 4) if name.startswith(("loss", "kl")) else None
-    return sorted(map(json.dumps, events)), [
-        {name: text for name, text in row.items() if "seconds" not in name} for row in rows
-    ]
+    return sorted(map(json.dumps, events)), csv_rows(table)
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from esper_lightning.envs import Op
 from esper_lightning.evaluation.statistics import mean_interval
 from esper_lightning.growth import SeedEvent, Stage
 from esper_lightning.telemetry.events import SCHEMA, EventLog, HostsMeasured, Stacked, Started, Validated, read_events
-from tests.runs import fit, make_trainer, only_run
+from tests.runs import csv_rows, fit, make_trainer, only_run
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +93,7 @@ def test_two_runs_are_compared_host_by_host(trained: Path, tmp_path: Path) -> No
     other = tmp_path / "other" / "version_0"
     shutil.copytree(trained, other)
     path = other / "evaluation" / "evaluation.csv"
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = csv_rows(path)
     for i, row in enumerate(rows):
         row["objective"] = str(float(row["objective"]) - 0.1 * (1 + i % 2))
     with path.open("w", newline="") as file:
@@ -156,8 +155,7 @@ def test_a_stacked_network_is_shown_with_its_blocks_and_beside_a_plain_training(
     run = read_run(stacked)
     assert [(event.before, event.after) for event in run.events[Stacked]] == [(1, 2), (2, 4)]
     assert [v.step for v in run.events[Validated]] == [4, 8, 12, 16, 20, 24]
-    with (stacked / "metrics.csv").open() as file:
-        losses = [float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]]
+    losses = [float(row["val_loss"]) for row in csv_rows(stacked / "metrics.csv") if row["val_loss"]]
     assert [v.metrics["val_loss"] for v in run.events[Validated]] == pytest.approx(losses)
     assert json.loads(re.findall(r'data-depths="([^"]*)"', page)[0]) == [[1], [1], [2], [4], [4], [4]]
     assert "net.1: 1 → 2 at step 8; net.1: 2 → 4 at step 15" in unescape(page)
@@ -176,27 +174,16 @@ def test_the_parameters_at_first_are_those_before_the_first_blocks(tmp_path: Pat
     assert dict(facts(read_run(tmp_path)))["parameters"] == "100 at first, 200 at last"
 
 
-def test_a_network_with_seeds_is_shown_with_every_validation(tmp_path: Path) -> None:
-    folder = train_own(tmp_path, Grow(["0"]))
-
-    page = page_of(folder, out=tmp_path / "page.html")
-
-    run = read_run(folder)
-    with (folder / "metrics.csv").open() as file:
-        scores = [float(row["val_acc"]) for row in csv.DictReader(file) if row["val_acc"]]
-    (episode,) = run.episodes
-    assert [moment.score for moment in episode.moments] == pytest.approx(scores)
-    assert len(run.events[Validated]) == 6 and run.events[Validated][-1].flops > 0.0
-    assert "The network after tick" in page
-
-
 def test_grow_and_stack_in_one_training_are_shown_together(tmp_path: Path) -> None:
-    run = read_run(train_own(tmp_path, Grow(["0"]), Stack("net.1", start=2, at=0.5)))
-
+    folder = train_own(tmp_path, Grow(["0"]), Stack("net.1", start=2, at=0.5))
+    assert "The network after tick" in page_of(folder, out=tmp_path / "page.html")
+    run = read_run(folder)
     assert [validation.step for validation in run.events[Validated]] == [4, 8, 12, 16, 20, 24]
     assert [(event.before, event.after) for event in run.events[Stacked]] == [(2, 4)]
     (episode,) = run.episodes
-    assert len(episode.moments) == 6 and None not in [moment.score for moment in episode.moments]
+    scores = [float(row["val_acc"]) for row in csv_rows(folder / "metrics.csv") if row["val_acc"]]
+    assert [moment.score for moment in episode.moments] == pytest.approx(scores) and len(scores) == 6
+    assert run.events[Validated][-1].flops > 0.0
 
 
 @pytest.mark.parametrize(

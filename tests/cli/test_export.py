@@ -1,6 +1,5 @@
 """`grow`, and `export` of what it has left."""
 
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 import yaml
 
 from esper_lightning.cli.commands import NETWORK_FILE, PROGRAM_FILE
-from tests.runs import CONFIGS, command, refusal
+from tests.runs import CONFIGS, command, csv_rows, refusal
 
 
 def write_config(path: Path, **groups: dict[str, Any]) -> Path:
@@ -38,8 +37,8 @@ def test_grow_leaves_a_network_its_program_its_folded_form_and_what_each_is_wort
     files = ["scores.csv", "folded", NETWORK_FILE, PROGRAM_FILE, "events.jsonl"]
     assert sorted(path.name for path in grown.iterdir()) == sorted(files)
     assert sorted(path.name for path in (grown / "folded").iterdir()) == [PROGRAM_FILE, NETWORK_FILE]
-    with (grown / "scores.csv").open(newline="") as file:
-        rows = {row["step"]: {name: float(row[name]) for name in row if name != "step"} for row in csv.DictReader(file)}
+    table = csv_rows(grown / "scores.csv")
+    rows = {row["step"]: {name: float(row[name]) for name in row if name != "step"} for row in table}
     names = ["before training", "grown", f"loaded from {NETWORK_FILE}", f"program {PROGRAM_FILE}", "folded"]
     assert list(rows) == names
     first, result, loaded, program, folded = rows.values()

@@ -1,6 +1,5 @@
 """The comparison: `fit` ends with it; `test` repeats it from a checkpoint, with other policies, rules and schedules."""
 
-import csv
 import json
 import shutil
 from pathlib import Path
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 from esper_lightning.controllers.schedules import Schedule, write_schedule
-from tests.runs import TINY, Run, command, fit, only_run, refusal
+from tests.runs import TINY, Run, command, csv_rows, fit, only_run, refusal
 
 FEW = ("--model.evaluation.hosts=2",)
 LITTLE = (*FEW, "--model.evaluation.controls=false", "--model.evaluation.against=[climbing]")
@@ -17,9 +16,7 @@ SLOTS = ("block1.pool", "block2.pool", "block3")
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
-    """Return the rows of a comparison without durations."""
-    with (folder / "evaluation.csv").open(newline="") as file:
-        return [{name: text for name, text in row.items() if "seconds" not in name} for row in csv.DictReader(file)]
+    return csv_rows(folder / "evaluation.csv")
 
 
 def compare(root: Path, *args: str) -> Path:

@@ -28,7 +28,7 @@ from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.stages import Stage
 from esper_lightning.ppo.policy import Policy
 from tests.conftest import FREE, SMALL
-from tests.decisions import WAIT, Row, act, cull, fossilize, germinate
+from tests.decisions import WAIT, Row, act, cull, episode, fossilize, germinate
 
 MakePool = Callable[..., HostPool]
 
@@ -157,18 +157,10 @@ def test_no_mask_is_ever_broken_and_every_episode_begins_anew(
     make_pool: MakePool, rule: Any, changes: dict[str, Any]
 ) -> None:
     pool = make_pool(2, **{"horizon": 12} | changes)
-    episodes = []
-    for _ in range(2):
-        pool.reset([1, 2])
-        rule.reset(pool)
-        episodes.append([])
-        for _ in range(pool.config.horizon):
-            action = rule.act(pool)
-            episodes[-1] += torch.stack(action).T.tolist()
-            pool.step(action)
+    first, second = episode(pool, rule), episode(pool, rule)
 
-    assert episodes[0] == episodes[1]
-    ops = {row[0] for row in episodes[0]}
+    assert torch.equal(first, second)
+    ops = set(first[:, 0].flatten().tolist())
     assert Op.GERMINATE in ops and len(ops) > 2
 
 
@@ -277,24 +269,20 @@ def test_a_seed_is_begun_while_it_can_be_judged_and_no_later(
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("kind", "config", "settings", "said"),
     [
-        (lambda: PeriodicConfig(every=0), r"periodic\.every must be at least 1, got 0"),
-        (lambda: ClimbingConfig(patience=-1), r"climbing\.patience"),
-        (lambda: ClimbingConfig(blueprints=[]), r"climbing\.blueprints"),
+        (Periodic, PeriodicConfig, {"every": 0}, r"periodic\.every must be at least 1, got 0"),
+        (HillClimbing, ClimbingConfig, {"patience": -1}, r"climbing\.patience"),
+        (HillClimbing, ClimbingConfig, {"blueprints": []}, r"climbing\.blueprints"),
+        (Periodic, PeriodicConfig, {"blueprints": ["conv_lite"]}, "'conv_lite' is not available; did you mean 'conv_l"),
+        (HillClimbing, ClimbingConfig, {"blueprints": ["conv_lite"]}, r"\.blueprints: 'conv_lite' is not available"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(make: Callable[[], object], said: str) -> None:
+def test_settings_that_make_no_sense_are_refused(
+    dear: HostPool, kind: Any, config: Any, settings: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
-        make()
-
-
-@pytest.mark.parametrize(
-    "rule", [Periodic(PeriodicConfig(blueprints=["conv_lite"])), HillClimbing(ClimbingConfig(blueprints=["conv_lite"]))]
-)
-def test_blueprints_that_are_not_on_offer_are_refused(dear: HostPool, rule: Any) -> None:
-    with pytest.raises(ValueError, match=r"\.blueprints: 'conv_lite' is not available; did you mean 'conv_light'"):
-        rule.reset(dear)
+        kind(config(**settings)).reset(dear)
 
 
 def a_schedule(pool: HostPool) -> FixedSchedule:

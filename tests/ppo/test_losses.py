@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from esper_lightning.ppo.losses import Anneal, PPOConfig, PPOTerms, clipped_surrogate, gae, normalise, update_metrics
+from esper_lightning.ppo.losses import Anneal, PPOConfig, PPOTerms, gae, normalise, update_metrics
 from esper_lightning.ppo.policy import PolicyConfig
 from tests.ppo import reference
 
@@ -127,27 +127,6 @@ def test_advantages_of_all_environments_come_from_the_same_calls() -> None:
     alone, calls_alone = run(slice(7, 8))
     assert calls == calls_alone > 0
     assert torch.equal(alone, together[:, 7:8])
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "learns"),
-    [
-        (1.0, 2.0, -2.0, True),
-        (1.1, 2.0, -2.2, True),
-        (1.5, 2.0, -2.4, False),  # already much likelier: no reward for more
-        (0.5, 2.0, -1.0, True),  # a good action that became unlikely: come back
-        (0.5, -2.0, 1.6, False),  # already much less likely: no reward for more
-        (1.5, -2.0, 3.0, True),  # a bad action that became likely: come back
-    ],
-)
-def test_the_surrogate_is_pessimistic(ratio: float, advantage: float, loss: float, learns: bool) -> None:
-    r = torch.tensor(ratio, requires_grad=True)
-
-    value = clipped_surrogate(r, torch.tensor(advantage))
-    value.backward()
-
-    assert value.item() == pytest.approx(loss)
-    assert r.grad.item() == pytest.approx(-advantage if learns else 0.0)
 
 
 def test_the_metrics_of_an_update_leave_out_skipped_minibatches_and_heads_without_a_choice() -> None:

@@ -1,32 +1,19 @@
 """Storage of a rollout: minibatches of whole environments, or of shorter sequences with their recurrent states."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig
-from esper_lightning.ppo.rollout_buffer import Rollout
 from tests.cue import CueMemory
 from tests.ppo.loops import cue_loop, play
 from tests.runs import differences
 
 
-@pytest.fixture(scope="module")
-def loop(make_loop: Callable[..., RolloutCollector]) -> RolloutCollector:
-    made = make_loop(n_envs=5)
-    play(made)
-    return made
-
-
-@pytest.fixture(scope="module")
-def rollout(loop: RolloutCollector) -> Rollout:
-    return loop.finish()[0]
-
-
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
-def test_the_minibatches_of_an_epoch_hold_every_environment_once(rollout: Rollout, parts: int) -> None:
+def test_the_minibatches_of_an_epoch_hold_every_environment_once(parts: int) -> None:
+    play(loop := cue_loop(CueMemory(5, 6)))
+    rollout = loop.finish()[0]
     marked = rollout._replace(steps=rollout.steps._replace(log_prob=torch.arange(5.0).expand(6, 5)))
     minibatches = list(marked.minibatches(epochs=3, parts=parts, generator=torch.Generator().manual_seed(0)))
 
@@ -41,7 +28,8 @@ def test_the_minibatches_of_an_epoch_hold_every_environment_once(rollout: Rollou
     assert met[0] != met[1] or met[1] != met[2], "every epoch has its own order"
 
 
-def test_a_rollout_in_flight_of_an_earlier_version_with_one_more_head_is_refused(loop: RolloutCollector) -> None:
+def test_a_rollout_in_flight_of_an_earlier_version_with_one_more_head_is_refused() -> None:
+    loop = memory_loop(None)
     saved = loop.buffer.state_dict()
     saved["ticks"].append(saved["ticks"][-1])
 
