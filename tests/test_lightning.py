@@ -59,10 +59,6 @@ def fitted(made: Trainer, **resume: Any) -> Trainer:
     return made
 
 
-def csv_logger(root: Path) -> CSVLogger:
-    return CSVLogger(root, name="", version=0)
-
-
 class Recorder(Callback):
     """Callback that counts batches, ticks and validations."""
 
@@ -281,19 +277,13 @@ def test_both_loggers_get_every_tag_once_per_tick(trained: tuple[Trainer, Run]) 
     assert set(written.values()) == {1}
 
 
-@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
-def test_without_telemetry_the_module_logs_rollouts_updates_and_validations(
-    kind: type[CSVLogger] | type[TensorBoardLogger], tmp_path: Path
-) -> None:
-    fitted(make_trainer(tmp_path, logger=kind(tmp_path, name="", version=0)))
+def test_without_telemetry_the_module_logs_rollouts_updates_and_validations(tmp_path: Path) -> None:
+    fitted(make_trainer(tmp_path, logger=TensorBoardLogger(tmp_path, name="", version=0)))
 
-    if kind is CSVLogger:
-        at = {name: [row["step"] for row in rows(tmp_path / "version_0") if name in row] for name in OURS}
-    else:
-        points = only_run(tmp_path).scalars()
-        assert not any(tag.startswith("hosts/") for tag in points)
-        at = {name: [step for step, _ in points[name]] for name in OURS}
-    assert at == {name: [HORIZON, 2 * HORIZON] for name in OURS}
+    points = only_run(tmp_path).scalars()
+    assert not any(tag.startswith("hosts/") for tag in points)
+    found = {name: [step for step, _ in points[name]] for name in OURS}
+    assert found == {name: [HORIZON, 2 * HORIZON] for name in OURS}
 
 
 def test_settings_are_in_hparams_yaml_and_in_the_checkpoint(trained: tuple[Trainer, Run]) -> None:
@@ -338,7 +328,7 @@ def test_subclasses_of_the_module_and_the_data_module_resume(tmp_path: Path) -> 
 
 def test_early_stopping_and_the_monitor_of_learning_rates_see_the_modules_metrics(tmp_path: Path) -> None:
     callbacks = EarlyStopping("val/objective", mode="max", min_delta=10.0, patience=1), LearningRateMonitor()
-    made = fitted(make_trainer(tmp_path, *callbacks, max_epochs=50, logger=csv_logger(tmp_path)))
+    made = fitted(make_trainer(tmp_path, *callbacks, max_epochs=50, logger=CSVLogger(tmp_path, name="", version=0)))
 
     assert made.current_epoch == 2
     assert any("lr-Adam" in row for row in rows(tmp_path / "version_0"))

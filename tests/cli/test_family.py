@@ -14,15 +14,9 @@ SMALL = (
 )
 
 
-def fit(root: Path, *args: str) -> None:
-    quiet = ("--trainer.enable_progress_bar", "false", "--model.evaluation.hosts", "0")
+def fit(root: Path, *args: str) -> Path:
+    quiet = ("--trainer.enable_progress_bar", "false", "--model.evaluation.hosts", "0", "--trainer.max_epochs", "1")
     command("fit", *SMALL, "--trainer.default_root_dir", str(root), *quiet, *args)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("family")
-    fit(root, "--trainer.max_epochs", "2")
     return root / "version_0"
 
 
@@ -33,7 +27,8 @@ def compare(folder: Path, run: Path, *args: str) -> Path:
 
 
 @pytest.mark.slow
-def test_held_out_contexts_are_evaluated_against_chosen_controllers(trained: Path, tmp_path: Path) -> None:
+def test_held_out_contexts_are_evaluated_against_chosen_controllers(tmp_path: Path) -> None:
+    trained = fit(tmp_path / "runs")
     asked = ("hosts=4", "against=[climbing]", "held_out=true")
     folder = compare(tmp_path / "results", trained, *(f"--model.evaluation.{one}" for one in asked))
     summary = json.loads((folder / "evaluation.json").read_text())
@@ -45,8 +40,7 @@ def test_held_out_contexts_are_evaluated_against_chosen_controllers(trained: Pat
 def test_what_can_be_done_blindly_is_compared_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "SEARCH_ENVS", 8)
     family = "--data.env.family={train: [{objective.price: [0.0, 1.0]}], held_out: []}"
-    fit(tmp_path / "runs", family, "--trainer.max_epochs", "1")
-    run = tmp_path / "runs" / "version_0"
+    run = fit(tmp_path / "runs", family)
     names = "[replayed, best fixed, yoked]"
     asked = (family, *(f"--model.evaluation.{one}" for one in ("controls=false", f"against={names}", "hosts=6")))
     folder = compare(tmp_path / "first", run, *asked, "--model.evaluation.search.steps=160")

@@ -101,13 +101,8 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
         "'yoked' needs a trained policy",
     ),
     "a policy that is not there": ((*LITTLE, "--model.evaluation.policies=[no.ckpt]"), "'no.ckpt' does not exist"),
-    "a rival that is not there": (
-        (*LITTLE, "--ckpt_path=LAST", "--model.evaluation.against=[no.ckpt]"),
-        "'no.ckpt' do",
-    ),
     "a training seed twice": ((*LITTLE, "--model.evaluation.policies=[LAST, BEST]"), "are both of training seed 0"),
     "a checkpoint that is not there": ((*LITTLE, "--ckpt_path=nowhere.ckpt"), "'nowhere.ckpt' does not exist"),
-    "another policy": ((*LITTLE, "--ckpt_path=LAST", "--model.policy.width=32"), "model.policy.width: the checkpoint"),
     "other hosts": ((*LITTLE, "--ckpt_path=LAST", "--data.host.init_args.base=8"), "host: the checkpoint has"),
     "a schedule of other hosts": (
         (*FEW, "--ckpt_path=LAST", '--model.evaluation.schedules={"a": "SCHEDULE"}'),

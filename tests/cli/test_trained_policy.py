@@ -17,7 +17,7 @@ from esper_lightning.evaluation.checkpoints import find_controller
 from esper_lightning.evaluation.play import play_episode
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.runtime.checkpoint import DESCRIBED, METADATA_KEY, read_policy, write_policy
-from tests.callbacks.grow.trainings import QUICK, classifier, train
+from tests.callbacks.grow.trainings import QUICK
 from tests.runs import Run, fit, load, only_run
 
 pytestmark = pytest.mark.slow
@@ -78,16 +78,3 @@ def test_a_policy_with_numbers_that_are_not_finite_is_refused_in_one_line(traine
         with pytest.raises(ValueError, match=f"{file}'.*: {name} holds numbers that are not finite") as refused:
             load_controller(tmp_path / file)
         assert "\n" not in str(refused.value)
-
-
-def test_it_decides_in_the_training_of_a_user_and_goes_on_from_a_checkpoint(trained: Run, tmp_path: Path) -> None:
-    def callback() -> Grow:
-        return Grow(["1", "3", "5"], decider=str(trained.last), batches=1, loss="val_loss", horizon=4)
-
-    first, second = callback(), callback()
-    train(classifier(dropout=0.0), first, epochs=2).save_checkpoint(tmp_path / "half.ckpt")
-    train(classifier(dropout=0.0), second, epochs=4, resume_from=tmp_path / "half.ckpt")
-
-    assert first.pool is not None and second.pool is not None
-    assert len(first.pool.env.history.score) == 2 and len(second.pool.env.history.score) == 4
-    assert second.pool.observation.features.shape[1] == 3, "a row for each slot"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs import HEADS, Action, HostPool, Masks, Op
-from esper_lightning.envs.vector_env import ChoiceAction, ChoiceMasks, ChoiceSpace
+from esper_lightning.envs.vector_env import ChoiceAction, ChoiceSpace
 from esper_lightning.ppo.distribution import (
     ChoiceDistribution,
     HeadTables,
@@ -233,25 +233,6 @@ def test_choices_of_any_space_agree_with_enumeration(space: ChoiceSpace) -> None
             assert choice == table.argmax()
             assert entropy[n, i].item() == pytest.approx(even, abs=1e-4)
             assert drawn.choice_probability()[n, i].item() == float(count > 1)
-
-
-@each_space
-def test_choices_are_drawn_as_often_as_they_are_likely(space: ChoiceSpace) -> None:
-    times, few = 20_000, choice_distribution(space, n=1)
-    masks = ChoiceMasks(*(part.expand(times, *part.shape[1:]) for part in space.full_masks(1, CPU)))
-    if space.masked:
-        flags = torch.cat([mask.flatten(1) for mask in few.masks.values()], 1)
-        masks = masks._replace(possible=flags.expand(times, -1))
-    tables = {head: table.expand(times, -1, -1) for head, table in few.log_probs.items()}
-    every = product(*map(range, space.sizes.values()))
-    expected = {row: few.log_prob(ChoiceAction(torch.tensor([row]))).exp().item() for row in every}
-    drawn = ChoiceDistribution(tables, masks, space).sample(torch.Generator().manual_seed(0)).indices.tolist()
-
-    counts = dict.fromkeys(expected, 0)
-    for action in drawn:
-        counts[tuple(action)] += 1  # raises if the action is not possible
-    for action, p in expected.items():
-        assert abs(counts[action] / times - p) <= 5 * math.sqrt(p * (1 - p) / times), action
 
 
 def test_steps_are_forced_only_where_every_head_is() -> None:
