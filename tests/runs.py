@@ -51,7 +51,7 @@ def tiny_host(input_shape: Sequence[int], outputs: int) -> nn.Module:
 
 
 class Run:
-    """Return the contents of a run folder."""
+    """Contents of a run folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -132,7 +132,6 @@ def cli(*args: str) -> EsperCLI:
 
 
 def command(*args: str) -> None:
-    """Run `esper-lightning` in this process."""
     with patch.object(sys, "argv", sys.argv[:1]):  # Lightning warns of arguments of the process that differ from these
         main([*args])
 
@@ -209,20 +208,18 @@ class SaveEveryTick(Callback):
 
 
 def fit_saving_ticks(root: Path, *args: str) -> Run:
-    """Run a tiny training with a checkpoint of every tick, and return its run, the only one below `root`."""
     fit(root, *args, *with_callback(SaveEveryTick))
     return only_run(root)
 
 
 class SignalAt(Callback):
-    """Callback that sends the signal `number` to its own process at the end of tick `tick`."""
+    """Callback that sends the signal `number` to the process of a rank at the end of tick `tick`."""
 
-    def __init__(self, tick: int, number: int) -> None:
-        self.tick = tick
-        self.number = number
+    def __init__(self, tick: int, number: int = int(signal.SIGTERM), rank: int = 0) -> None:
+        self.tick, self.number, self.rank = tick, number, rank
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
-        if pl_module.collector.ticks == self.tick:
+        if pl_module.collector.ticks == self.tick and trainer.global_rank == self.rank:
             os.kill(os.getpid(), self.number)
 
 

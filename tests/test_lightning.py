@@ -193,8 +193,6 @@ LOADER = DataLoader(TensorDataset(torch.zeros(8, 2)), 2)
 
 
 class Foreign(LightningDataModule):
-    """Data module of an ordinary network."""
-
     def train_dataloader(self) -> DataLoader:
         return LOADER
 
@@ -257,7 +255,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Run]:
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
-    """Return the rows of a CSVLogger, without empty cells."""
     return [{name: float(text) for name, text in row.items() if text} for row in csv_rows(folder / "metrics.csv")]
 
 

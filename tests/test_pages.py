@@ -41,8 +41,6 @@ CPU = ("accelerator='cpu'", "logger=False")
 
 
 class Page:
-    """Text, code blocks and files of a page."""
-
     def __init__(self, path: Path) -> None:
         self.text = path.read_text()
         self.fenced: list[tuple[str, str, str]] = FENCE.findall(self.text)
@@ -56,7 +54,6 @@ class Page:
         return [text for kind, own, text in self.fenced if (kind, own) == (language, title)]
 
     def commands(self) -> list[list[str]]:
-        """Return the words of each command of the program."""
         lines = "\n".join(self.blocks("sh")).replace("\\\n", " ").splitlines()
         return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("esper-lightning ")]
 
@@ -385,7 +382,6 @@ def leaves(open_guide: OpenGuide, tmp_path: Path) -> Page:
 
 
 def with_parts(page: Page, **parts: Any) -> str:
-    """Write the page's config with other parts of `data` to a file."""
     config = yaml.safe_load(page.files["leaves.yaml"])
     config["data"] |= parts
     config["data"]["env"].pop("actions")  # they are for images

@@ -16,8 +16,8 @@ from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.runtime.ranks import Ranks
 from tests.cue import CueMemory
 from tests.ppo.loops import cue_loop, play, total
-from tests.ranks import StopAt, fit_in_ranks
-from tests.runs import HORIZON, csv_rows, differences, load, only_run, tick_of, with_callback
+from tests.ranks import fit_in_ranks
+from tests.runs import HORIZON, SignalAt, csv_rows, differences, load, only_run, tick_of, with_callback
 from tests.threads import Meeting, ThreadRanks, run_in_threads
 
 GAMES, TICKS = 64, 6
@@ -111,13 +111,7 @@ HOSTS = ("--data.n_envs=4", "--trainer.max_epochs=2", "--model.ppo.epochs=3")
 """Four hosts, two rollouts, two updates of six minibatches."""
 
 
-def checkpoint(root: Path) -> dict:
-    """Return the last checkpoint of the only run below a folder."""
-    return load(only_run(root).last)
-
-
 def distance(one: dict, other: dict) -> float:
-    """Return the relative distance of the policies of two checkpoints."""
     ours, theirs = (
         torch.cat([part.double().flatten() for name, part in saved["state_dict"].items() if "policy" in name])
         for saved in (one, other)
@@ -127,10 +121,9 @@ def distance(one: dict, other: dict) -> float:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Checkpoint of a run in one process."""
     root = tmp_path_factory.mktemp("alone")
     fit_in_ranks(1, root, *HOSTS)
-    return checkpoint(root)
+    return load(only_run(root).last)
 
 
 @pytest.mark.slow
@@ -142,7 +135,7 @@ def test_several_processes_train_the_policy_and_the_hosts_of_one(
 ) -> None:
     fit_in_ranks(world, tmp_path, *HOSTS, f"--data.env.executor={executor}")
 
-    together = checkpoint(tmp_path)
+    together = load(only_run(tmp_path).last)
     assert differences(together["HostPoolData"]["pool"]["envs"], alone["HostPoolData"]["pool"]["envs"]) == []
     assert distance(together, alone) < 1e-5
     assert {path.name for path in only_run(tmp_path).folder.iterdir()} >= {"config.yaml", "events.jsonl", "run.json"}
@@ -176,8 +169,8 @@ def test_a_run_goes_on_with_any_number_of_processes(alone: dict, tmp_path: Path)
     last = tmp_path / "version_0" / "checkpoints" / "last.ckpt"
     resume = ("--ckpt_path", str(last))
 
-    fit_in_ranks(2, tmp_path, *HOSTS, *with_callback(StopAt, tick=3, rank=1), code=143)
-    fit_in_ranks(4, tmp_path, *HOSTS, *with_callback(StopAt, tick=7, rank=0), *resume, code=143)
+    fit_in_ranks(2, tmp_path, *HOSTS, *with_callback(SignalAt, tick=3, rank=1), code=143)
+    fit_in_ranks(4, tmp_path, *HOSTS, *with_callback(SignalAt, tick=7, rank=0), *resume, code=143)
     fit_in_ranks(1, tmp_path, *HOSTS, *resume)
 
     resumed = load(last)
@@ -192,11 +185,11 @@ def test_sigterm_to_either_process_saves_the_tick_and_the_run_goes_on_bit_for_bi
     tick: int, rank: int, tmp_path: Path
 ) -> None:
     fit_in_ranks(2, tmp_path / "whole", *HOSTS)
-    fit_in_ranks(2, tmp_path / "stopped", *HOSTS, *with_callback(StopAt, tick=tick, rank=rank), code=143)
+    fit_in_ranks(2, tmp_path / "stopped", *HOSTS, *with_callback(SignalAt, tick=tick, rank=rank), code=143)
 
     last = only_run(tmp_path / "stopped").last
     assert tick_of(last) == tick
     fit_in_ranks(2, tmp_path / "stopped", *HOSTS, "--ckpt_path", str(last))
-    ended, whole = load(last), checkpoint(tmp_path / "whole")
+    ended, whole = load(last), load(only_run(tmp_path / "whole").last)
     for part in ("state_dict", "optimizer_states", "HostPoolData"):
         assert differences(ended[part], whole[part]) == []

@@ -79,8 +79,6 @@ class SpoilTwoHosts(Callback):
 
 
 class Kind(NamedTuple):
-    """Kind of a run."""
-
     executor: str = "loop"
     precision: str = "fp32"
     threads: int = 1  # per operator of torch
@@ -149,11 +147,6 @@ def content_of(run: Run) -> dict[str, Any]:
     }
 
 
-def assert_same_end(run: Run, reference: Run) -> None:
-    """Check policy, normalisers, optimizer, hosts, rollout, random states and Lightning's loops."""
-    assert differences(continuation(run.last), continuation(reference.last)) == []
-
-
 # Resumed from a checkpoint
 
 EXECUTORS = ("loop", "threads", "fused")
@@ -182,7 +175,7 @@ def test_a_run_resumed_at_any_tick_equals_the_uninterrupted_one(
 
     run = kind.resume(at(reference, tick), tmp_path)
 
-    assert_same_end(run, reference)
+    assert differences(continuation(run.last), continuation(reference.last)) == []
     later = {tag: [point for point in points if point[0] > tick] for tag, points in measured(reference).items()}
     assert measured(run) == {tag: points for tag, points in later.items() if points}
 
@@ -205,7 +198,7 @@ def test_a_run_that_goes_back_in_its_folder_ends_as_it_did_and_doubles_no_point(
     assert [event.tick for event in events if isinstance(event, Started)] == [0, MID_ROLLOUT]
     ticks = [event.tick for event in events]
     assert ticks == sorted(ticks)
-    assert_same_end(run, whole(LOOP))
+    assert differences(continuation(run.last), continuation(whole(LOOP).last)) == []
 
 
 def test_a_run_goes_on_in_its_folder_with_its_own_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

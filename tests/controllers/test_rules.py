@@ -44,7 +44,6 @@ class Eager(Heuristic):
 
 @pytest.fixture(scope="module")
 def patient(make_pool: MakePool) -> HostPool:
-    """Pool for the heuristic."""
     lifecycle = LifecycleConfig(training_ticks=0, min_contribution=1.0, auto_cull=False, embargo_ticks=1)
     return make_pool(1, horizon=40, lifecycle=lifecycle)
 

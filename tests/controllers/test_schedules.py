@@ -131,8 +131,6 @@ def test_on_hosts_that_are_rolled_back_a_schedule_goes_on(make_pool: MakePool) -
 
 
 class RepeatsGermination(WaitOnly):
-    """Germinates the same seed whenever it is possible."""
-
     def act(self, pool: HostPool) -> Action:
         return act(*[germinate(2, 2) if pool.masks_on_cpu.allows(i, germinate(2, 2)) else WAIT for i in (0, 1)])
 

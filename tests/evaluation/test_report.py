@@ -33,10 +33,6 @@ def outcome(name: str, score: np.ndarray, parameters: float) -> Outcome:
     )  # fmt: skip
 
 
-def untrained(training_seed: int | None, source: str) -> LearnedController:
-    return LearnedController(nn.Identity(), nn.Identity(), source=source, training_seed=training_seed)
-
-
 def contest(training_seeds: Sequence[int | None]) -> ComparisonResult:
     """Return a comparison of policies with these training seeds and one rival; without any, of rules alone."""
     random = np.random.default_rng(0)
@@ -52,7 +48,10 @@ def contest(training_seeds: Sequence[int | None]) -> ComparisonResult:
     ]
     rival = Entry(RIVAL, [outcome(RIVAL, host + 0.05 * random.normal(size=HOSTS), 395)], [5])
     return ComparisonResult(
-        policies=[untrained(seed, f"{seed}.ckpt") for seed in training_seeds],
+        policies=[
+            LearnedController(nn.Identity(), nn.Identity(), source=f"{seed}.ckpt", training_seed=seed)
+            for seed in training_seeds
+        ],
         rng_seeds=[101 + 2 * i for i in range(HOSTS)],
         entries=[learned[0], *rules, rival, *learned[1:]] if training_seeds else rules,
         schedules={"schedule": Schedule(tuple(SLOTS), ())},

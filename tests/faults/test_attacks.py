@@ -25,7 +25,6 @@ TICKS = (1, HORIZON, HORIZON + 2, 2 * HORIZON)
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Finished run of one rollout."""
     root = tmp_path_factory.mktemp("finished")
     fit(root, "--trainer.max_epochs=1")
     return only_run(root)

@@ -41,5 +41,4 @@ def play(loop: RolloutCollector, ticks: int | None = None) -> None:
 
 
 def total(terms: PPOTerms) -> torch.Tensor:
-    """Return the loss with usual coefficients."""
     return terms.policy + 0.5 * terms.value - 0.1 * terms.entropy

@@ -140,13 +140,9 @@ def test_log_probabilities_values_and_gae_are_those_of_the_reference(
     expected = (table - table[free].mean()) / table[free].std()
     returns = table + mean + deviation * columns([one.values for one in judgements])
     if sequence is not None:  # three sequences of four steps for each environment
-        expected, returns = (side_by_side(part, sequence) for part in (expected, returns))
+        expected, returns = (np.concatenate(np.split(part, TICKS // sequence), 1) for part in (expected, returns))
     close(rollout.advantages, expected)
     close(loop.value_norm.inverse(rollout.targets), returns)
-
-
-def side_by_side(table: np.ndarray, ticks: int) -> np.ndarray:
-    return np.concatenate([table[begin : begin + ticks] for begin in range(0, len(table), ticks)], 1)
 
 
 @KINDS

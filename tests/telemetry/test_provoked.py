@@ -30,8 +30,6 @@ class Report(NamedTuple):
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
-    """Run a small training, and return what it reported."""
-
     def report(*args: str) -> Report:
         lines: list[str] = []
         monkeypatch.setattr(telemetry, "print_status", lines.append)
