@@ -165,14 +165,22 @@ def test_a_benchmark_can_be_imported(name: str) -> None:
     importlib.import_module(name)
 
 
-def test_the_readmes_tables_come_from_the_kept_results(tmp_path: Path) -> None:
-    source, kept = tmp_path / "evaluation.csv", tmp_path / "kept.csv"
-    rows = ["controller,training_seed,host,host_seed,member,score,parameters,objective,fossils,flops"]
-    worth = {("tamiyo", "0"): [0.6, 0.8], ("tamiyo", "1"): [0.7, 0.9], ("wait", ""): [0.2, 0.6]}
+def keep(folder: Path, members: list[str], worth: dict[tuple[str, str], list[float]]) -> Path:
+    """Keep a comparison with a host of each member; `worth` has its objectives by controller and training seed."""
+    rows = [["controller", "training_seed", "host", "member", "objective", "score", "parameters", "fossils", "flops"]]
     for (name, seed), objectives in worth.items():
-        rows += [f"{name},{seed},{host},9,a,0.5,390,{value},1,{1e9 + host}" for host, value in enumerate(objectives)]
-    source.write_text("\n".join(rows) + "\n")
-    tables.main(["keep", str(source), str(kept)])
+        rows += [[name, seed, i, member, objectives[i], 0.5, 390, 2, 1e9 + i] for i, member in enumerate(members)]
+    with (folder / "evaluation.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    tables.main(["keep", str(folder / "evaluation.csv"), str(folder / "kept.csv")])
+    return folder / "kept.csv"
+
+
+def test_the_readmes_tables_come_from_the_kept_results(tmp_path: Path) -> None:
+    kept = keep(
+        tmp_path, ["a", "a"], {("tamiyo", "0"): [0.6, 0.8], ("tamiyo", "1"): [0.7, 0.9], ("wait", ""): [0.2, 0.6]}
+    )
+
     assert "member" not in kept.read_text() and not tables.members_of(kept).exists()
     assert tables.read(kept, "flops")["wait"][""].tolist() == [1e9, 1e9]
     results = tables.read(kept)
@@ -189,18 +197,9 @@ def test_the_readmes_tables_come_from_the_kept_results(tmp_path: Path) -> None:
 def test_results_are_grouped_by_the_variables_in_which_hosts_differ(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, kept = tmp_path / "evaluation.csv", tmp_path / "kept.csv"
     members = ["host.widths [4, 8], price 0.1", "host.widths [4, 8], price 0.3", "host.widths [2, 2], price 0.3"]
-    rows = [["controller", "training_seed", "host", "member", "objective", "score", "parameters", "fossils", "flops"]]
-    for name, seed, objectives in (
-        ("tamiyo", 0, (0.1, 0.3, 0.6)),
-        ("tamiyo", 1, (0.3, 0.5, 0.8)),
-        ("wait", "", (0.0,) * 3),
-    ):
-        rows += [[name, seed, i, member, objectives[i], 0.5, 390, 2, 1e9] for i, member in enumerate(members)]
-    with source.open("w", newline="") as file:
-        csv.writer(file).writerows(rows)
-    tables.main(["keep", str(source), str(kept)])
+    worth = {("tamiyo", "0"): [0.1, 0.3, 0.6], ("tamiyo", "1"): [0.3, 0.5, 0.8], ("wait", ""): [0.0] * 3}
+    kept = keep(tmp_path, members, worth)
 
     assert tables.by_kind(kept, ["price"], ["tamiyo", "wait:parameters"])[2:] == [
         "| 0.1 | 1 | .200 | 390 |",

@@ -1,6 +1,5 @@
 """Runs on hosts of several tasks, or with another score than accuracy: training, resuming, comparison, refusals."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -88,31 +87,13 @@ QUANTITY = {
     "task": {"class_path": "esper_lightning.tasks.Tabular", "init_args": {"source": "diabetes", "score": "r2"}},
     "host": {"class_path": "esper_lightning.hosts.MLP", "init_args": {"width": 8}},
 }
-TEXT = {
-    "task": {
-        "class_path": "esper_lightning.tasks.Text",
-        "init_args": {"length": 16, "validation": 0.01, "test": 0.01, "score": "likelihood"},
-    },
-    "host": {
-        "class_path": "esper_lightning.hosts.GPT",
-        "init_args": {"width": 8, "blocks": 1, "heads": 2, "context": 16},
-    },
-}
 
 
-@pytest.mark.parametrize(
-    ("hosts", "expected", "metric"),
-    [
-        (QUANTITY, lambda row: 1.0 - row["loss"], lambda row: row["r2"] <= 1.0),
-        (TEXT, lambda row: 1.0 - row["loss"] / math.log(256), lambda row: math.log(row["perplexity"]) == row["loss"]),
-    ],
-    ids=["r2", "likelihood"],
-)
 def test_hosts_are_trained_and_compared_by_the_score_of_their_task(
-    hosts: dict[str, Any], expected: Any, metric: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = yaml.safe_load((CONFIGS / "smoke.yaml").read_text())
-    config["data"] |= hosts
+    config["data"] |= QUANTITY
     config["data"]["env"]["actions"].pop("blueprints", None)
     (tmp_path / "scores.yaml").write_text(yaml.safe_dump(config))
 
@@ -126,9 +107,7 @@ def test_hosts_are_trained_and_compared_by_the_score_of_their_task(
     rows = rows_of(run.folder / "evaluation")
     assert {row["controller"] for row in rows} >= {"tamiyo", "climbing"}
     for row in rows:
-        numbers = {name: float(row[name]) for name in row if name in {"score", "loss", "r2", "perplexity"}}
-        assert numbers["score"] == pytest.approx(expected(numbers), abs=1e-5)
-        assert metric(numbers) or math.log(numbers["perplexity"]) == pytest.approx(numbers["loss"], abs=1e-5)
-    name = config["data"]["task"]["init_args"]["score"]
-    assert f"test {name}" in capsys.readouterr().out
+        assert float(row["score"]) == pytest.approx(1.0 - float(row["loss"]), abs=1e-5)
+        assert float(row["r2"]) <= 1.0
+    assert "test r2" in capsys.readouterr().out
     assert run.scalars()["hosts/score"]
