@@ -135,7 +135,8 @@ def train_own(root: Path, *callbacks: Any) -> Path:
     torch.manual_seed(0)
     inputs = torch.randn(64, 8)
     data = list(zip(inputs.split(16), (inputs[:, 0] > 0).long().split(16), strict=True))
-    trainer = make_trainer(root, *callbacks, max_epochs=6, logger=CSVLogger(root), enable_checkpointing=False)
+    settings = {"max_epochs": 6, "logger": CSVLogger(root), "enable_checkpointing": False, "num_sanity_val_steps": 2}
+    trainer = make_trainer(root, *callbacks, **settings)
     loader = DataLoader(data, batch_size=None)  # pyright: ignore[reportArgumentType]
     trainer.fit(Classifier(), loader, loader)
     assert trainer.log_dir is not None

@@ -1,13 +1,26 @@
-"""The comparison: `fit` ends with it; `test` repeats it from a checkpoint, with other policies, rules and schedules."""
+"""The comparison: `fit` ends with it; `test` repeats it with other policies, rules and schedules. Files of policies."""
 
 import json
+import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 
+from esper_lightning import load_controller
+from esper_lightning.callbacks import Grow
+from esper_lightning.callbacks.grow import make_decider
 from esper_lightning.controllers.schedules import Schedule, write_schedule
+from esper_lightning.envs import ActionConfig, HostPool
+from esper_lightning.evaluation.checkpoints import find_controller
+from esper_lightning.evaluation.play import play_episode
+from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.runtime.checkpoint import read_policy, write_policy
+from tests.callbacks.grow.trainings import QUICK
 from tests.runs import TINY, Run, command, csv_rows, fit, only_run, refusal
 
 FEW = ("--model.evaluation.hosts=2",)
@@ -139,3 +152,46 @@ def test_what_cannot_be_compared_ends_in_one_line(
         flags = tuple(flag.replace(name, str(path)) for flag in flags)
 
     assert said in refusal(capsys, lambda: compare(tmp_path, *TINY, *flags))
+
+
+# Its policy, as a file of its own
+
+FAST = ActionConfig(tempos={"FAST": 2})
+
+
+def test_a_policy_as_safetensors_acts_as_that_of_its_checkpoint_and_is_found_by_name(
+    trained: list[Run], make_pool: Callable[..., HostPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("esper_lightning.runtime.checkpoint.POLICIES", tmp_path)
+    file = tmp_path / "general.safetensors"
+    write_policy(trained[0].last, file, {"zero shot": "a table"})
+
+    named, loaded = make_decider("tamiyo"), load_controller(trained[0].last)
+    pool = make_pool(2, sight=loaded.sight, actions=FAST)
+    ours, theirs = (play_episode(pool, "tamiyo", one, rng_seeds=[3, 4]) for one in (named, loaded))
+
+    assert (ours.ops == theirs.ops).all() and (ours.objective == theirs.objective).all()
+    told = read_policy(file)
+    assert told["results"] == {"zero shot": "a table"} and "torch" in told["versions"]
+    write_policy(file, file, {"zero shot": "a newer table"})
+    newer = read_policy(file)
+    assert newer["results"] == {"zero shot": "a newer table"} and newer["versions"] == told["versions"]
+    assert all(torch.equal(newer["state_dict"][name], told["state_dict"][name]) for name in told["state_dict"])
+    assert find_controller("tamiyo", "--controller").sight == loaded.sight
+    grow = Grow(["3"], decider="tamiyo")
+    rules = LifecycleConfig(
+        isolation="straight_through", training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0
+    )
+    assert (grow.lifecycle, grow.actions) == (rules, FAST), "it grows by the rules of its training"
+    own = Grow(["3"], decider="tamiyo", lifecycle=QUICK, actions=ActionConfig(blueprints=["norm"]))
+    assert own.lifecycle == QUICK and own.actions.blueprints == ["norm"]
+
+    weights, name = safetensors.torch.load_file(file), "observation_norm.host.var"
+    weights[name].fill_(math.inf)
+    with safetensors.safe_open(file, "pt") as opened:
+        safetensors.torch.save_file(weights, tmp_path / "bad.safetensors", opened.metadata())
+    with pytest.raises(ValueError, match=f"bad.safetensors'.*: {name} holds numbers that are not finite"):
+        load_controller(tmp_path / "bad.safetensors")
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ValueError, match="is damaged or no policy of this version"):
+        load_controller(file)

@@ -34,7 +34,6 @@ def cue_loop(
 
 
 def play(loop: RolloutCollector, ticks: int | None = None) -> None:
-    """Begin a rollout and step through it."""
     loop.reset()
     for _ in range(ticks or loop.buffer.ticks):
         loop.step()
