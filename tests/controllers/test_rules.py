@@ -247,7 +247,7 @@ def test_seeds_are_tried_in_the_order_of_the_settings_and_again_when_nothing_els
         for record in pool.envs[0].records:
             record.contribution = None if record.contribution is None else -1.0
         found += [row for row in play(rule, pool, 1) if row[0] == Op.GERMINATE]
-
+        assert sum(slot.live for slot in pool.envs[0].slots) <= rule.config.at_once
     assert found[: len(expected)] == expected
 
 
