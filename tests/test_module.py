@@ -202,7 +202,7 @@ def test_an_update_that_makes_the_weights_overflow_ends_the_run() -> None:
         practise(module)
 
 
-@pytest.mark.parametrize(("target_kl", "learned_from"), [(None, 6.0), (1e-9, 1.0)])
+@pytest.mark.parametrize(("target_kl", "learned_from"), [(None, 6.0), (0.5, 6.0), (1e-9, 1.0)])
 def test_an_update_is_adam_on_the_loss_of_one_minibatch_after_the_other(
     target_kl: float | None, learned_from: float
 ) -> None:

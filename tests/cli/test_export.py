@@ -29,11 +29,14 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = yaml.safe_load(config.read_text())
     settings["data"]["env"] |= {"horizon": 8, "training": {"batches": 8, "lr": 0.02, "max_grad_norm": None}}
     config.write_text(yaml.safe_dump(settings))
+    folder.mkdir(parents=True)
+    (folder / "events.jsonl").write_text("of an earlier training")
     command("grow", str(config), "periodic", f"--out={folder}")
     return folder
 
 
 def test_grow_leaves_a_network_its_program_its_folded_form_and_what_each_is_worth(grown: Path) -> None:
+    assert (grown / "events.jsonl").read_text().startswith('{"type":"started"')
     files = ["scores.csv", "folded", NETWORK_FILE, PROGRAM_FILE, "events.jsonl"]
     assert sorted(path.name for path in grown.iterdir()) == sorted(files)
     assert sorted(path.name for path in (grown / "folded").iterdir()) == [PROGRAM_FILE, NETWORK_FILE]
