@@ -186,15 +186,3 @@ def make_loop(
         )
 
     return make
-
-
-@pytest.fixture(scope="session")
-def play_rollout() -> Callable[[RolloutCollector], None]:
-    """Begin a rollout and step through all its ticks."""
-
-    def play(loop: RolloutCollector) -> None:
-        loop.reset()
-        for _ in range(loop.pool.config.horizon):
-            loop.step()
-
-    return play

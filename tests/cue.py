@@ -48,7 +48,6 @@ class CueMemory:
         self.reset(range(n_envs))
 
     def reset(self, rng_seeds: Sequence[int]) -> Observation:
-        """Begin a new episode in every environment."""
         self.generators = [np.random.default_rng(seed) for seed in rng_seeds]
         self.noise = np.zeros((self.n_envs, self.delay + 2, CUE))
         for i in range(self.n_envs):

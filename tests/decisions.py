@@ -1,10 +1,12 @@
 """Actions for tests: a tuple with the index of a choice per head, for each environment."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from esper_lightning.envs import HEADS, Action, Op
+from esper_lightning.envs import HEADS, Action, HostPool, Op
 from esper_lightning.envs.actions import to_action
 
 CPU = torch.device("cpu")
@@ -30,6 +32,18 @@ def cull(slot: int) -> Row:
 
 def fossilize(slot: int) -> Row:
     return decide(Op.FOSSILIZE, slot=slot)
+
+
+def episode(pool: HostPool, controller: Any) -> Tensor:
+    """Play an episode and return its actions [T, heads, N]; the pool raises if one is masked."""
+    pool.reset(range(1, 1 + pool.n_envs))
+    controller.reset(pool)
+    taken = []
+    for _ in range(pool.config.horizon):
+        action = controller.act(pool)
+        taken.append(torch.stack(action))
+        pool.step(action)
+    return torch.stack(taken)
 
 
 def act(*rows: Sequence[int]) -> Action:

@@ -32,7 +32,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 READS = frozenset(
     f"aten::{name}"
-    for name in (
+    for name in [
         "_local_scalar_dense",
         "nonzero",
         "masked_select",
@@ -40,7 +40,7 @@ READS = frozenset(
         "_unique2",
         "unique_consecutive",
         "bincount",
-    )
+    ]
 )
 """Operations whose result the processor needs."""
 

@@ -1,15 +1,11 @@
 """Several processes of one run for tests, as forks of the test's process, which has imported torch already."""
 
 import os
-import signal
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from lightning import Callback, Trainer
-
-from esper_lightning.module import TamiyoModule
 from tests.processes import Fork, forked
 from tests.runs import SharedParserCLI, fit
 
@@ -55,15 +51,3 @@ def fit_in_ranks(world: int, root: Path, *args: str, code: int = 0) -> None:
     with ExitStack() as stack:
         codes = [rank.wait() for rank in start_ranks(stack, world, lambda: fit(root, *args))]
     assert codes == [code] * world
-
-
-class StopAt(Callback):
-    """Callback that sends SIGTERM to a rank at the end of tick `tick`."""
-
-    def __init__(self, tick: int, rank: int) -> None:
-        self.tick = tick
-        self.rank = rank
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
-        if pl_module.collector.ticks == self.tick and trainer.global_rank == self.rank:
-            os.kill(os.getpid(), signal.SIGTERM)

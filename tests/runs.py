@@ -1,11 +1,10 @@
 """Runs of the command line for tests, in this process or in a subprocess with a timeout."""
 
+import csv
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from types import FrameType
 from typing import Any, ClassVar
 from unittest.mock import patch
 
+import pytest
 import torch
 from lightning import Callback, Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -35,8 +35,6 @@ torch.set_num_threads(1)
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
-HARD_LIMIT = 240.0
-"""Timeout of a subprocess in seconds, many times its usual duration."""
 
 EPOCHS, HORIZON = 3, 5
 TINY = (
@@ -53,7 +51,7 @@ def tiny_host(input_shape: Sequence[int], outputs: int) -> nn.Module:
 
 
 class Run:
-    """Return the contents of a run folder."""
+    """Contents of a run folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -73,6 +71,12 @@ def measured(run: Run) -> dict[str, list[tuple[int, float]]]:
     At every start TensorBoardLogger writes the last one with the value -1.
     """
     return {tag: points for tag, points in run.scalars().items() if not tag.startswith(("time/", "memory/", "hp_m"))}
+
+
+def csv_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file, without columns of durations."""
+    with path.open(newline="") as file:
+        return [{name: text for name, text in row.items() if "seconds" not in name} for row in csv.DictReader(file)]
 
 
 def only_run(root: Path) -> Run:
@@ -127,6 +131,30 @@ def cli(*args: str) -> EsperCLI:
     return built[0]
 
 
+def command(*args: str) -> None:
+    with patch.object(sys, "argv", sys.argv[:1]):  # Lightning warns of arguments of the process that differ from these
+        main([*args])
+
+
+def refusal(capsys: pytest.CaptureFixture[str], run: Callable[[], object], code: int = 2) -> str:
+    """Return the line on stderr with which a command ends; it is the only one, and the exit code is `code`."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        run()
+    said = capsys.readouterr().err
+    assert ended.value.code == code, said
+    (line,) = [line for line in said.splitlines() if "Trainer.fit" not in line]
+    assert line.startswith("error: ")
+    return line
+
+
+def make_trainer(root: Path, *callbacks: Callback, **settings: Any) -> Trainer:
+    """Return a Trainer for two rollouts on the CPU that prints nothing but what callbacks do."""
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "log_every_n_steps": 1}
+    usual = {"max_epochs": 2, "default_root_dir": root, "num_sanity_val_steps": 0, **quiet}
+    return Trainer(callbacks=list(callbacks), **usual | settings)
+
+
 def fit(root: Path, *args: str) -> EsperCLI:
     """Run a tiny training in this process, with its run folder below `root`."""
     return cli(*TINY, "--trainer.default_root_dir", str(root), *args)
@@ -159,29 +187,6 @@ def guarded_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def process(*args: str, command: str = "fit") -> subprocess.CompletedProcess[str]:
-    """Start `python -m esper_lightning fit` in a subprocess, which has ended when this returns or raises."""
-    program = [sys.executable, "-m", "esper_lightning", command, *args]
-    with subprocess.Popen(
-        program,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as started:
-        try:
-            out, err = started.communicate(timeout=HARD_LIMIT)
-        finally:
-            if started.poll() is None:
-                os.killpg(started.pid, signal.SIGKILL)
-    # Readers of TensorBoard go through a folder's files by the second in their names, then by process: a run that goes
-    # on in this process, within the same second, could come first. Two programs are never started that fast.
-    time.sleep(1.0 - time.time() % 1.0)
-    return subprocess.CompletedProcess(program, started.returncode, out, err)
-
-
 def with_callback(callback: type[Callback], **init_args: Any) -> tuple[str]:
     """Return the flag that adds `callback` to a run."""
     path = f"{callback.__module__}.{callback.__qualname__}"
@@ -203,20 +208,18 @@ class SaveEveryTick(Callback):
 
 
 def fit_saving_ticks(root: Path, *args: str) -> Run:
-    """Run a tiny training with a checkpoint of every tick, and return its run, the only one below `root`."""
     fit(root, *args, *with_callback(SaveEveryTick))
     return only_run(root)
 
 
 class SignalAt(Callback):
-    """Callback that sends the signal `number` to its own process at the end of tick `tick`."""
+    """Callback that sends the signal `number` to the process of a rank at the end of tick `tick`."""
 
-    def __init__(self, tick: int, number: int) -> None:
-        self.tick = tick
-        self.number = number
+    def __init__(self, tick: int, number: int = int(signal.SIGTERM), rank: int = 0) -> None:
+        self.tick, self.number, self.rank = tick, number, rank
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
-        if pl_module.collector.ticks == self.tick:
+        if pl_module.collector.ticks == self.tick and trainer.global_rank == self.rank:
             os.kill(os.getpid(), self.number)
 
 

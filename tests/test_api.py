@@ -2,14 +2,13 @@
 
 import re
 import signal
-from functools import partial
 from math import isnan
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning import Trainer, seed_everything
+from lightning import seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
 from sklearn.datasets import load_digits
 from torch import nn
@@ -29,17 +28,12 @@ from esper_lightning.api import GrownNetwork
 from esper_lightning.cli.run_report import read_run
 from esper_lightning.envs import ActionConfig
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.hosts import CNN
 from esper_lightning.tasks import Digits
 from esper_lightning.telemetry.events import Validated
 from tests.callbacks.grow.trainings import Plan
+from tests.conftest import small_host
 from tests.decisions import germinate
-from tests.runs import HORIZON, ROOT, Run, differences, fit, load, only_run
-
-HOST = partial(
-    CNN, base=4, kernel=1, pools=2, slots=["block1.pool", "block2.pool", "block3"], isolate=False, channels_last=False
-)
-PPO = PPOConfig(minibatches=2)
+from tests.runs import HORIZON, ROOT, Run, differences, fit, load, make_trainer, only_run
 
 
 def hosts() -> HostPoolData:
@@ -52,18 +46,15 @@ def hosts() -> HostPoolData:
         ),
         actions=ActionConfig(tempos={"FAST": 2}),
     )
-    return HostPoolData(Digits(), HOST, env, n_envs=2, val_hosts=2)
+    return HostPoolData(Digits(), small_host, env, n_envs=2, val_hosts=2)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[TamiyoModule, Run]:
     data, root = hosts(), tmp_path_factory.mktemp("python")
     seed_everything(data.seed, verbose=False)
-    module = TamiyoModule(PolicyConfig(width=64), PPO)
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
-    logger = TensorBoardLogger(root, name="")
-    trainer = Trainer(accelerator="cpu", max_epochs=2, logger=logger, callbacks=default_callbacks(), **quiet)
-    trainer.fit(module, datamodule=data)
+    module = TamiyoModule(PolicyConfig(width=64), PPOConfig(minibatches=2))
+    make_trainer(root, *default_callbacks(), logger=TensorBoardLogger(root, name="")).fit(module, datamodule=data)
     return module, only_run(root)
 
 
@@ -87,8 +78,8 @@ def test_metrics_of_a_module_are_the_last_points_of_its_plots(trained: tuple[Tam
     assert {tag: points[tag] for tag in shared} == pytest.approx({tag: module.metrics[tag] for tag in shared}, rel=1e-5)
 
 
-def test_settings_that_do_not_fit_together_are_a_value_error() -> None:
-    trainer = Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+def test_settings_that_do_not_fit_together_are_a_value_error(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, logger=False, enable_checkpointing=False)
     with pytest.raises(ValueError, match=r"RewardConfig.gamma is 1.0 and PPOConfig.gamma 0.9; give both the same"):
         trainer.fit(TamiyoModule(ppo=PPOConfig(minibatches=2, gamma=0.9)), datamodule=hosts())
 
@@ -111,6 +102,8 @@ def names(network: nn.Module) -> list[str]:
 
 def test_a_network_of_ones_own_grows() -> None:
     network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 10))
+    modes = list[bool]()
+    network.eval().register_forward_hook(lambda module, *_: modes.append(module.training))
     before = sum(parameter.numel() for parameter in network.parameters())
 
     result = grown(network, 10, epochs=4, lr=0.01, controller="periodic")
@@ -119,15 +112,7 @@ def test_a_network_of_ones_own_grows() -> None:
     assert list(result.seeds) == ["2"]
     assert sum(parameter.numel() for parameter in network.parameters()) > before
     assert result.accuracy[-1] > result.accuracy[0]
-
-
-def test_a_network_that_was_left_in_evaluation_mode_is_trained() -> None:
-    network, modes = network_of_digits().eval(), []
-    network.register_forward_hook(lambda module, *_: modes.append(module.training))
-
-    grown(network, epochs=1)
-
-    assert any(modes)
+    assert any(modes), "it was left in evaluation mode, and is trained"
 
 
 def test_the_controls_are_trained_on_copies_and_change_nothing(

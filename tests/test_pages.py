@@ -1,7 +1,6 @@
 """Pages of the documentation: programs run as they stand, commands parse, and links lead somewhere."""
 
 import ast
-import csv
 import importlib
 import json
 import os
@@ -32,7 +31,7 @@ from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stack import listed_order, sources_of
 from esper_lightning.runtime.registry import find_config
 from tests.rewards.ticks import host_step
-from tests.runs import CONFIGS, ROOT, Run, cli, forgotten_parts, only_run
+from tests.runs import CONFIGS, ROOT, Run, cli, csv_rows, forgotten_parts, only_run
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r'^```(\w*)(?: title="([\w.]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
@@ -43,8 +42,6 @@ CPU = ("accelerator='cpu'", "logger=False")
 
 
 class Page:
-    """Text, code blocks and files of a page."""
-
     def __init__(self, path: Path) -> None:
         self.text = path.read_text()
         self.fenced: list[tuple[str, str, str]] = FENCE.findall(self.text)
@@ -58,7 +55,6 @@ class Page:
         return [text for kind, own, text in self.fenced if (kind, own) == (language, title)]
 
     def commands(self) -> list[list[str]]:
-        """Return the words of each command of the program."""
         lines = "\n".join(self.blocks("sh")).replace("\\\n", " ").splitlines()
         return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("esper-lightning ")]
 
@@ -169,7 +165,6 @@ def test_the_programs_of_a_page_run(
     assert all(text in printed for text in programs.said), printed
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "program", "config"), [("lightning", "mine.py", "mine.yaml"), ("ppo", "train_ppo.py", "cartpole.yaml")]
 )
@@ -338,8 +333,7 @@ def test_the_reward_trains_alone_and_the_controller_is_compared_and_grows_a_netw
     (gain,), (size,), (total,) = (points[f"rollout/{tag}"] for tag in ("reward.gain", "reward.size", "return"))
     assert gain[1] + size[1] + points["rollout/reward.rollback"][0][1] == pytest.approx(total[1], abs=1e-5)
     for compared, first in ((of_rules / "evaluation", "parts.GrowOnce"), (run / "evaluation", "tamiyo")):
-        with (compared / "evaluation.csv").open() as file:
-            assert next(csv.DictReader(file))["controller"] == first
+        assert csv_rows(compared / "evaluation.csv")[0]["controller"] == first
     assert (tmp_path / "grown" / "network.safetensors").is_file()
 
 
@@ -389,7 +383,6 @@ def leaves(open_guide: OpenGuide, tmp_path: Path) -> Page:
 
 
 def with_parts(page: Page, **parts: Any) -> str:
-    """Write the page's config with other parts of `data` to a file."""
     config = yaml.safe_load(page.files["leaves.yaml"])
     config["data"] |= parts
     config["data"]["env"].pop("actions")  # they are for images
@@ -398,24 +391,16 @@ def with_parts(page: Page, **parts: Any) -> str:
 
 
 @pytest.mark.slow
-def test_the_config_grows_a_resnet_on_a_folder_of_images(leaves: Page, tmp_path: Path) -> None:
-    pool = cli("--config", "leaves.yaml", *SHORT, *QUIET).datamodule.pool
-
-    assert pool.data.input_shape == (3, 32, 32) and pool.data.outputs == 2
-    assert pool.space.slot == ["layer1", "layer2"]
-    assert pool.space.blueprint == ["norm", "attention", "depthwise", "conv_light"]
-    assert pool.data.train.samples == 48 and pool.data.test.samples == 16
-    assert only_run(tmp_path / "runs" / "leaves").last.is_file()
-
-
-@pytest.mark.slow
-def test_a_resnet_learns_with_the_learning_rate_of_its_config(leaves: Page) -> None:
+def test_a_resnet_learns_from_a_folder_of_images_with_the_learning_rate_of_its_config(leaves: Page) -> None:
     task = yaml.safe_load(leaves.files["leaves.yaml"])["data"]["task"]
     built = cli("--config", "leaves.yaml", *LONG, *QUIET, "--data.task", json.dumps(task))
-
-    events = [json.loads(line) for line in (only_run(Path("runs")).folder / "events.jsonl").read_text().splitlines()]
-    assert [event for event in events if event["type"] == "rollback"] == []
-    best = [max(env.history.score) for env in built.datamodule.pool.envs]
+    pool, run = built.datamodule.pool, only_run(Path("runs"))
+    assert pool.data.input_shape == (3, 32, 32) and pool.data.outputs == 2
+    assert pool.data.train.samples == 48 and pool.data.test.samples == 16
+    assert pool.space.slot == ["layer1", "layer2"]
+    events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
+    assert run.last.is_file() and [event for event in events if event["type"] == "rollback"] == []
+    best = [max(env.history.score) for env in pool.envs]
     assert min(best) > 0.9, "the classes differ in brightness alone"
 
 

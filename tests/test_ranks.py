@@ -1,6 +1,5 @@
 """Several processes learn what one process learns from the same environments."""
 
-import csv
 import json
 import math
 from pathlib import Path
@@ -12,14 +11,13 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
 from esper_lightning.ppo.collector import RolloutSummary
-from esper_lightning.ppo.distribution import draw_rows
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
 from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.runtime.ranks import Ranks
 from tests.cue import CueMemory
 from tests.ppo.loops import cue_loop, play, total
-from tests.ranks import StopAt, fit_in_ranks
-from tests.runs import HORIZON, differences, load, only_run, tick_of, with_callback
+from tests.ranks import fit_in_ranks
+from tests.runs import HORIZON, SignalAt, csv_rows, differences, load, only_run, tick_of, with_callback
 from tests.threads import Meeting, ThreadRanks, run_in_threads
 
 GAMES, TICKS = 64, 6
@@ -109,28 +107,11 @@ def test_the_environments_of_every_task_are_shared_evenly_and_joined_in_their_or
         Ranks([2, 5], 0, 2)
 
 
-def test_ranks_draw_what_one_process_draws() -> None:
-    weights = torch.rand(6, 5, generator=torch.Generator().manual_seed(1))
-
-    alone = draw_rows(weights, torch.Generator().manual_seed(2), Ranks([6]))
-
-    for rank in range(3):
-        ranks = Ranks([6], rank, 3)
-        drawn = draw_rows(ranks.rows(weights), torch.Generator().manual_seed(2), ranks)
-        assert drawn.tolist() == ranks.rows(alone).tolist()
-
-
 HOSTS = ("--data.n_envs=4", "--trainer.max_epochs=2", "--model.ppo.epochs=3")
 """Four hosts, two rollouts, two updates of six minibatches."""
 
 
-def checkpoint(root: Path) -> dict:
-    """Return the last checkpoint of the only run below a folder."""
-    return load(only_run(root).last)
-
-
 def distance(one: dict, other: dict) -> float:
-    """Return the relative distance of the policies of two checkpoints."""
     ours, theirs = (
         torch.cat([part.double().flatten() for name, part in saved["state_dict"].items() if "policy" in name])
         for saved in (one, other)
@@ -140,10 +121,9 @@ def distance(one: dict, other: dict) -> float:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Checkpoint of a run in one process."""
     root = tmp_path_factory.mktemp("alone")
     fit_in_ranks(1, root, *HOSTS)
-    return checkpoint(root)
+    return load(only_run(root).last)
 
 
 @pytest.mark.slow
@@ -155,7 +135,7 @@ def test_several_processes_train_the_policy_and_the_hosts_of_one(
 ) -> None:
     fit_in_ranks(world, tmp_path, *HOSTS, f"--data.env.executor={executor}")
 
-    together = checkpoint(tmp_path)
+    together = load(only_run(tmp_path).last)
     assert differences(together["HostPoolData"]["pool"]["envs"], alone["HostPoolData"]["pool"]["envs"]) == []
     assert distance(together, alone) < 1e-5
     assert {path.name for path in only_run(tmp_path).folder.iterdir()} >= {"config.yaml", "events.jsonl", "run.json"}
@@ -166,15 +146,11 @@ def records_of(root: Path) -> tuple[list[str], list[dict[str, str]]]:
     folder = only_run(root).folder
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     (table,) = folder.rglob("evaluation.csv")
-    with table.open(newline="") as file:
-        rows = list(csv.DictReader(file))
     for event in events:
         event.pop("seconds", None)
         for name in event.get("metrics", {}):  # sums over processes round differently
             event["metrics"][name] = round(event["metrics"][name], 4) if name.startswith(("loss", "kl")) else None
-    return sorted(map(json.dumps, events)), [
-        {name: text for name, text in row.items() if "seconds" not in name} for row in rows
-    ]
+    return sorted(map(json.dumps, events)), csv_rows(table)
 
 
 @pytest.mark.slow
@@ -193,8 +169,8 @@ def test_a_run_goes_on_with_any_number_of_processes(alone: dict, tmp_path: Path)
     last = tmp_path / "version_0" / "checkpoints" / "last.ckpt"
     resume = ("--ckpt_path", str(last))
 
-    fit_in_ranks(2, tmp_path, *HOSTS, *with_callback(StopAt, tick=3, rank=1), code=143)
-    fit_in_ranks(4, tmp_path, *HOSTS, *with_callback(StopAt, tick=7, rank=0), *resume, code=143)
+    fit_in_ranks(2, tmp_path, *HOSTS, *with_callback(SignalAt, tick=3, rank=1), code=143)
+    fit_in_ranks(4, tmp_path, *HOSTS, *with_callback(SignalAt, tick=7, rank=0), *resume, code=143)
     fit_in_ranks(1, tmp_path, *HOSTS, *resume)
 
     resumed = load(last)
@@ -209,11 +185,11 @@ def test_sigterm_to_either_process_saves_the_tick_and_the_run_goes_on_bit_for_bi
     tick: int, rank: int, tmp_path: Path
 ) -> None:
     fit_in_ranks(2, tmp_path / "whole", *HOSTS)
-    fit_in_ranks(2, tmp_path / "stopped", *HOSTS, *with_callback(StopAt, tick=tick, rank=rank), code=143)
+    fit_in_ranks(2, tmp_path / "stopped", *HOSTS, *with_callback(SignalAt, tick=tick, rank=rank), code=143)
 
     last = only_run(tmp_path / "stopped").last
     assert tick_of(last) == tick
     fit_in_ranks(2, tmp_path / "stopped", *HOSTS, "--ckpt_path", str(last))
-    ended, whole = load(last), checkpoint(tmp_path / "whole")
+    ended, whole = load(last), load(only_run(tmp_path / "whole").last)
     for part in ("state_dict", "optimizer_states", "HostPoolData"):
         assert differences(ended[part], whole[part]) == []

@@ -165,14 +165,22 @@ def test_a_benchmark_can_be_imported(name: str) -> None:
     importlib.import_module(name)
 
 
-def test_the_readmes_tables_come_from_the_kept_results(tmp_path: Path) -> None:
-    source, kept = tmp_path / "evaluation.csv", tmp_path / "kept.csv"
-    rows = ["controller,training_seed,host,host_seed,member,score,parameters,objective,fossils,flops"]
-    worth = {("tamiyo", "0"): [0.6, 0.8], ("tamiyo", "1"): [0.7, 0.9], ("wait", ""): [0.2, 0.6]}
+def keep(folder: Path, members: list[str], worth: dict[tuple[str, str], list[float]]) -> Path:
+    """Keep a comparison with a host of each member; `worth` has its objectives by controller and training seed."""
+    rows = [["controller", "training_seed", "host", "member", "objective", "score", "parameters", "fossils", "flops"]]
     for (name, seed), objectives in worth.items():
-        rows += [f"{name},{seed},{host},9,a,0.5,390,{value},1,{1e9 + host}" for host, value in enumerate(objectives)]
-    source.write_text("\n".join(rows) + "\n")
-    tables.main(["keep", str(source), str(kept)])
+        rows += [[name, seed, i, member, objectives[i], 0.5, 390, 2, 1e9 + i] for i, member in enumerate(members)]
+    with (folder / "evaluation.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    tables.main(["keep", str(folder / "evaluation.csv"), str(folder / "kept.csv")])
+    return folder / "kept.csv"
+
+
+def test_the_readmes_tables_come_from_the_kept_results(tmp_path: Path) -> None:
+    kept = keep(
+        tmp_path, ["a", "a"], {("tamiyo", "0"): [0.6, 0.8], ("tamiyo", "1"): [0.7, 0.9], ("wait", ""): [0.2, 0.6]}
+    )
+
     assert "member" not in kept.read_text() and not tables.members_of(kept).exists()
     assert tables.read(kept, "flops")["wait"][""].tolist() == [1e9, 1e9]
     results = tables.read(kept)
@@ -189,18 +197,9 @@ def test_the_readmes_tables_come_from_the_kept_results(tmp_path: Path) -> None:
 def test_results_are_grouped_by_the_variables_in_which_hosts_differ(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, kept = tmp_path / "evaluation.csv", tmp_path / "kept.csv"
     members = ["host.widths [4, 8], price 0.1", "host.widths [4, 8], price 0.3", "host.widths [2, 2], price 0.3"]
-    rows = [["controller", "training_seed", "host", "member", "objective", "score", "parameters", "fossils", "flops"]]
-    for name, seed, objectives in (
-        ("tamiyo", 0, (0.1, 0.3, 0.6)),
-        ("tamiyo", 1, (0.3, 0.5, 0.8)),
-        ("wait", "", (0.0,) * 3),
-    ):
-        rows += [[name, seed, i, member, objectives[i], 0.5, 390, 2, 1e9] for i, member in enumerate(members)]
-    with source.open("w", newline="") as file:
-        csv.writer(file).writerows(rows)
-    tables.main(["keep", str(source), str(kept)])
+    worth = {("tamiyo", "0"): [0.1, 0.3, 0.6], ("tamiyo", "1"): [0.3, 0.5, 0.8], ("wait", ""): [0.0] * 3}
+    kept = keep(tmp_path, members, worth)
 
     assert tables.by_kind(kept, ["price"], ["tamiyo", "wait:parameters"])[2:] == [
         "| 0.1 | 1 | .200 | 390 |",
@@ -238,32 +237,21 @@ def test_the_pages_tables_of_kinds_of_host_are_those_of_the_kept_results(name: s
     assert len(lines) >= 6 and "\n".join(lines) in page
 
 
-def test_the_page_on_growing_in_lightning_shows_the_kept_results() -> None:
-    page = (RESULTS / "grow.md").read_text()
-    assert "\n".join(grow.table(read_rows(grow.RESULTS, grow.Row))) in page
-
-
-def test_the_page_on_a_policy_for_any_network_shows_the_kept_results() -> None:
-    page = (RESULTS / "zero_shot.md").read_text()
+def test_pages_show_the_kept_results_of_growing_transfer_depth_and_expansion() -> None:
+    pages = {name: (RESULTS / f"{name}.md").read_text() for name in ("grow", "zero_shot", "depth")}
+    assert "\n".join(grow.table(read_rows(grow.RESULTS, grow.Row))) in pages["grow"]
     rows = read_rows(zero_shot.RESULTS, zero_shot.Row)
-    for table in (zero_shot.table, zero_shot.seed_table):
-        assert "\n".join(table(rows, zero_shot.GENERAL)) in page
     clipped = zero_shot.table(read_rows(zero_shot.RESULTS.with_stem("zero_shot_clipped"), zero_shot.Row), "general")
-    assert "\n".join(clipped[: clipped.index("")]) in page
-
-
-def test_the_page_on_depth_shows_the_kept_results() -> None:
-    rows = read_rows(depth.RESULTS, depth.Row)
-    page = (RESULTS / "depth.md").read_text()
+    tables_of_policies = [table(rows, zero_shot.GENERAL) for table in (zero_shot.table, zero_shot.seed_table)]
+    for table in (*tables_of_policies, clipped[: clipped.index("")]):
+        assert "\n".join(table) in pages["zero_shot"]
+    trained = read_rows(depth.RESULTS, depth.Row)
     for host, steps in (("gpt", 14_000), ("gpt32", 6_000), ("vit", 3_000), ("cnn", 2_000), ("mlp", 1_500)):
-        lines = depth.table([row for row in rows if (row.host, row.steps) == (host, steps)])
-        assert len(lines) > 4 and "\n".join(lines) in page
-    assert "\n".join(depth.value(rows)).partition("\n\n")[0] in page
-
-
-def test_the_page_on_expansion_shows_the_kept_results() -> None:
-    page = (ROOT / "docs" / "guides" / "expand.md").read_text()
-    assert "\n".join(expand.table(read_rows(expand.RESULTS, expand.Row))) in page
+        lines = depth.table([row for row in trained if (row.host, row.steps) == (host, steps)])
+        assert len(lines) > 4 and "\n".join(lines) in pages["depth"]
+    assert "\n".join(depth.value(trained)).partition("\n\n")[0] in pages["depth"]
+    guide = (ROOT / "docs" / "guides" / "expand.md").read_text()
+    assert "\n".join(expand.table(read_rows(expand.RESULTS, expand.Row))) in guide
 
 
 def test_networks_of_any_depth_are_compared_at_equal_flops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -191,7 +191,7 @@ def git(folder: Path, *command: str) -> None:
     subprocess.run(["git", *who, *command], cwd=folder, check=True, capture_output=True)
 
 
-def test_the_revision_is_that_of_the_file(tmp_path: Path) -> None:
+def test_the_revision_is_that_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.py"
     file.write_text("1")
     assert git_revision(file) is None  # no repository
@@ -207,12 +207,8 @@ def test_the_revision_is_that_of_the_file(tmp_path: Path) -> None:
     assert len(clean["commit"]) == 40
     assert clean["changed"] is False
     assert git_revision(file) == clean | {"changed": True}
-
-
-def test_without_git_there_is_no_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-
-    assert git_revision(Path(__file__)) is None
+    assert git_revision(file) is None  # no program of this name
 
 
 def test_differences_are_a_line_each() -> None:

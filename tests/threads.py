@@ -28,7 +28,6 @@ class Meeting:
         self._barrier = threading.Barrier(world, timeout=PATIENCE)
 
     def exchange(self, rank: int, operation: str, value: Any) -> list[Any]:
-        """Return the values of all ranks."""
         self.noted[rank].append(operation)
         self._values[rank] = value
         self._barrier.wait()

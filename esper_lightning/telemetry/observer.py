@@ -190,7 +190,7 @@ def count_seed(
         (sums.fossilized if after is Stage.FOSSILIZED else sums.culled)[b, k] += 1.0
 
 
-ARRAYS = ("earlier", "sums", "refused", "last_contributions", "silent", "born", "dead", "health")
+ARRAYS = ("sums", "refused", "last_contributions", "silent", "born", "dead", "health")
 """Attributes of an observer that a checkpoint holds."""
 
 
@@ -205,14 +205,13 @@ class Observer:
 
     def __init__(self, slots: Sequence[str], blueprints: Sequence[str], *, horizon: int, n_envs: int) -> None:
         self.slots, self.blueprints, self.horizon, self.n_envs = list(slots), list(blueprints), horizon, n_envs
-        self.earlier = np.zeros((len(SeedStats._fields), len(blueprints), len(slots)))  # sums of earlier rollouts
         # The next stage of each seed, which the gate refuses; 0: the gate is open.
         self.refused = np.zeros((n_envs, len(slots)), np.uint8)
         self._begin_rollout()
 
     def _begin_rollout(self) -> None:
         self.seen = 0  # ticks of this rollout that were observed
-        self.sums = np.zeros_like(self.earlier)  # of this rollout
+        self.sums = np.zeros((len(SeedStats._fields), len(self.blueprints), len(self.slots)))  # of this rollout
         # Contribution of each seed as last measured; NaN: never
         self.last_contributions = np.full((self.n_envs, len(self.slots)), np.nan)
         self.silent = np.full((self.n_envs, len(self.slots)), -1)  # blueprint of a seed that never had a gradient
@@ -227,7 +226,6 @@ class Observer:
         first tick of an episode begins a new rollout.
         """
         if tick.number == 1:
-            self.earlier += self.sums
             self._begin_rollout()
         self.seen += 1
         for event in tick.events:
@@ -279,11 +277,6 @@ class Observer:
             events.append(event)
         return events
 
-    @property
-    def run_stats(self) -> SeedStats:
-        """Statistics since the run began, arrays [B, K]."""
-        return SeedStats(*(self.earlier + self.sums))
-
     def metrics(self) -> dict[str, float]:
         """Return the metrics of a finished rollout by tag; undefined ones are left out."""
         metrics = {f"rollout/reward.{name}": paid for name, paid in self.terms.items() if self.seen == self.horizon}
@@ -307,11 +300,6 @@ class Observer:
         return arrays | {"terms": dict(self.terms), "ticks": [self.seen]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state; with other hosts only the sums of finished rollouts, since episodes then start again."""
-        seen = state["ticks"][0]
-        if state["refused"].shape == self.refused.shape:
-            for name in ARRAYS:
-                getattr(self, name)[:] = state[name]
-            self.terms, self.seen = dict(state["terms"]), seen
-        else:
-            self.earlier[:] = state["earlier"] + (state["sums"] if seen == self.horizon else 0.0)
+        for name in ARRAYS:
+            getattr(self, name)[:] = state[name]
+        self.terms, self.seen = dict(state["terms"]), state["ticks"][0]

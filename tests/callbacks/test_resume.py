@@ -20,6 +20,7 @@ from esper_lightning.envs import EnvConfig
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.tasks import Digits
+from tests.ppo.loops import play
 from tests.runs import SignalAt, differences, fit, guarded_signals, load, only_run, tiny_host, with_callback
 
 TICK = 3  # in the middle of the first rollout
@@ -102,7 +103,7 @@ def test_a_checkpoint_holds_the_rollout_in_flight_and_handlers_are_restored_when
 
 
 def test_a_loop_that_was_elsewhere_goes_on_from_the_state_of_another(
-    make_loop: Callable[..., RolloutCollector], play_rollout: Callable[[RolloutCollector], None]
+    make_loop: Callable[..., RolloutCollector],
 ) -> None:
     """F6: when training starts, the callback restores the recurrent state, the unfinished rollout and random states."""
     loop, other = make_loop(2), make_loop(2)
@@ -110,7 +111,7 @@ def test_a_loop_that_was_elsewhere_goes_on_from_the_state_of_another(
     for _ in range(3):
         loop.step()
     other.run_rng_seed = 8
-    play_rollout(other)
+    play(other)
     saving, restoring = RolloutState(), RolloutState()
     saving.setup(Trainer(), SimpleNamespace(collector=loop), "fit")
     saved = saving.state_dict()
@@ -122,16 +123,16 @@ def test_a_loop_that_was_elsewhere_goes_on_from_the_state_of_another(
 
     assert draw_random_numbers() == expected
     assert differences(saved["loop"], other.state_dict()) == []
-    play_rollout(other)
+    play(other)
     restoring.on_train_start(Trainer(), SimpleNamespace(collector=other))
     assert other.ticks == 3 + 6, "it is restored once"
 
 
 def test_parts_of_a_rollout_with_a_row_per_environment_are_known_with_its_axis(
-    make_loop: Callable[..., RolloutCollector], play_rollout: Callable[[RolloutCollector], None]
+    make_loop: Callable[..., RolloutCollector],
 ) -> None:
     loop = make_loop(2)
-    play_rollout(loop)
+    play(loop)
     rows: list[int] = []
 
     state = loop.state_dict() | {"final_values": torch.zeros(6, 2)}  # of environments that begin again by themselves

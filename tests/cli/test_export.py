@@ -1,18 +1,14 @@
 """`grow`, and `export` of what it has left."""
 
-import csv
-import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import yaml
 
-from esper_lightning.__main__ import main
 from esper_lightning.cli.commands import NETWORK_FILE, PROGRAM_FILE
-from tests.runs import CONFIGS
+from tests.runs import CONFIGS, command, csv_rows, refusal
 
 
 def write_config(path: Path, **groups: dict[str, Any]) -> Path:
@@ -25,12 +21,6 @@ def write_config(path: Path, **groups: dict[str, Any]) -> Path:
     return path
 
 
-def run(*args: str) -> None:
-    """Run a command in this process."""
-    with patch.object(sys, "argv", sys.argv[:1]):  # Lightning warns of arguments of the process
-        main([*args])
-
-
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a network that was grown by `grow`."""
@@ -39,16 +29,19 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = yaml.safe_load(config.read_text())
     settings["data"]["env"] |= {"horizon": 8, "training": {"batches": 8, "lr": 0.02, "max_grad_norm": None}}
     config.write_text(yaml.safe_dump(settings))
-    run("grow", str(config), "periodic", f"--out={folder}")
+    folder.mkdir(parents=True)
+    (folder / "events.jsonl").write_text("of an earlier training")
+    command("grow", str(config), "periodic", f"--out={folder}")
     return folder
 
 
 def test_grow_leaves_a_network_its_program_its_folded_form_and_what_each_is_worth(grown: Path) -> None:
+    assert (grown / "events.jsonl").read_text().startswith('{"type":"started"')
     files = ["scores.csv", "folded", NETWORK_FILE, PROGRAM_FILE, "events.jsonl"]
     assert sorted(path.name for path in grown.iterdir()) == sorted(files)
     assert sorted(path.name for path in (grown / "folded").iterdir()) == [PROGRAM_FILE, NETWORK_FILE]
-    with (grown / "scores.csv").open(newline="") as file:
-        rows = {row["step"]: {name: float(row[name]) for name in row if name != "step"} for row in csv.DictReader(file)}
+    table = csv_rows(grown / "scores.csv")
+    rows = {row["step"]: {name: float(row[name]) for name in row if name != "step"} for row in table}
     names = ["before training", "grown", f"loaded from {NETWORK_FILE}", f"program {PROGRAM_FILE}", "folded"]
     assert list(rows) == names
     first, result, loaded, program, folded = rows.values()
@@ -65,7 +58,7 @@ def test_a_folder_is_exported_without_its_config_or_data(
 ) -> None:
     capsys.readouterr()
     target = tmp_path / "network.pt2"
-    run("export", str(grown / "folded"), "pt2", f"--out={target}")
+    command("export", str(grown / "folded"), "pt2", f"--out={target}")
     (said,) = capsys.readouterr().out.splitlines()
     assert said.startswith(f"written to {target}: on 8 inputs its outputs differ by at most")
     original, program = (torch.export.load(path) for path in (grown / PROGRAM_FILE, target))
@@ -86,10 +79,5 @@ def test_mistakes_are_answered_in_one_line(grown: Path, tmp_path: Path, capsys: 
         ("grow", "smoke", "nosuch.json", f"--out={nosuch}"): "nosuch.json",
     }
     for args, answer in answers.items():
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            run(*args)
-        assert ended.value.code == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert answer in line
+        assert answer in refusal(capsys, lambda args=args: command(*args))
     assert not Path(nosuch).exists()

@@ -1,18 +1,27 @@
-"""The comparison: `fit` ends with it; `test` repeats it from a checkpoint, with other policies, rules and schedules."""
+"""The comparison: `fit` ends with it; `test` repeats it with other policies, rules and schedules. Files of policies."""
 
-import csv
 import json
+import math
 import shutil
-import sys
+from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 
-from esper_lightning.__main__ import main
+from esper_lightning import load_controller
+from esper_lightning.callbacks import Grow
+from esper_lightning.callbacks.grow import make_decider
 from esper_lightning.controllers.schedules import Schedule, write_schedule
-from tests.runs import TINY, Run, fit, only_run, process
+from esper_lightning.envs import ActionConfig, HostPool
+from esper_lightning.evaluation.checkpoints import find_controller
+from esper_lightning.evaluation.play import play_episode
+from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.runtime.checkpoint import read_policy, write_policy
+from tests.callbacks.grow.trainings import QUICK
+from tests.runs import TINY, Run, command, csv_rows, fit, only_run, refusal
 
 FEW = ("--model.evaluation.hosts=2",)
 LITTLE = (*FEW, "--model.evaluation.controls=false", "--model.evaluation.against=[climbing]")
@@ -20,15 +29,12 @@ SLOTS = ("block1.pool", "block2.pool", "block3")
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
-    """Return the rows of a comparison without durations."""
-    with (folder / "evaluation.csv").open(newline="") as file:
-        return [{name: text for name, text in row.items() if "seconds" not in name} for row in csv.DictReader(file)]
+    return csv_rows(folder / "evaluation.csv")
 
 
 def compare(root: Path, *args: str) -> Path:
     """Run `test` in this process and return the folder of its only results."""
-    with patch.object(sys, "argv", sys.argv[:1]):
-        main(["test", *args, "--trainer.default_root_dir", str(root)])
+    command("test", *args, "--trainer.default_root_dir", str(root))
     (found,) = root.rglob("evaluation.csv")
     return found.parent
 
@@ -63,17 +69,6 @@ def test_fit_ends_with_the_comparison_of_all_controllers(trained: list[Run]) -> 
     assert summary["tamiyo"]["objective"]["mean"] == pytest.approx(np.mean(own), rel=1e-5)
     scalars = trained[0].scalars()
     assert scalars["test/objective"][0][1] == pytest.approx(np.mean(own), rel=1e-5)
-
-
-@pytest.mark.slow
-def test_a_fresh_process_repeats_the_comparison_from_a_checkpoint(trained: list[Run], tmp_path: Path) -> None:
-    config = ("--config", str(trained[0].folder / "config.yaml"), "--ckpt_path", lone(trained[0], tmp_path))
-
-    done = process(*config, "--trainer.default_root_dir", str(tmp_path), command="test")
-
-    assert done.returncode == 0, done.stderr
-    (found,) = tmp_path.rglob("evaluation.csv")
-    assert rows_of(found.parent) == rows_of(trained[0].folder / "evaluation")
 
 
 def test_test_repeats_the_comparison_with_other_hosts_and_rules(trained: list[Run], tmp_path: Path) -> None:
@@ -119,18 +114,26 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
         "'yoked' needs a trained policy",
     ),
     "a policy that is not there": ((*LITTLE, "--model.evaluation.policies=[no.ckpt]"), "'no.ckpt' does not exist"),
-    "a rival that is not there": (
-        (*LITTLE, "--ckpt_path=LAST", "--model.evaluation.against=[no.ckpt]"),
-        "'no.ckpt' do",
-    ),
     "a training seed twice": ((*LITTLE, "--model.evaluation.policies=[LAST, BEST]"), "are both of training seed 0"),
     "a checkpoint that is not there": ((*LITTLE, "--ckpt_path=nowhere.ckpt"), "'nowhere.ckpt' does not exist"),
-    "another policy": ((*LITTLE, "--ckpt_path=LAST", "--model.policy.width=32"), "model.policy.width: the checkpoint"),
     "other hosts": ((*LITTLE, "--ckpt_path=LAST", "--data.host.init_args.base=8"), "host: the checkpoint has"),
     "a schedule of other hosts": (
         (*FEW, "--ckpt_path=LAST", '--model.evaluation.schedules={"a": "SCHEDULE"}'),
         "the schedule is for hosts with slots",
     ),
+    "a schedule that was never searched": (
+        (*FEW, "--ckpt_path=LAST", "--model.evaluation.against=[best fixed]"),
+        "'best fixed' must be searched first; set search.steps, or name its file in schedules",
+    ),
+    "too short a search": (
+        (*FEW, "--ckpt_path=LAST", "--model.evaluation.search.steps=9"),
+        "search.steps is 9; to see one schedule on a host of each context",
+    ),
+    "a schedule that is not there": (
+        (*FEW, "--ckpt_path=LAST", "--model.evaluation.schedules={best fixed: nowhere.json}"),
+        "schedule nowhere.json cannot be read",
+    ),
+    "no contexts": ((*FEW, "--ckpt_path=LAST", "--model.evaluation.held_out=true"), "no held-out contexts"),
     "no hosts": (("--ckpt_path=LAST", "--model.evaluation.hosts=0"), "evaluation.hosts is 0"),
     "a policy of other tempos": (
         (*LITTLE, "--model.evaluation.policies=[LAST]", "--data.env.actions.tempos={SLOW: 3}"),
@@ -147,11 +150,48 @@ def test_what_cannot_be_compared_ends_in_one_line(
     known = {"LAST": trained[0].last, "BEST": trained[0].checkpoints / "best.ckpt"}
     for name, path in (known | {"SCHEDULE": tmp_path / "schedule.json"}).items():
         flags = tuple(flag.replace(name, str(path)) for flag in flags)
-    capsys.readouterr()
 
-    with pytest.raises(SystemExit) as ended:
-        compare(tmp_path, *TINY, *flags)
+    assert said in refusal(capsys, lambda: compare(tmp_path, *TINY, *flags))
 
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and said in line
+
+# Its policy, as a file of its own
+
+FAST = ActionConfig(tempos={"FAST": 2})
+
+
+def test_a_policy_as_safetensors_acts_as_that_of_its_checkpoint_and_is_found_by_name(
+    trained: list[Run], make_pool: Callable[..., HostPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("esper_lightning.runtime.checkpoint.POLICIES", tmp_path)
+    file = tmp_path / "general.safetensors"
+    write_policy(trained[0].last, file, {"zero shot": "a table"})
+
+    named, loaded = make_decider("tamiyo"), load_controller(trained[0].last)
+    pool = make_pool(2, sight=loaded.sight, actions=FAST)
+    ours, theirs = (play_episode(pool, "tamiyo", one, rng_seeds=[3, 4]) for one in (named, loaded))
+
+    assert (ours.ops == theirs.ops).all() and (ours.objective == theirs.objective).all()
+    told = read_policy(file)
+    assert told["results"] == {"zero shot": "a table"} and "torch" in told["versions"]
+    write_policy(file, file, {"zero shot": "a newer table"})
+    newer = read_policy(file)
+    assert newer["results"] == {"zero shot": "a newer table"} and newer["versions"] == told["versions"]
+    assert all(torch.equal(newer["state_dict"][name], told["state_dict"][name]) for name in told["state_dict"])
+    assert find_controller("tamiyo", "--controller").sight == loaded.sight
+    grow = Grow(["3"], decider="tamiyo")
+    rules = LifecycleConfig(
+        isolation="straight_through", training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0
+    )
+    assert (grow.lifecycle, grow.actions) == (rules, FAST), "it grows by the rules of its training"
+    own = Grow(["3"], decider="tamiyo", lifecycle=QUICK, actions=ActionConfig(blueprints=["norm"]))
+    assert own.lifecycle == QUICK and own.actions.blueprints == ["norm"]
+
+    weights, name = safetensors.torch.load_file(file), "observation_norm.host.var"
+    weights[name].fill_(math.inf)
+    with safetensors.safe_open(file, "pt") as opened:
+        safetensors.torch.save_file(weights, tmp_path / "bad.safetensors", opened.metadata())
+    with pytest.raises(ValueError, match=f"bad.safetensors'.*: {name} holds numbers that are not finite"):
+        load_controller(tmp_path / "bad.safetensors")
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ValueError, match="is damaged or no policy of this version"):
+        load_controller(file)

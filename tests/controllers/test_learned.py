@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from esper_lightning.controllers.learned import Controller, LearnedController, TrainingHosts, TrainingRules
+from esper_lightning.controllers.learned import LearnedController, TrainingHosts, TrainingRules
 from esper_lightning.controllers.rules import RandomValid, WaitOnly
 from esper_lightning.envs import HEADS, ActionConfig, HostPool, Observation, Op
 from esper_lightning.envs.actions import RELEVANT_OPS
@@ -18,6 +18,7 @@ from esper_lightning.envs.observation import ObservationConfig
 from esper_lightning.hosts import CNN
 from esper_lightning.ppo.policy import Policy
 from esper_lightning.ppo.running_norm import make_norm
+from tests.decisions import episode
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
 
 MakePool = Callable[..., HostPool]
@@ -26,18 +27,6 @@ MakePool = Callable[..., HostPool]
 @pytest.fixture(scope="module")
 def pool(make_pool: MakePool) -> HostPool:
     return make_pool(3)
-
-
-def episode(pool: HostPool, controller: Controller) -> Tensor:
-    """Play an episode on three hosts and return its actions [T, heads, N]; the pool raises if one is masked."""
-    pool.reset([1, 2, 3])
-    controller.reset(pool)
-    taken = []
-    for _ in range(pool.config.horizon):
-        action = controller.act(pool)
-        taken.append(torch.stack(action))
-        pool.step(action)
-    return torch.stack(taken)
 
 
 def test_waiting_grows_nothing(pool: HostPool) -> None:

@@ -28,7 +28,7 @@ from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.stages import Stage
 from esper_lightning.ppo.policy import Policy
 from tests.conftest import FREE, SMALL
-from tests.decisions import WAIT, Row, act, cull, fossilize, germinate
+from tests.decisions import WAIT, Row, act, cull, episode, fossilize, germinate
 
 MakePool = Callable[..., HostPool]
 
@@ -44,7 +44,6 @@ class Eager(Heuristic):
 
 @pytest.fixture(scope="module")
 def patient(make_pool: MakePool) -> HostPool:
-    """Pool for the heuristic."""
     lifecycle = LifecycleConfig(training_ticks=0, min_contribution=1.0, auto_cull=False, embargo_ticks=1)
     return make_pool(1, horizon=40, lifecycle=lifecycle)
 
@@ -157,28 +156,17 @@ def test_no_mask_is_ever_broken_and_every_episode_begins_anew(
     make_pool: MakePool, rule: Any, changes: dict[str, Any]
 ) -> None:
     pool = make_pool(2, **{"horizon": 12} | changes)
-    episodes = []
-    for _ in range(2):
-        pool.reset([1, 2])
-        rule.reset(pool)
-        episodes.append([])
-        for _ in range(pool.config.horizon):
-            action = rule.act(pool)
-            episodes[-1] += torch.stack(action).T.tolist()
-            pool.step(action)
+    first, second = episode(pool, rule), episode(pool, rule)
 
-    assert episodes[0] == episodes[1]
-    ops = {row[0] for row in episodes[0]}
+    assert torch.equal(first, second)
+    ops = set(first[:, 0].flatten().tolist())
     assert Op.GERMINATE in ops and len(ops) > 2
 
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (
-            {"every": 4},
-            {0: germinate(0, 0), 3: fossilize(0), 4: germinate(1, 1), 7: fossilize(1), 8: germinate(2, 2)},
-        ),
+        ({"every": 4}, {0: germinate(0, 0), 3: fossilize(0), 4: germinate(1, 1), 7: fossilize(1), 8: germinate(2, 2)}),
         ({"every": 3, "blueprints": ["conv_light"]}, {0: germinate(0, 2), 3: fossilize(0), 4: germinate(1, 2)}),
     ],
 )
@@ -259,7 +247,7 @@ def test_seeds_are_tried_in_the_order_of_the_settings_and_again_when_nothing_els
         for record in pool.envs[0].records:
             record.contribution = None if record.contribution is None else -1.0
         found += [row for row in play(rule, pool, 1) if row[0] == Op.GERMINATE]
-
+        assert sum(slot.live for slot in pool.envs[0].slots) <= rule.config.at_once
     assert found[: len(expected)] == expected
 
 
@@ -280,25 +268,20 @@ def test_a_seed_is_begun_while_it_can_be_judged_and_no_later(
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("kind", "config", "settings", "said"),
     [
-        (lambda: PeriodicConfig(every=0), r"periodic\.every must be at least 1, got 0"),
-        (lambda: ClimbingConfig(patience=-1), r"climbing\.patience"),
-        (lambda: ClimbingConfig(blueprints=[]), r"climbing\.blueprints"),
+        (Periodic, PeriodicConfig, {"every": 0}, r"periodic\.every must be at least 1, got 0"),
+        (HillClimbing, ClimbingConfig, {"patience": -1}, r"climbing\.patience"),
+        (HillClimbing, ClimbingConfig, {"blueprints": []}, r"climbing\.blueprints"),
+        (Periodic, PeriodicConfig, {"blueprints": ["conv_lite"]}, "'conv_lite' is not available; did you mean 'conv_l"),
+        (HillClimbing, ClimbingConfig, {"blueprints": ["conv_lite"]}, r"\.blueprints: 'conv_lite' is not available"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(make: Callable[[], object], said: str) -> None:
+def test_settings_that_make_no_sense_are_refused(
+    dear: HostPool, kind: Any, config: Any, settings: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
-        make()
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [Periodic(PeriodicConfig(blueprints=["conv_lite"])), HillClimbing(ClimbingConfig(blueprints=["conv_lite"]))],
-)
-def test_blueprints_that_are_not_on_offer_are_refused(dear: HostPool, rule: Any) -> None:
-    with pytest.raises(ValueError, match=r"\.blueprints: 'conv_lite' is not available; did you mean 'conv_light'"):
-        rule.reset(dear)
+        kind(config(**settings)).reset(dear)
 
 
 def a_schedule(pool: HostPool) -> FixedSchedule:

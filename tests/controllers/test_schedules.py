@@ -26,7 +26,7 @@ from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.evaluation.play import play_episode
 from esper_lightning.growth.stages import Stage
 from tests.conftest import FREE
-from tests.decisions import WAIT, Row, act, cull, fossilize, germinate
+from tests.decisions import WAIT, Row, act, cull, episode, fossilize, germinate
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
 
 MakePool = Callable[..., HostPool]
@@ -54,16 +54,9 @@ def record(pool: HostPool, controller: Controller, rng_seeds: Sequence[int]) -> 
     return play_episode(pool, "recorded", controller, rng_seeds=rng_seeds).schedules
 
 
-def actions_taken(pool: HostPool, controller: FixedSchedule, host: int = 0) -> list[Row]:
-    """Return the actions on one host at every tick; the pool raises if one is not possible."""
-    pool.reset([1, 2])
-    controller.reset(pool)
-    done = []
-    for _ in range(pool.config.horizon):
-        action = controller.act(pool)
-        done.append(tuple(int(head[host]) for head in action))
-        pool.step(action)
-    return done
+def rows_of(pool: HostPool, controller: FixedSchedule, host: int = 0) -> list[Row]:
+    """Return the actions on one host at every tick."""
+    return list(map(tuple, episode(pool, controller)[..., host].tolist()))
 
 
 @pytest.mark.parametrize(
@@ -97,14 +90,14 @@ def actions_taken(pool: HostPool, controller: FixedSchedule, host: int = 0) -> l
     }.values(),
 )
 def test_entries_are_carried_out(pool: HostPool, entries: list[ScheduledAction], expected: list[Row]) -> None:
-    assert actions_taken(pool, FixedSchedule(schedule(*entries))) == expected
+    assert rows_of(pool, FixedSchedule(schedule(*entries))) == expected
 
 
 def test_every_host_may_have_a_schedule_of_its_own(pool: HostPool) -> None:
     both = FixedSchedule([schedule(grow(0, "block3")), schedule(grow(1, "block1.pool"))])
 
-    assert actions_taken(pool, both, host=0)[:2] == [germinate(2), WAIT]
-    assert actions_taken(pool, both, host=1)[:2] == [WAIT, germinate(0)]
+    assert rows_of(pool, both, host=0)[:2] == [germinate(2), WAIT]
+    assert rows_of(pool, both, host=1)[:2] == [WAIT, germinate(0)]
     with pytest.raises(ValueError, match="1 schedules for 2 hosts; give one for each"):
         FixedSchedule([schedule()]).reset(pool)
 
@@ -138,8 +131,6 @@ def test_on_hosts_that_are_rolled_back_a_schedule_goes_on(make_pool: MakePool) -
 
 
 class RepeatsGermination(WaitOnly):
-    """Germinates the same seed whenever it is possible."""
-
     def act(self, pool: HostPool) -> Action:
         return act(*[germinate(2, 2) if pool.masks_on_cpu.allows(i, germinate(2, 2)) else WAIT for i in (0, 1)])
 
@@ -152,7 +143,7 @@ def test_what_the_governor_refuses_is_neither_possible_nor_recorded(
 
     assert record(pool, RepeatsGermination(), [1, 2]) == [schedule(), schedule()]
     assert pool.masks_on_cpu.allows(0, germinate(2, 2)) and not is_possible(pool, 0, germinate(2, 2))
-    assert actions_taken(pool, FixedSchedule(schedule(grow(0, "block3", "conv_light")))) == [WAIT] * pool.config.horizon
+    assert rows_of(pool, FixedSchedule(schedule(grow(0, "block3", "conv_light")))) == [WAIT] * pool.config.horizon
 
 
 def test_a_schedule_plays_where_not_everything_is_offered(make_pool: MakePool) -> None:

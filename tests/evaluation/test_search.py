@@ -202,16 +202,14 @@ def test_a_schedule_that_is_known_already_wins_by_being_better_and_not_else(
         assert (found == known) == (worth > 0.0 and episodes >= 3), "before that there is no last race"
 
 
-def test_a_budget_is_refused_before_anything_is_played_with_the_least_that_will_do(varied: HostPool) -> None:
+def test_a_budget_is_refused_before_anything_is_played_with_the_least_that_will_do(
+    varied: HostPool, make_pool: MakePool
+) -> None:
     """Three contexts in two environments take two episodes of six ticks."""
     check_budget(SearchConfig(steps=24), varied, n_envs=2)
 
     with pytest.raises(ValueError, match=r"search\.steps is 23; .* takes 24"):
         check_budget(SearchConfig(steps=23), varied, n_envs=2)
-
-
-def test_episodes_too_short_for_a_seed_are_refused(make_pool: MakePool) -> None:
     short = make_pool(1, horizon=3, lifecycle=replace(SMALL.lifecycle, training_ticks=2))
-
     with pytest.raises(ValueError, match=r"no seed can be fossilized in episodes of 3 ticks; raise env\.horizon"):
         check_budget(SearchConfig(), short, n_envs=2)

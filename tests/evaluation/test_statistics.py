@@ -36,13 +36,6 @@ def test_an_interval_over_training_seeds_and_hosts_is_that_of_all_resamples_of_b
     assert high - low > 1.3 * (over_hosts.high - over_hosts.low), "training seeds differ, which hosts alone do not show"
 
 
-def test_training_seeds_that_meet_the_same_hosts_do_not_make_hosts_more() -> None:
-    """Eight training seeds with identical results give the interval of one: hosts are resampled once for all."""
-    alone, eight = mean_interval(HOSTS), mean_interval(np.tile(HOSTS, (8, 1)))
-
-    assert eight == pytest.approx(alone, abs=0.01)
-
-
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_the_same_values_have_the_same_interval_bit_for_bit(seeds: int) -> None:
     table = np.random.default_rng(1).normal(size=(seeds, 20))

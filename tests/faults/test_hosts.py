@@ -38,45 +38,25 @@ def fill(parameter: Tensor, value: float) -> None:
     parameter.view(-1)[0] = value
 
 
-def weights_nan(env: HostEnv) -> None:
-    fill(next(env.network.parameters()), math.nan)
-
-
-def weights_inf(env: HostEnv) -> None:
-    fill(next(env.network.parameters()), math.inf)
-
-
-def momentum_nan(env: HostEnv) -> None:
-    """The first step spoils the weights."""
-    fill(env.optimizer.state[next(env.network.parameters())]["exp_avg"], math.nan)
-
-
-def activations_overflow(env: HostEnv) -> None:
-    """Make the last layer's outputs overflow float32, or half precision where it is used."""
-    with torch.no_grad():
-        env.network.head.weight.fill_(1e5 if env.loss_scale is not None else 3e38)
-
-
-def spoil_seed_with(value: float) -> Callable[[HostEnv], None]:
+def fill_seed(env: HostEnv, value: float) -> None:
     """Spoil a seed in TRAINING: its gradients become NaN, while the host's output stays sound."""
-
-    def spoil(env: HostEnv) -> None:
-        assert env.slots[0].stage is Stage.TRAINING
-        for parameter in env.slots[0].seed.parameters():
-            fill(parameter, value)
-
-    return spoil
+    assert env.slots[0].stage is Stage.TRAINING
+    for parameter in env.slots[0].seed.parameters():
+        fill(parameter, value)
 
 
-gradients_nan, gradients_inf = spoil_seed_with(math.nan), spoil_seed_with(math.inf)
+def first(env: HostEnv) -> nn.Parameter:
+    return next(env.network.parameters())
 
-FAULTS = {
-    "NaN in weights": weights_nan,
-    "inf in weights": weights_inf,
-    "NaN in momentum": momentum_nan,
-    "overflow": activations_overflow,
-    "NaN in gradients": gradients_nan,
-    "inf in gradients": gradients_inf,
+
+FAULTS: dict[str, Callable[[HostEnv], object]] = {
+    "NaN in weights": lambda env: fill(first(env), math.nan),
+    "inf in weights": lambda env: fill(first(env), math.inf),
+    "NaN in momentum": lambda env: fill(env.optimizer.state[first(env)]["exp_avg"], math.nan),
+    # In the last layer's outputs, beyond float32, or beyond half precision where it is used.
+    "overflow": lambda env: env.network.head.weight.data.fill_(3e38 if env.loss_scale is None else 1e5),
+    "NaN in gradients": lambda env: fill_seed(env, math.nan),
+    "inf in gradients": lambda env: fill_seed(env, math.inf),
 }
 
 
@@ -145,7 +125,7 @@ def test_a_spoiled_seed_whose_gradients_show_nothing_is_found_when_it_is_blended
 ) -> None:
     pool = pool_of(make_pool, executor, lifecycle=replace(SMALL.lifecycle, isolation="straight_through"))
     germinate_in_every_host(pool, blueprint=2)  # a single layer: its gradient does not depend on its weights
-    gradients_nan(pool.envs[1])
+    fill_seed(pool.envs[1], math.nan)
     step = pool.step(act(WAIT, WAIT, WAIT))
     assert step.verdicts == [] and pool.envs[1].slots[0].stage is Stage.BLENDING
     step = pool.step(act(WAIT, WAIT, WAIT))
@@ -191,9 +171,7 @@ def pool(make_pool: MakePool, fake_cuda: FakeCuda, request: pytest.FixtureReques
 
 
 @pytest.mark.parametrize(
-    ("pool", "fail", "training"),
-    pairs_of(["loop", "threads", "streams"], SHORTAGES, [True, False]),
-    indirect=["pool"],
+    ("pool", "fail", "training"), pairs_of(["loop", "threads", "streams"], SHORTAGES, [True, False]), indirect=["pool"]
 )
 def test_a_host_that_runs_out_of_memory_ends_its_episode_and_not_the_run(
     pool: HostPool, fail: Callable[[], None], training: bool
@@ -227,8 +205,7 @@ def test_a_host_that_runs_out_of_memory_ends_its_episode_and_not_the_run(
 @pytest.mark.parametrize(
     ("executor", "fail"),
     rest_is_slow(
-        product(["loop", "threads", "fused"], SHORTAGES),
-        set(zip(["loop", "threads", "fused"], SHORTAGES, strict=True)),
+        product(["loop", "threads", "fused"], SHORTAGES), set(zip(["loop", "threads", "fused"], SHORTAGES, strict=True))
     ),
 )
 def test_a_host_whose_seed_does_not_fit_into_memory_ends_its_episode(

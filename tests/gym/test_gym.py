@@ -21,7 +21,6 @@ from esper_lightning.envs import HEADS, HostPool, Op
 from esper_lightning.envs.actions import RELEVANT_OPS
 from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.envs.gymnasium import GymVector
-from esper_lightning.envs.rewards import RewardConfig
 from esper_lightning.envs.vector_env import ChoiceAction
 from esper_lightning.gym import GrowthVectorEnv, make_vector_env
 from esper_lightning.runtime.registry import config_paths
@@ -68,13 +67,6 @@ def test_rewards_of_an_episode_sum_to_the_change_of_the_objective(make_pool: Mak
     assert info["_final_obs"].all() and not np.array_equal(info["final_obs"], observation), "the next episode's"
     assert not (info["rng_seed"] % 2).any(), "those of evaluations are odd"
     assert final["rng_seed"].tolist() == begun["rng_seed"].tolist() != info["rng_seed"].tolist()
-
-
-def test_a_horizon_that_is_a_time_limit_truncates(make_pool: MakePool) -> None:
-    envs = GrowthVectorEnv(make_pool(1, horizon=1, reward=RewardConfig(horizon_is_end=False)))
-    envs.reset(seed=0)
-
-    assert [flags.tolist() for flags in envs.step(np.array([WAIT]))[2:4]] == [[False], [True]]
 
 
 def test_a_host_that_is_rolled_back_begins_a_new_episode_and_its_neighbour_goes_on(make_pool: MakePool) -> None:

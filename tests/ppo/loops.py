@@ -34,12 +34,10 @@ def cue_loop(
 
 
 def play(loop: RolloutCollector, ticks: int | None = None) -> None:
-    """Begin a rollout and step through it."""
     loop.reset()
     for _ in range(ticks or loop.buffer.ticks):
         loop.step()
 
 
 def total(terms: PPOTerms) -> torch.Tensor:
-    """Return the loss with usual coefficients."""
     return terms.policy + 0.5 * terms.value - 0.1 * terms.entropy

@@ -219,22 +219,6 @@ def test_a_vetoed_action_is_stored_as_the_wait_that_was_done(make_watched: MakeL
     assert ppo_terms(loop.policy, rollout, PPOConfig()).ratio_error < 1e-5
 
 
-def test_what_is_stored_is_what_was_seen(make_loop: MakeLoop) -> None:
-    """F3: the buffer holds the normalised observation that the policy acted upon; the first ratio is 1."""
-    loop = make_loop(3)
-    play(loop)
-    loop.finish()  # from now on normalised and raw features differ
-    loop.reset()
-    for t in range(loop.buffer.ticks):
-        raw = loop.pool.observation.features.clone()
-        loop.step()
-        assert torch.equal(loop.buffer.steps.observation.features[t], loop.observation_norm(raw))
-        assert not torch.equal(loop.buffer.steps.observation.features[t], raw)
-    rollout, _ = loop.finish()
-
-    assert ppo_terms(loop.policy, rollout, PPOConfig()).ratio_error < 1e-5
-
-
 def test_what_is_filled_every_tick_is_allocated_once(make_loop: MakeLoop) -> None:
     """S4: observation, masks and the rollout's storage are the same memory, rollout after rollout."""
     loop = make_loop(2)
@@ -260,44 +244,3 @@ def test_a_rollout_whose_random_numbers_are_a_gpus_is_refused_on_the_cpu(make_lo
 
     with pytest.raises(ValueError, match="the generator's state is of a generator on cuda, not on cpu"):
         loop.load_state_dict(of_gpu)
-
-
-def test_the_bootstrap_is_the_value_after_the_last_action(make_loop: MakeLoop) -> None:
-    """F11: the last return is reward + V(s_T), with V found by one pass over the whole sequence and s_T behind it."""
-    loop = make_loop(2, horizon_is_end=False, gamma=1.0, gae_lambda=0.0)
-    with torch.no_grad():
-        loop.policy.value[-1].weight.mul_(20.0)  # so that values differ between steps
-    play(loop)
-    buffer = loop.buffer
-    after = Observation(loop.observation_norm(loop.pool.observation.features))
-    longer = [
-        type(past)(*(torch.cat([p, n[None]]) for p, n in zip(past, now, strict=True)))
-        for past, now in ((buffer.steps.observation, after), (buffer.steps.masks, loop.pool.masks))
-    ]
-    starts = torch.cat([buffer.steps.starts, torch.zeros(1, 2, dtype=torch.bool)])
-    with torch.no_grad():
-        _, values, _ = loop.policy(longer[0], buffer.state, longer[1], starts)
-    rollout, _ = loop.finish()
-
-    assert (values[-1] - values[-2]).abs().min() > 1e-3
-    last = loop.value_norm.inverse(rollout.targets)[-1]
-    torch.testing.assert_close(last, buffer.steps.rewards[-1] + values[-1], rtol=1e-4, atol=1e-4)
-
-
-def test_the_value_clip_has_its_own_range(make_loop: MakeLoop) -> None:
-    """F12: the value clip is off by default and has its own range; neither clip touches the other's loss."""
-    loop = make_loop(3)
-    play(loop)
-    rollout, _ = loop.finish()
-    with torch.no_grad():
-        loop.policy.value[-1].bias.add_(1.0)  # values have moved since the rollout
-        loop.policy.heads.tables["op"].layers[-1].bias.add_(
-            torch.tensor([2.0, 0.0, 0.0, 0.0])
-        )  # and so have the ratios
-
-    def losses(**changes: float) -> tuple[float, float]:
-        terms = ppo_terms(loop.policy, rollout, PPOConfig(**changes))
-        return terms.policy.item(), terms.value.item()
-
-    free, value_clipped = losses(), losses(value_clip=1e-3)
-    assert value_clipped[0] == free[0] and value_clipped[1] > free[1]

@@ -115,7 +115,7 @@ KINDS = pytest.mark.parametrize("kind", [{}, {"memory": "none"}, {"asymmetric": 
 def test_log_probabilities_values_and_gae_are_those_of_the_reference(
     kind: dict[str, Any], sequence: int | None
 ) -> None:
-    """For any resets, truncations and masks. Targets are on the scale of the returns so far."""
+    """F11: the last return is reward + V(s_T). For any resets, truncations and masks; targets as the returns so far."""
     loop = make_loop(PPOConfig(gamma=0.9, gae_lambda=0.8, sequence=sequence), **kind)
     play_first(loop)
     mean, deviation = loop.value_norm.mean.double().item(), loop.value_norm.deviation.double().item()
@@ -140,18 +140,15 @@ def test_log_probabilities_values_and_gae_are_those_of_the_reference(
     expected = (table - table[free].mean()) / table[free].std()
     returns = table + mean + deviation * columns([one.values for one in judgements])
     if sequence is not None:  # three sequences of four steps for each environment
-        expected, returns = (side_by_side(part, sequence) for part in (expected, returns))
+        expected, returns = (np.concatenate(np.split(part, TICKS // sequence), 1) for part in (expected, returns))
     close(rollout.advantages, expected)
     close(loop.value_norm.inverse(rollout.targets), returns)
-
-
-def side_by_side(table: np.ndarray, ticks: int) -> np.ndarray:
-    return np.concatenate([table[begin : begin + ticks] for begin in range(0, len(table), ticks)], 1)
 
 
 @KINDS
 @pytest.mark.parametrize("sequence", [None, 3, 1])
 def test_the_ratio_is_1_before_any_update(kind: dict[str, Any], sequence: int | None) -> None:
+    """F3: the buffer holds the normalised observation that the policy acted upon, and its recurrent state."""
     loop = make_loop(PPOConfig(sequence=sequence), **kind)
     rollout, _, _ = play_twice(loop)
 
@@ -178,6 +175,10 @@ def reference_terms(rollout: Rollout, now: list[ReferenceEvaluation]) -> dict[st
         "value": error.mean(),
         "entropy": entropy.sum(-1).mean(),
         "kl": (ratio - 1.0 - np.log(ratio))[free].mean(),
+        "kl_k1": -log_ratio[free].mean(),
+        "ratio_low": ratio.min(),  # that of a forced action is 1
+        "ratio_high": ratio.max(),
+        "ratio_error": np.abs(ratio - 1.0)[free].max(),
         "clip_fraction": (np.abs(ratio - 1.0) > CLIP)[free].mean(),
         "head_entropy": entropy.sum(0) / choices.sum(0),
         "head_choice_share": choices.mean(0),
@@ -187,7 +188,11 @@ def reference_terms(rollout: Rollout, now: list[ReferenceEvaluation]) -> dict[st
 
 @KINDS
 def test_the_loss_and_its_gradient_are_those_of_the_reference(kind: dict[str, Any]) -> None:
-    """The policy has moved far enough for clipping; the gradient is checked by finite differences."""
+    """F12: the clips of ratio and value, which is off by default, have ranges of their own.
+
+    The policy has moved far enough for both; the gradient is checked by finite differences.
+    """
+    assert PPOConfig().value_clip is None
     loop = make_loop(**kind)
     rollout, played, before = play_twice(loop)
     parameters = dict(loop.policy.named_parameters())

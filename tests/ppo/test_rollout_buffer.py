@@ -1,33 +1,19 @@
 """Storage of a rollout: minibatches of whole environments, or of shorter sequences with their recurrent states."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from esper_lightning.ppo.collector import RolloutCollector
-from esper_lightning.ppo.losses import PPOConfig, ppo_terms
-from esper_lightning.ppo.rollout_buffer import Rollout
-from esper_lightning.runtime.nested import iter_tensors
+from esper_lightning.ppo.losses import PPOConfig
 from tests.cue import CueMemory
 from tests.ppo.loops import cue_loop, play
 from tests.runs import differences
 
 
-@pytest.fixture(scope="module")
-def loop(make_loop: Callable[..., RolloutCollector]) -> RolloutCollector:
-    made = make_loop(n_envs=5)
-    play(made)
-    return made
-
-
-@pytest.fixture(scope="module")
-def rollout(loop: RolloutCollector) -> Rollout:
-    return loop.finish()[0]
-
-
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
-def test_the_minibatches_of_an_epoch_hold_every_environment_once(rollout: Rollout, parts: int) -> None:
+def test_the_minibatches_of_an_epoch_hold_every_environment_once(parts: int) -> None:
+    play(loop := cue_loop(CueMemory(5, 6)))
+    rollout = loop.finish()[0]
     marked = rollout._replace(steps=rollout.steps._replace(log_prob=torch.arange(5.0).expand(6, 5)))
     minibatches = list(marked.minibatches(epochs=3, parts=parts, generator=torch.Generator().manual_seed(0)))
 
@@ -42,18 +28,8 @@ def test_the_minibatches_of_an_epoch_hold_every_environment_once(rollout: Rollou
     assert met[0] != met[1] or met[1] != met[2], "every epoch has its own order"
 
 
-def test_the_sequences_of_some_environments_are_those_columns_of_everything(rollout: Rollout) -> None:
-    some = rollout._replace(
-        state=type(rollout.state)(torch.arange(5.0)[:, None], 10 + torch.arange(5.0)[:, None])
-    ).select_envs(torch.tensor([3, 0]))
-
-    for ours, theirs in zip(iter_tensors(some[:3]), iter_tensors(rollout[:3]), strict=True):
-        assert torch.equal(ours, theirs[:, [3, 0]])
-    # The recurrent state has no time axis.
-    assert (some.state.hidden.flatten().tolist(), some.state.cell.flatten().tolist()) == ([3.0, 0.0], [13.0, 10.0])
-
-
-def test_a_rollout_in_flight_of_an_earlier_version_with_one_more_head_is_refused(loop: RolloutCollector) -> None:
+def test_a_rollout_in_flight_of_an_earlier_version_with_one_more_head_is_refused() -> None:
+    loop = memory_loop(None)
     saved = loop.buffer.state_dict()
     saved["ticks"].append(saved["ticks"][-1])
 
@@ -68,22 +44,6 @@ TICKS, ENVS = 12, 3
 
 def memory_loop(sequence: int | None) -> RolloutCollector:
     return cue_loop(CueMemory(ENVS, TICKS, delay=5), PPOConfig(sequence=sequence))
-
-
-def test_shorter_sequences_hold_the_same_steps() -> None:
-    whole, cut = memory_loop(None), memory_loop(4)
-    for loop in (whole, cut):
-        play(loop)
-    (a, _), (b, _) = whole.finish(), cut.finish()
-
-    assert b.targets.shape == (4, 3 * ENVS) and b.state.hidden.shape == (3 * ENVS, 8)
-    for ours, theirs in zip(iter_tensors(b[:3]), iter_tensors(a[:3]), strict=True):
-        assert torch.equal(torch.cat([ours[:, i * ENVS : (i + 1) * ENVS] for i in range(3)]), theirs)
-    assert torch.equal(b.state.hidden[:ENVS], a.state.hidden)
-    assert b.state.hidden[ENVS:].any(), "the later ones begin with what was remembered"
-    ours, theirs = ppo_terms(cut.policy, b, PPOConfig()), ppo_terms(whole.policy, a, PPOConfig())
-    torch.testing.assert_close(ours.value, theirs.value)
-    torch.testing.assert_close(ours.policy, theirs.policy, rtol=1e-4, atol=1e-5)
 
 
 def test_the_gradient_ends_where_a_sequence_begins() -> None:

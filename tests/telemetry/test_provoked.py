@@ -21,17 +21,14 @@ SMALL = (
 
 
 class Report(NamedTuple):
-    """Anomalies that a run reported."""
+    """Anomalies that a run reported, by name."""
 
-    levels: dict[str, list[int]]  # by name, 1 while it is raised, after each update from the first occurrence on
-    raised: set[str]  # those that were ever raised
+    levels: dict[str, list[int]]  # 1 while it is raised, after each update from the first occurrence on
     lines: dict[str, str]  # with which each was first raised
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
-    """Run a small training, and return what it reported."""
-
     def report(*args: str) -> Report:
         lines: list[str] = []
         monkeypatch.setattr(telemetry, "print_status", lines.append)
@@ -42,9 +39,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report
             for tag, points in scalars.items()
             if tag.startswith("anomaly/")
         }
-        raised = {name for name, values in levels.items() if any(values)}
-        first = {name: next(line for line in lines if line.startswith(f"anomaly {name}: ")) for name in raised}
-        return Report(levels, raised, first)
+        raised = [name for name, values in levels.items() if any(values)]
+        return Report(levels, {name: next(line for line in lines if f"anomaly {name}: " in line) for name in raised})
 
     return report
 
@@ -53,7 +49,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report
     ("flags", "raised", "said"),
     rest_is_slow(
         [
-            (("--model.ppo.lr={start: 0.0, end: 0.0}",), {"frozen_policy"}, "look at model.ppo.lr"),
             (("--model.ppo.lr={start: 1e-12, end: 1e-12}",), {"frozen_policy"}, "look at model.ppo.lr"),
             (
                 ("--model.ppo.epochs=1", "--model.ppo.minibatches=1"),
@@ -83,7 +78,7 @@ def test_a_fault_of_the_settings_is_named(
 ) -> None:
     found = run("--trainer.max_epochs=2", *flags)
 
-    assert found.raised == raised
+    assert found.lines.keys() == raised
     assert all(said in line for line in found.lines.values())
 
 
@@ -94,8 +89,8 @@ def test_large_steps_without_an_entropy_bonus_end_in_a_policy_that_tries_nothing
         "--model.ppo.lr={start: 0.05, end: 0.05}",
     )
 
-    collapsed = [name for name in found.raised if name.startswith("entropy.")]
-    assert collapsed and {"kl", "ratio_low", "ratio_high"} <= found.raised, "updates were far too large"
+    collapsed = [name for name in found.lines if name.startswith("entropy.")]
+    assert collapsed and {"kl", "ratio_low", "ratio_high"} <= found.lines.keys(), "updates were far too large"
     assert "always makes the same choice" in found.lines[collapsed[0]]
     assert "entropy.tempo" not in found.levels, "with one tempo on offer there is nothing to collapse"
 
@@ -118,7 +113,7 @@ def test_a_policy_that_only_waits_is_told_from_one_that_has_nothing_left_to_do(
     assert found.levels["waiting"] == [1, 1], "from the third update on"
     assert found.levels["entropy.op"][0] == 1
     assert "collapsed to WAIT" in found.lines["waiting"] and "data.env.objective.price" in found.lines["waiting"]
-    assert not found.raised & {"entropy.slot", "entropy.blueprint"}, "heads that never mattered"
+    assert not found.lines.keys() & {"entropy.slot", "entropy.blueprint"}, "heads that never mattered"
 
 
 @pytest.mark.slow
@@ -149,15 +144,3 @@ def test_a_healthy_run_raises_nothing(run: Callable[..., Report], seed: int) -> 
 
     # A critic after five updates may still be no better than the mean.
     assert found.levels.keys() <= {"explained_variance"}, "what never occurred has no plot"
-
-
-@pytest.mark.slow
-def test_a_resumed_run_goes_on_in_the_same_states(run: Callable[..., Report], tmp_path: Path) -> None:
-    frozen = "--model.ppo.lr={start: 0.0, end: 0.0}"
-    run(frozen, "--trainer.max_epochs=1")
-    (last,) = tmp_path.rglob("last.ckpt")
-
-    found = run(frozen, "--trainer.max_epochs=3", "--ckpt_path", str(last))
-
-    assert found.levels["frozen_policy"] == [1, 1], "the first update was counted"
-    assert found.lines["frozen_policy"].startswith("anomaly frozen_policy: raised at update 2: 0, bound 1e-06")

@@ -31,10 +31,7 @@ SCALARS, HISTOGRAMS = (
 )
 """Tags that the page describes."""
 
-NOT_HERE = {
-    *("memory/cuda", "tasks/<task>/<objective, score, parameters>"),
-    "test/<metric>",
-}
+NOT_HERE = {"memory/cuda", "tasks/<task>/<objective, score, parameters>", "test/<metric>"}
 """Tags that need a GPU (tests/envs/executors/test_imitated_gpu.py), several tasks (tests/cli/test_mixed.py) or a
 comparison (tests/cli/test_test_command.py)."""
 
@@ -98,29 +95,6 @@ def test_the_layout_is_the_plugin_s_and_every_chart_has_something_to_show(run_wi
         assert margin or patterns
         for pattern in patterns:
             assert any(re.fullmatch(pattern, name) for name in names), f"{chart.title}: nothing matches {pattern}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tick", [4, 5, 8])
-def test_a_resumed_run_goes_on_with_the_same_curves_and_doubles_nothing(tmp_path: Path, tick: int) -> None:
-    """Resume in the folder of the whole run, whose later points are void."""
-    every = with_callback(Telemetry)
-    run = fit_saving_ticks(tmp_path, *every)
-    before = run.scalars()
-
-    fit(tmp_path, *every, "--ckpt_path", str(run.checkpoints / f"tick{tick}.ckpt"))
-
-    after = run.scalars()
-    timeless = [name for name in before if not name.startswith(("time/", "memory/", "anomaly/memory", "hp_metric"))]
-    assert set(after) == set(before)
-    for name in timeless:
-        assert after[name] == before[name], name
-    found = read_scalars(run.folder)
-    for tag in HISTOGRAMS:
-        events = found.Histograms(tag)
-        steps = [event.step for event in events]
-        assert steps == sorted(set(steps)), tag
-    assert len(found.Tensors("custom_scalars__config__")) == 1
 
 
 @pytest.mark.slow
