@@ -131,7 +131,9 @@ class GrowingNetwork:
         self._sync_blocks()
 
     def _sync_blocks(self) -> None:
-        lists = [slot.found.blocks for slot in self.slots.values() if isinstance(slot, DepthSlot) and not slot.earlier]
+        lists = [
+            slot.block_list.blocks for slot in self.slots.values() if isinstance(slot, DepthSlot) and not slot.earlier
+        ]
         now = {parameter for blocks in lists for block in blocks for parameter in block.parameters()}
         remove_parameters(self.optimizer, self._in_lists - now)
         self._in_lists = now
