@@ -45,20 +45,14 @@ from esper_lightning.runtime.console import print_status
 from esper_lightning.runtime.nested import call_network, copy_module, iter_tensors
 from esper_lightning.telemetry.events import EVENTS_FILE, SCHEMA, Contributed, Event, EventLog, Started, Validated
 
-STATE_FORMAT = 5
-"""Version of the callback's state in a checkpoint."""
-
-PROBE_ROWS = 4
-"""Samples on which each blueprint is tried once, before training; two at least, for BatchNorm."""
+STATE_FORMAT = 5  # version of the callback's state in a checkpoint
+PROBE_ROWS = 4  # samples on which each blueprint is tried once, before training; two at least, for BatchNorm
 
 CHANCE_TICKS, CHANCE_RISE = 10, 0.01
 """Ticks after which a warning comes if the metric has never risen by this, on the scale of a score."""
 
-LARGEST_SHARE = 1.00001
-"""Largest metric that is taken for a share: sums of shares are rounded."""
-
-TINY = 1e-6
-"""Least share of which a logarithm is taken, and least loss by which a difference is divided."""
+LARGEST_SHARE = 1.00001  # largest metric that is taken for a share: sums of shares are rounded
+TINY = 1e-6  # least share of which a logarithm is taken, and least loss by which a difference is divided
 
 AVERAGES = "averages parameters by their place, which growth changes"
 CONFLICTING_CALLBACKS = {

@@ -49,14 +49,12 @@ LARGEST_COPIED = 2**16
 ATOMIC = (str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType, np.ndarray)
 """Types of values that refer to nothing else that a deep copy would copy."""
 
-SMALLEST = 1e-12
-"""Largest absolute difference of two measurements of the same network."""
+SMALLEST = 1e-12  # largest absolute difference of two measurements of the same network
 
 ROUNDING = {True: 1e-4, False: 2e-3}
 """Largest relative difference of two measurements of the same network, by whether the precision is 32 bits or more."""
 
-REREADINGS = 3
-"""Further readings of the validation loader before a measurement that Lightning contradicts is refused."""
+REREADINGS = 3  # further readings of the validation loader before a measurement that Lightning contradicts is refused
 
 
 class KeptBatch(NamedTuple):

@@ -17,7 +17,7 @@ RUN_FILE, LOCK_FILE = "run.json", "run.lock"
 
 
 def write_run_record(folder: Path, trainer: Trainer) -> None:
-    """Write `run.json` about this process; that of an earlier one is kept as `run.1.json` and so on."""
+    """Write `run.json` about this process. The file of an earlier process is kept as `run.1.json` and so on."""
     data: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning sets it without declaring it
     executor, precision = "", str(trainer.precision)
     if isinstance(data, HostPoolData):
@@ -28,7 +28,7 @@ def write_run_record(folder: Path, trainer: Trainer) -> None:
 
 
 def open_events(trainer: Trainer, file: str) -> EventLog | None:
-    """Open a file of events in the folder of the trainer's logger. None: it has none, or this is no first process."""
+    """Open a file of events in the folder of the trainer's logger; None without a folder, and in other processes."""
     folder = getattr(trainer.logger, "log_dir", None)  # Lightning wants it to be read on every rank
     if folder is None or not trainer.is_global_zero:
         return None

@@ -56,11 +56,8 @@ from esper_lightning.telemetry.events import SCHEMA, STACK_FILE, EventLog, Stack
 CONFLICTING_CALLBACKS = (BaseFinetuning, BatchSizeFinder, LearningRateFinder)
 """Callbacks that rearrange parameter groups, or try steps before the training."""
 
-DEFAULT_SHARE = 0.3
-"""Share of the training after which a network grows to its full depth, if nothing else is asked for."""
-
-DIGITS = 9
-"""Digits of a share of the training, so that rounding does not delay a change by a batch."""
+DEFAULT_SHARE = 0.3  # share of the training after which a network grows to its full depth, if nothing else is asked for
+DIGITS = 9  # digits of a share of the training, so that rounding does not delay a change by a batch
 
 SHALLOW: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Number of blocks that the class has built, for each list that a `Stack` has taken down."""

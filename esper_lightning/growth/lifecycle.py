@@ -104,7 +104,7 @@ def move(slot: SeedSlot, stage: Stage, cause: str) -> SeedEvent:
 
 def unchanged_stage(slot: SeedSlot, cause: str) -> SeedEvent:
     """Return an event of the seed in `slot` that leaves its stage as it is."""
-    return SeedEvent(slot.name, slot.blueprint or "", slot.stage, slot.stage, cause, slot.age)
+    return SeedEvent(slot.name, slot.blueprint or "", before=slot.stage, after=slot.stage, cause=cause, age=slot.age)
 
 
 def auto_transition(

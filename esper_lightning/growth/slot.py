@@ -19,8 +19,7 @@ Layout = Literal["image", "sequence", "vector"]
 ABSENT: Literal["absent"] = "absent"
 """Layout of a padded slot, which only exists to equalise the number of slots: no seed can grow in it."""
 
-EXTRA_STATE = "_extra_state"
-"""Name that torch gives to a module's extra state in a state dict."""
+EXTRA_STATE = "_extra_state"  # name that torch gives to a module's extra state in a state dict
 
 
 class SeedSlot(nn.Module):

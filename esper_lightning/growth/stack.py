@@ -53,8 +53,7 @@ STORAGE = {"_parameters", "_buffers", "_modules", "_compiled_call_impl"}
 FEWEST_FLAGS = 9
 """Fewest entries of a list in an optimizer, one for each parameter, by which it is not taken for other settings."""
 
-DEEPEST = 4
-"""Levels of nested containers and objects in which settings of a block are looked for."""
+DEEPEST = 4  # levels of nested containers and objects in which settings of a block are looked for
 
 
 def stack(

@@ -17,8 +17,7 @@ from esper_lightning.growth.blueprints.registry import register
 MIN_INNER, MIN_SQUEEZE = 8, 4
 """Minimum number m of inner channels of a bottleneck, and of the squeeze, whose input is only C means."""
 
-SMALL_RANK, LARGE_RANK = 8, 32
-"""Inner width of the two kinds of lora, independent of the feature's width."""
+SMALL_RANK, LARGE_RANK = 8, 32  # inner width of the two kinds of lora, independent of the feature's width
 
 
 class Residual(nn.Module):
