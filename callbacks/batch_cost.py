@@ -27,10 +27,7 @@ COUNT_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError
 
 
 class BatchCost(NamedTuple):
-    """FLOPs and targets of one training batch.
-
-    FLOPs are those of the forward and the backward pass, as a linear function of the number of blocks in each list.
-    """
+    """Targets of a training batch, and its FLOPs, forward and backward, as a linear function of numbers of blocks."""
 
     fixed: float  # FLOPs outside of the blocks
     per_block: dict[str, float]  # FLOPs of one block, by the name of its list; the mean where they differ
@@ -131,10 +128,7 @@ def _count_on_copy(
 
 
 class IdleOptimizer:
-    """Stands in for an optimizer, or a scheduler, whose step must not happen; it runs a closure for the step.
-
-    It passes for a LightningOptimizer by type, because a training step may ask.
-    """
+    """Optimizer or scheduler whose step only runs its closure; by type a LightningOptimizer, because a step may ask."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.param_groups = [dict(group) for group in optimizer.param_groups]

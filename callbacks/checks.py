@@ -72,10 +72,8 @@ def check_trainer(
 ) -> None:
     """Raise ValueError if a strategy, a callback or an average of the training does not follow a network that grows.
 
-    Args:
-        name: Name of the callback that grows the network, with which messages begin.
-        conflicting: Classes of callbacks that do not follow, with the reasons.
-        strategies: Strategies that follow, besides one device and DDP.
+    Messages begin with `name`, the callback that grows the network. `conflicting` has classes of callbacks that do not
+    follow, with the reasons; `strategies` are those that follow, besides one device and DDP.
     """
     if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy, *strategies):
         raise ValueError(

@@ -179,8 +179,7 @@ class Grow(Callback):
 
     def _config(self, horizon: int) -> EnvConfig:
         """Return the settings that deciders see, for a training of `horizon` ticks."""
-        # A trained policy has the settings of the observations in its training.
-        sight = getattr(self.decider, "sight", None) or ObservationConfig()
+        sight = getattr(self.decider, "sight", None) or ObservationConfig()  # a policy has that of its training
         return EnvConfig(
             horizon=horizon, lifecycle=self.lifecycle, actions=self.actions, objective=self.objective, sight=sight
         )
@@ -357,10 +356,7 @@ class Grow(Callback):
         self._report(trainer, events, None)
 
     def _make_pool(self, trainer: Trainer, state: Mapping[str, Any], horizon: int) -> SinglePool:
-        """Attach the slots that the network lacks, and return it as deciders see it.
-
-        What can grow is found by a trial, or is in the `state` of a checkpoint, which is empty if there is none.
-        """
+        """Attach missing slots and return the network as deciders see it; `state` of a checkpoint, or empty."""
         example = self._meter.example_input(str(self.network_name))
         rows, self._row = first_rows(example, PROBE_ROWS), first_rows(example, 1)
 
@@ -567,10 +563,8 @@ class Grow(Callback):
     # What happens in a training step.
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Average the gradients of seeds over all processes: DistributedDataParallel knows the host alone.
-
-        This may follow every backward pass, because an average of accumulated gradients is an accumulated average.
-        """
+        """Average the gradients of seeds over all processes: DistributedDataParallel knows the host alone."""
+        # Also where gradients are accumulated: an average of sums is a sum of averages.
         seeds = [slot.seed for slot in self._pool.env.slots if slot.occupied and trainer.world_size > 1]
         learning = [parameter for seed in seeds for parameter in seed.parameters() if parameter.requires_grad]
         # All gradients of one dtype are joined, because Lightning waits for all processes before each reduction.
@@ -584,10 +578,7 @@ class Grow(Callback):
                 gradient.copy_(mean.view_as(gradient))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Measure gradients, unscaled and before clipping, in the last step before a validation.
-
-        Lightning releases the gradients before the validation begins.
-        """
+        """Measure gradients, unscaled and unclipped, before a validation: Lightning releases them before it begins."""
         interval, loop = trainer.val_check_batch, trainer.fit_loop.epoch_loop
         batches = 1 + (loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx)
         # A step is expected after every `accumulate_grad_batches` batches, and after the last batch of an epoch. If
@@ -678,17 +669,12 @@ class Grow(Callback):
         """Yield the validation of a tick as an event, and the contributions if there are any."""
         metrics: dict[str, float | None] = {self.monitor: measured.metric}
         metrics |= {} if self.loss is None else {self.loss: measured.loss}
-        yield Validated(
-            tick,
-            trainer.global_step,
-            parameters=count_parameters(self.growing.module),
-            flops=PASSES_PER_STEP * self.flops_spent,
-            seconds=time.perf_counter() - self._began,
-            metrics=metrics,
-        )
+        size, flops = count_parameters(self.growing.module), PASSES_PER_STEP * self.flops_spent
+        seconds = time.perf_counter() - self._began
+        yield Validated(tick, trainer.global_step, size, flops=flops, seconds=seconds, metrics=metrics)
         if measured.contributions:
-            slots, points = list(measured.contributions), list(measured.contributions.values())
-            yield Contributed(tick, host=[0] * len(slots), slot=slots, points=points)
+            slots = list(measured.contributions)
+            yield Contributed(tick, [0] * len(slots), slots, points=list(measured.contributions.values()))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the last validation, which no decision follows, and print what has grown and what it has cost."""
@@ -749,10 +735,7 @@ def separate_clipping(clip: Callable[..., None], trainer: Trainer) -> Callable[.
 
 
 def wrap_without_seeds(trainer: Trainer, seeds: Iterable[nn.Module]) -> None:
-    """Let DistributedDataParallel know the parameters of the host alone, as if no seed had existed when it began.
-
-    Otherwise each step would wait for the gradients of a seed that was culled.
-    """
+    """Show DistributedDataParallel the host's parameters alone: it would wait for gradients of a culled seed, too."""
     strategy = trainer.strategy
     parameters = [parameter for seed in seeds for parameter in seed.parameters() if parameter.requires_grad]
     if parameters and isinstance(strategy, DDPStrategy):
@@ -773,8 +756,7 @@ def names_within(network: nn.Module, name: str, slots: Sequence[str]) -> list[st
 def find_network(module: LightningModule, name: str | None, slots: list[str]) -> tuple[str, nn.Module]:
     """Return name and module of the network that grows: the one called `name`, as in `named_modules`.
 
-    If `name` is None, it is the only child with parameters that has, or can get, all `slots`; if none are named, the
-    only one with slots built in. Raises ValueError if there is no such network, or several.
+    None: the only child with parameters that has, or can get, all `slots`; if none are named, the only one with slots.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
     if name is not None:
@@ -828,10 +810,7 @@ def find_optimizer(trainer: Trainer, network: nn.Module, name: str) -> Optimizer
 
 
 def count_ticks(trainer: Trainer, every: int, *, epochs_over: int) -> int:
-    """Return the ticks of a training after its first `epochs_over` epochs, where a tick takes `every` validations.
-
-    Raises ValueError if the trainer's settings do not determine the number.
-    """
+    """Return the ticks, of `every` validations, after `epochs_over` epochs. Raises ValueError if they are unknown."""
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return 1
     epochs, batches, interval = trainer.max_epochs, trainer.num_training_batches, trainer.val_check_batch

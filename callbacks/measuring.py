@@ -61,15 +61,12 @@ class KeptBatch(NamedTuple):
     """A batch as Lightning's validation loop takes it."""
 
     batch: Any
-    index: int
-    loader_index: int
+    batch_idx: int
+    dataloader_idx: int
 
 
 class VariantMeter:
-    """Measures a network with combinations of its seeds, on the first `count` validation batches, kept in memory.
-
-    `score` None: the metric is `monitor`, which the module logs in validation.
-    """
+    """Measures a network with combinations of its seeds, on the first `count` validation batches, kept in memory."""
 
     def __init__(
         self,
@@ -138,10 +135,7 @@ class VariantMeter:
         return values
 
     def compare(self, logged: float) -> None:
-        """Compare the metric that Lightning has logged with the last measurement, if that was of the same batches.
-
-        Raises ValueError if they differ.
-        """
+        """Raise ValueError if the metric that Lightning has logged differs from the measurement on the same batches."""
         measured, self._with_all, self.needs_proof = self._with_all, None, False
         if measured is None or not self._is_comparable or self._agree(measured, logged):
             return
@@ -233,10 +227,7 @@ def first_rows(example: ExampleInput, rows: int) -> ExampleInput:
 
 
 def check_validation(trainer: Trainer, module: LightningModule, *, by_steps: bool) -> None:
-    """Raise ValueError if validation batches cannot be read, or if `by_steps` and validation_step takes no batches.
-
-    `by_steps`: the network is measured by validation_step, and not by a score.
-    """
+    """Raise ValueError if validation batches cannot be read, or if, `by_steps`, validation_step takes no batches."""
     combined = _loaders(trainer)
     loaders = combined.flattened
     if combined._mode == "sequential" and len(loaders) > 1:
@@ -323,10 +314,7 @@ def _line(error: Exception) -> str:
 
 
 def reachable(roots: Sequence[Any]) -> Iterator[Any]:
-    """Yield all objects that a deep copy of the roots would reach, but not those that tensors and SHARED objects hold.
-
-    A SHARED object among the roots is entered.
-    """
+    """Yield all objects that a deep copy of the roots would reach; not what tensors and other SHARED objects hold."""
     seen: dict[int, Any] = {}
     waiting = list(roots)
     while waiting:
@@ -466,10 +454,7 @@ class _Batches(Iterator[KeptBatch]):
 
 
 def rerun(trainer: Trainer, batches: Sequence[KeptBatch]) -> dict[str, Tensor]:
-    """Validate the trainer's module on batches, and return what callbacks could monitor afterwards.
-
-    The state of the module is changed: see `isolated_state`.
-    """
+    """Validate the module on batches, and return the logged metrics. Its state changes: see `isolated_state`."""
     epoch_loop, wrapper = trainer.fit_loop.epoch_loop, trainer.strategy.model
     # DistributedDataParallel remembers in each pass whether buffers are to be shared in the next one.
     wrappers = [] if wrapper is trainer.lightning_module else [wrapper]

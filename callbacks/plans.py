@@ -60,11 +60,7 @@ the network is not deeper. If `needs_targets` is true, a training whose targets 
 
 
 class Shares:
-    """Plan that grows after given shares of the training.
-
-    Args:
-        at: Share after which the network has its full depth, or the number of blocks from each share on.
-    """
+    """Plan that grows to full depth after a share of the training `at`, or to a number of blocks after each share."""
 
     def __init__(self, at: float | Mapping[float, int]) -> None:
         self.at = at
@@ -141,10 +137,7 @@ FEATURES: dict[str, Callable[[Progress], float]] = {
 
 
 class PolicyPlan(AtTicks):
-    """A policy that was trained on hosts which grow in depth, as by `configs/depth.yaml`.
-
-    Args:
-        name: Name of a policy of the package, as `tamiyo_depth`, or path of a checkpoint or of a safetensors file.
+    """A policy that was trained on hosts which grow in depth: one of the package by its `name`, or a file by its path.
 
     Raises ValueError if it is a policy of something else, or reads what a training of one's own does not know.
     """

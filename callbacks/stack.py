@@ -116,8 +116,7 @@ class Stack(Callback):
             if listed_order(order) is not None and (plan is not None or len(shares) > 1):
                 raise ValueError("Stack: sources one by one are those of a single change; give order by its name")
         self.options: dict[str, Any] = {"order": order, "new": new, "state": state, "zero": zero}
-        self.built: Any = None
-        """The list in the module with all blocks that the class has built, once it is known."""
+        self.built: Any = None  # the module's list with all blocks that the class has built, once it is known
         self._lists: list[BuiltBlocks] = []  # that of the module, then those of its averaged copies
         self._loading: Trainer | None = None  # from the end of `setup` to the first batch: weights may be loaded
         self._was_loaded = False  # by the module itself, and not from a checkpoint of the Trainer
@@ -128,19 +127,15 @@ class Stack(Callback):
 
     def _forget_training(self) -> None:
         """Reset all that belongs to one training."""
-        self.depths: list[int] = []
-        """Numbers of blocks of the network so far."""
+        self.depths: list[int] = []  # numbers of blocks of the network so far
         self.lr_peak = 0.0  # only for the warning in `_grow` about a rate that has already fallen
         self._steps = -1  # optimizer steps before the last batch; -1: no batch has begun
         self._loaded: dict[str, Any] | None = None  # weights of a grown list that is resumed
         self._change_line: str | None = None  # line about a change whose first loss is not known yet
         self._loss: Tensor | None = None
-        self.cost: BatchCost | None = None
-        """FLOPs and targets of a training batch; None if they are not known."""
-        self.flops_spent = 0
-        """FLOPs of the training so far, of all processes."""
-        self.batches = 0
-        """Training batches so far."""
+        self.cost: BatchCost | None = None  # of a training batch; None if it is not known
+        self.flops_spent = 0  # FLOPs of the training so far, of all processes
+        self.batches = 0  # training batches so far
         self._metrics: dict[str, float] = {}  # of the last validation
         self._parameters: dict[int, int] = {}  # of the module, by number of blocks
         self._share, self._batches_at_share = 0.0, 0  # share of the training, and batches when it was reached
@@ -189,10 +184,7 @@ class Stack(Callback):
             self._grow_before_loading(trainer, trainer.strategy)
 
     def _grow_before_loading(self, trainer: Trainer, strategy: ModelParallelStrategy) -> None:
-        """Give the list the depth of a checkpoint before a strategy loads weights and optimizer states into it.
-
-        Raises ValueError at that moment if the checkpoint began with another number of blocks.
-        """
+        """Let the list grow to the depth of a checkpoint just before a strategy loads it, with optimizer states."""
         load_checkpoint = strategy.load_checkpoint
 
         def grow_and_load(checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -215,10 +207,7 @@ class Stack(Callback):
         vars(strategy)["load_checkpoint"] = grow_and_load
 
     def _find(self, module: nn.Module, trainer: Trainer) -> BuiltBlocks:
-        """Return the list of blocks in the LightningModule, or in its averaged copy (`WeightAveraging`, SWA).
-
-        Raises ValueError if there is none, if its blocks are not alike, or if another `Stack` grows it.
-        """
+        """Return the list of blocks in the module or its average. Raises ValueError if there is none that may grow."""
         with in_own_name():
             block_list = find_blocks(module, self.name)
         for other in stacks_of(trainer):
@@ -509,15 +498,9 @@ class Stack(Callback):
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self._metrics = trainer.strategy.broadcast(logged)  # a plan must decide alike in all processes
         if self._log is not None and self is stacks_of(trainer)[0]:
-            event = Validated(
-                tick=trainer.global_step,
-                step=trainer.global_step,
-                parameters=count_parameters(pl_module),
-                flops=float(self.flops_spent),
-                seconds=time.perf_counter() - self._began,
-                metrics=dict(self._metrics),
-            )
-            self._log.write([event])
+            step, size, flops = trainer.global_step, count_parameters(pl_module), float(self.flops_spent)
+            seconds, metrics = time.perf_counter() - self._began, dict(self._metrics)
+            self._log.write([Validated(step, step, size, flops=flops, seconds=seconds, metrics=metrics)])
 
     def _last_loss(self, trainer: Trainer) -> str:
         """Return the loss of the last batch as text."""

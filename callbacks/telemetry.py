@@ -129,9 +129,8 @@ class Telemetry(Callback):
         actions = metrics_of.choice_metrics(steps.action, steps.masks, pool.space, relevant=relevant)
         means = actions | metrics_of.lstm_metrics(collector.state)
         ratios = torch.cat([ratio.flatten() for ratio in report.ratios])
-        sent_by_ranks = ranks.gather(
-            {"means": means, "ratio": ratios, "advantage": report.summary.advantages.flatten()}
-        )
+        sent = {"means": means, "ratio": ratios, "advantage": report.summary.advantages.flatten()}
+        sent_by_ranks = ranks.gather(sent)
         if not sent_by_ranks:
             return {}
         # Ranks have equal numbers of hosts, so the mean over ranks of a mean over hosts is the mean over all hosts.
@@ -139,9 +138,7 @@ class Telemetry(Callback):
         update = trainer.current_epoch + 1
         self._write_events([Updated(tick, update, report.metrics)])
         # `self._tick` has the hosts of all ranks; `task_slices` counts those of this rank.
-        spans = {
-            task: slice(hosts.start * ranks.world, hosts.stop * ranks.world) for task, hosts in pool.task_slices.items()
-        }
+        spans = {task: slice(s.start * ranks.world, s.stop * ranks.world) for task, s in pool.task_slices.items()}
         metrics |= metrics_of.episode_metrics(self._tick, spans) | self.observer.metrics()
         metrics |= metrics_of.return_metrics(report.summary.returns)
         metrics |= {f"train/{name}": value for name, value in report.metrics.items()}

@@ -266,10 +266,7 @@ def attached_places(network: nn.Module) -> list[dict[str, Any]]:
 
 
 def attach_at(network: nn.Module, places: Iterable[SlotPlace]) -> None:
-    """Attach slots where `attached_places` of an equal network says, without an example; those there already stay.
-
-    Raises ValueError, and attaches nothing, if the network lacks a module.
-    """
+    """Attach missing slots where `attached_places` has them. Raises ValueError, before any, if a module is missing."""
     existing = slots_of(network)
     missing = [place for place in places if place["slot"] not in existing]
     for place in missing:

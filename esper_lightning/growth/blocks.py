@@ -46,19 +46,13 @@ class BlockList(NamedTuple):
         return list(self.modules)[self.skip_first : len(self.modules) - self.skip_last]
 
     def whole_order(self, order: Sequence[int]) -> list[int]:
-        """Return the index of the source of each block in the whole list, where a skipped block is its own source.
-
-        `order` has those of the other blocks, counted without the skipped ones.
-        """
+        """Return the sources of the whole list from those of the other blocks; a skipped block is its own source."""
         first, last = range(self.skip_first), range(len(self.modules) - self.skip_last, len(self.modules))
         return [*first, *(self.skip_first + source for source in order), *last]
 
     def holders(self) -> Iterator[tuple[Any, list[str]]]:
-        """Yield mappings that may hold the number of blocks, each with the names from its module to the list.
-
-        These are attributes and configurations of the modules on the way to the list and of the list, and
-        configurations of modules in its blocks.
-        """
+        """Yield attributes and configurations, of modules on the way to the list and of the list, and configurations in
+        its blocks, which may hold the number of blocks; each with the names from its module to the list."""
         for owner, path in self.owners():
             yield vars(owner), path
             yield from ((fields, path) for fields in self._configs(owner))
@@ -201,8 +195,7 @@ def index_fields(modules: Blocks) -> list[IndexField]:
     return fields
 
 
-ValueOfSources = Callable[[Sequence[int]], Any]
-"""Function that returns the value of a setting for a list whose blocks have these sources, by their former index."""
+ValueOfSources = Callable[[Sequence[int]], Any]  # value of a setting, by the former index of each block's source
 
 
 class CountField(NamedTuple):
@@ -292,9 +285,7 @@ class BlockFields:
     def fill(self, blocks: Sequence[nn.Module], sources: Sequence[int]) -> None:
         """Fill the list with blocks, in place, and set their indices and the network's settings about their number.
 
-        Args:
-            blocks: All blocks of the list. Names such as `layer_0` are continued.
-            sources: Source of each block, by the index that it had when this object was made.
+        `sources` has the source of each block, by the index that it had when this object was made.
         """
         self._fill(dict(zip(numbered(self.modules, len(blocks)), blocks, strict=True)))
         self.set_counts(sources)

@@ -29,11 +29,8 @@ from esper_lightning.runtime.nested import (
     repeat_rows,
 )
 
-SeedVariant = frozenset[str]
-"""Names of the slots whose seed is active."""
-
-Batch = tuple[Tensor | tuple[Tensor, ...], Tensor]
-"""Inputs (one tensor, or several in a tuple) and targets."""
+SeedVariant = frozenset[str]  # names of the slots whose seed is active
+Batch = tuple[Tensor | tuple[Tensor, ...], Tensor]  # inputs (one tensor, or several in a tuple) and targets
 
 ScoreFunction = Callable[[Any, Tensor], Tensor]
 """Function of outputs [B, …] and targets [B, …] that returns one score per sample, [B]."""

@@ -15,13 +15,8 @@ from esper_lightning.growth.stack import deepen, shorten
 class DepthSlot(SeedSlot):
     """Record of one growth of a list of like blocks by copies of its last ones, at once and for good.
 
-    No feature passes through it, because the network runs the list. A state dict gives the list its depth.
-
-    Args:
-        name, width: See `SeedSlot`.
-        block_list: The list, as it is before any growth.
-        most: Largest number of blocks in it.
-        earlier: Depth slots of the list that are taken before this one.
+    No feature passes through it, because the network runs the list. A state dict gives the list its depth. The largest
+    number of blocks is `most`, and `earlier` are the depth slots of the list that are taken before this one.
     """
 
     is_judged = False  # a deep network comes to rely on each of its blocks
@@ -29,8 +24,7 @@ class DepthSlot(SeedSlot):
     def __init__(
         self, name: str, width: int, block_list: BlockList, *, most: int, earlier: Sequence["DepthSlot"]
     ) -> None:
-        # Set before `__init__`, which empties the slot and needs them. A tuple hides modules, so that neither the list
-        # nor other slots become children of this slot.
+        # Before `__init__`, which empties the slot. A tuple hides the modules, which are no children of this slot.
         self.block_list, self.earlier, self.first, self.most = block_list, tuple(earlier), len(block_list.blocks), most
         super().__init__(name, STACK, width, detach_input=False)
         if not earlier:
@@ -118,13 +112,9 @@ def depth_slots(
 ) -> Sequence[DepthSlot]:
     """Return the depth slots `stack1`, `stack2` … of a list of blocks, for the network that runs it to hold.
 
-    Args:
-        network, blocks: Network, and name of the list in it.
-        most: Largest number of blocks. None: the present one, so that there are no slots.
-        width: Channels of the feature between the blocks.
-        prefix: What the names of the slots begin with.
-
-    Raises ValueError if the list cannot grow to this number.
+    `blocks` is the name of the list, `most` its largest number of blocks (None: the present one, so that there are no
+    slots), `width` the channels between blocks, and `prefix` the beginning of the slots' names. Raises ValueError if
+    the list cannot grow to this number.
     """
     if most is None:
         return []

@@ -143,10 +143,7 @@ def export(network: nn.Module | ExportedProgram, inputs: Tensor, path: str | Pat
 
 
 def _file_path(path: str | Path, example: str) -> Path:
-    """Return `path` as a Path, and create its folder.
-
-    Raises ValueError if it is a folder itself; `example` is the file name that the message suggests.
-    """
+    """Return `path`, and create its folder. Raises ValueError, which suggests `example`, if it is a folder itself."""
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file, such as {path / example}")
@@ -217,7 +214,6 @@ def fold(network: nn.Module, example_input: ExampleInput) -> list[FoldResult]:
     The check misses operations that are active only in training and are not modules, such as `F.dropout`.
 
     Args:
-        network: Network with slots.
         example_input: Input of the network; random numbers reveal more than zeros.
     """
     fossilized = [slot for slot in slots_of(network).values() if slot.stage is Stage.FOSSILIZED and slot.is_judged]

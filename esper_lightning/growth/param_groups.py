@@ -167,10 +167,7 @@ def order_groups(optimizer: Optimizer, names: Sequence[str]) -> None:
 
 @torch.no_grad()
 def reset_optimizer_state(optimizer: Optimizer) -> None:
-    """Set momenta and step counts to zero, in place.
-
-    This resets optimizers whose initial state is zero, such as SGD without dampening and Adam.
-    """
+    """Zero momenta and step counts in place: the initial state of Adam, SGD without dampening, and many others."""
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):

@@ -29,9 +29,8 @@ def branch_ends(network: nn.Module, block: nn.Module, example: ExampleInput) -> 
 
     With these at zero the block returns its input on the example, bit for bit. They are found by trial: all parameters
     of the block become zero. Then each one, in the order of use, becomes noise; if the block no longer returns its
-    input, the parameter is one of those that are returned, and becomes zero again. Noise stands for the present values,
-    of which some may be zero by chance. The parameters of experts that no token of the example chose follow those of
-    other experts. The network is unchanged afterwards.
+    input, the parameter is one of those sought, and becomes zero again. Noise stands for the present values, of which
+    some may be zero by chance. The parameters of experts that no token of the example chose follow other experts'.
 
     Raises ValueError, and leaves the network as it is, if the example does not run all of the block, if the block never
     returns its input, such as one that normalises the sum of input and branch, or if these parameters have no gradient
@@ -131,10 +130,7 @@ def _noise(parameter: Tensor, generator: torch.Generator) -> Tensor:
 def _used_parameters(
     network: nn.Module, block: nn.Module, example: ExampleInput, *, values: dict[str, Tensor]
 ) -> list[str]:
-    """Set the parameters of a block to `values`, and return the names of those that its output depends on.
-
-    Names are in the order in which the modules that own the parameters run.
-    """
+    """Set a block's parameters to `values`; return the names of those that its output depends on, in order of use."""
     calls: dict[str, int] = {}  # position of each module in the order of their first calls
     names = {module: name for name, module in block.named_modules()}
 

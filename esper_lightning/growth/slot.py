@@ -244,10 +244,7 @@ def new_seed(slot: SeedSlot, blueprint: str, *, generator: torch.Generator, birt
 
 
 class SlotHook:
-    """Forward hook that passes one tensor of a module's output through a slot.
-
-    It is an object and not a closure, so that a deep copy of the network uses its own copies of the slots.
-    """
+    """Forward hook that passes a tensor of an output through a slot; no closure, so that copies use their own slots."""
 
     def __init__(self, slot: SeedSlot, path: KeyPath, channels_last: bool) -> None:
         self.slot, self.path, self.channels_last = slot, path, channels_last

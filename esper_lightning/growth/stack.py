@@ -38,7 +38,6 @@ Order = OrderName | str | Sequence[int]
 """Sources of the blocks of a list that has grown: by a name, as ranges (`"0-3, 2-5"`), or one by one."""
 
 Content = Literal["copy", "zero", "fresh"]
-
 State = Literal["copy", "reset"]
 
 FLAT_OPTIMIZERS = ("LBFGS", "ZeroRedundancyOptimizer")
@@ -75,9 +74,8 @@ def stack(
     that its source has: buffers, extra state, modes, `requires_grad` and hooks, where a hook that holds a part of its
     block holds the copy's part. What blocks share with each other stays shared. Slots in a copy are its own, and empty.
     Indices that blocks know, such as `layer_idx`, and the configuration of the network follow. If the first backward
-    pass gives a new block no gradient, a warning says that it is not run. The guide is docs/guides/depth.md.
-
-    Raises ValueError, and changes nothing, if the list cannot grow.
+    pass gives a new block no gradient, a warning says that it is not run. Raises ValueError, and changes nothing, if
+    the list cannot grow. The guide is docs/guides/depth.md.
 
     Args:
         network: The network that runs the blocks, with its configuration.
@@ -199,10 +197,7 @@ def shorten(block_list: BlockList, to: int) -> None:
 
 
 def listed_order(order: Order) -> list[int] | None:
-    """Return the sources that an order lists, as ranges or one by one; None for a name.
-
-    Raises ValueError if it is none of these.
-    """
+    """Return the sources that an order lists, as ranges or one by one; None for a name. Raises ValueError otherwise."""
     if isinstance(order, str) and order in get_args(OrderName):
         return None
     if not isinstance(order, str):
@@ -273,10 +268,7 @@ def _values_outside_state_dicts(modules: Sequence[nn.Module | None]) -> dict[str
 
 
 def _continues(values: Sequence[Any], order: Sequence[int]) -> bool:
-    """Return True if the values of blocks are equal or repeat a pattern, and the blocks of `order` continue it.
-
-    A pattern of different values must occur at least twice.
-    """
+    """Return True if values of blocks repeat a pattern, at least twice, or are equal, and `order` continues this."""
     kinds = [next(k for k, other in enumerate(values) if _same(other, value)) for value in values]
     period = next(p for p in range(1, len(kinds) + 1) if all(kind == kinds[i % p] for i, kind in enumerate(kinds)))
     repeats = period == 1 or 2 * period <= len(kinds)
@@ -391,10 +383,7 @@ def _shared_with(block: nn.Module, block_list: BlockList) -> dict[int, Any]:
 
 
 def _copy_of(block: nn.Module, index: int, block_list: BlockList) -> nn.Module:
-    """Return a copy of a block with its hooks, buffers and attributes, and with empty slots.
-
-    `index` is the block's in the list, for the message. Raises ValueError if the block cannot be copied.
-    """
+    """Return a copy of block `index` of a list, with empty slots. Raises ValueError if it cannot be copied."""
     memo = _shared_with(block, block_list)
     ids = _ids(block) - memo.keys()
     memo |= _hooks_not_copied(block, ids)
@@ -441,10 +430,8 @@ def _is_of_sharding(hook: Any) -> bool:
 
 
 def _copy_extras(source: nn.Parameter, target: nn.Parameter, ids: set[int]) -> None:
-    """Give a new parameter the attributes of its source, and its hooks unless it has some of its own.
-
-    Raises ValueError if a hook refers to the block of the source; `ids` has the `id` of each of its parts.
-    """
+    """Give a new parameter the attributes and hooks of its source, unless it has such. Raises ValueError if a hook
+    refers to the block of the source, which has parts with these `ids`."""
     if target is source:
         return
     for name, value in vars(source).items():
@@ -464,10 +451,7 @@ def _copy_extras(source: nn.Parameter, target: nn.Parameter, ids: set[int]) -> N
 
 
 def _refers_to(value: Any, ids: set[int], depth: int = 0) -> bool:
-    """Return True if a value is, or refers to, an object with one of the `ids`; modules are not looked into.
-
-    `depth` is the number of containers and objects around the value.
-    """
+    """Return True if a value, within `depth` containers, is or refers to an object with one of the `ids`."""
     if id(value) in ids:
         return True
     if depth == DEEPEST or isinstance(value, nn.Module | Tensor | type | str | int | float | None):
@@ -494,12 +478,9 @@ def _refers_to(value: Any, ids: set[int], depth: int = 0) -> bool:
 def _places_of_copies(
     block_list: BlockList, sources: Sequence[int], is_copy: Sequence[bool]
 ) -> list[tuple[nn.Module, list[dict[str, Any]]]]:
-    """Return where slots are to be attached in copies, as in their sources: by each module that owns attached slots.
-
-    Raises ValueError if a slot is attached in a block that would get another index.
-    """
+    """Return by owner the places where copies get slots like their sources. Raises ValueError if a slot would move."""
     new_names, old_names = numbered(block_list.modules, len(sources)), list(block_list.modules._modules)
-    places_by_owner: list[tuple[nn.Module, list[dict[str, Any]]]] = []
+    places_by_owner: list[tuple[nn.Module, list[dict[str, Any]]]] = []  # an owner is a module with attached slots
     for owner, path in block_list.owners():
         old_prefixes = [".".join([*path, name]) for name in old_names]
         new_prefixes = [".".join([*path, name]) for name in new_names]
@@ -583,10 +564,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], blocks: Iterable[nn.Module
 
 
 def _kept_per_parameter(optimizer: Optimizer, held: set[int]) -> Iterator[str]:
-    """Yield the names of attributes and options in which an optimizer keeps something for each parameter.
-
-    Its states are left out. `held` has the `id` of each parameter of all optimizers.
-    """
+    """Yield the names of attributes and options, but for states, that keep something for each parameter in `held`."""
     shapes = [[p.shape for p in group["params"]] for group in optimizer.param_groups]
     attributes = {k: v for k, v in vars(optimizer).items() if k != "param_groups" and not isinstance(v, Optimizer)}
     options = [{**group, "params": None, "param_names": None} for group in optimizer.param_groups]
@@ -624,16 +602,16 @@ def _move_state(
 
 
 class _Position(NamedTuple):
-    """Where a parameter is in a grown list: index of its block, the first one if it is shared, and name within it."""
+    """Where a parameter is in a grown list."""
 
-    block: int
-    name: str
+    block: int  # index of its block, or of the first one if blocks share it
+    name: str  # within the block
 
 
 def join_groups(optimizer: Optimizer, origins: list[nn.Module], grown: list[nn.Module]) -> None:
-    """Put the parameters of new blocks into the groups of their sources, and name them if parameters have names.
+    """Put parameters of new blocks of the `grown` list into the groups of their sources, with names if these have some.
 
-    `origins` has the source of each block of the `grown` list: for a block that is not new, the block itself.
+    `origins` has the source of each block: for a block that is not new, the block itself.
     """
     positions: dict[int, _Position] = {}  # by id
     for i in reversed(range(len(grown))):  # from the last block on, so that a shared parameter is at the first one
@@ -690,18 +668,16 @@ class _TakeOver(NamedTuple):
 class BuiltBlocks:
     """The blocks that a class has built for a list, which holds only the first ones while the network is shallow.
 
-    Each block keeps the index for which it was built, with what the class gave it there: buffers that no state dict
-    holds, and settings. Growth gives it the weights and the state of its source, and whatever has changed in
-    the source since the blocks were built, such as hooks, rates of dropout, flags and modes.
+    Each block keeps the index for which it was built, with its settings and the buffers that no state dict holds.
+    Growth gives it the weights and the state of its source, and whatever has changed in the source since the blocks
+    were built, such as hooks, rates of dropout, flags and modes.
     """
 
     def __init__(self, block_list: BlockList) -> None:
         self.block_list = block_list
-        self.blocks = list(block_list.modules)
-        """All blocks that the class has built, with those that are skipped."""
+        self.blocks = list(block_list.modules)  # all that the class has built, with those that are skipped
         self._fields = BlockFields(block_list)
-        # As the class has built them, by the `id` of each module in a block: settings, names of children and
-        # parameters, and classes.
+        # As the class has built them, by the `id` of each module: settings, names of children and parameters, classes.
         modules = [module for block in self.blocks for module in block.modules()]
         self._built_settings = {
             id(module): {name: _frozen(value) for name, value in vars(module).items() if name not in STORAGE}
@@ -709,8 +685,7 @@ class BuiltBlocks:
         }
         self._built_names = {id(module): {*module._modules, *module._parameters} for module in modules}
         self._built_classes = {id(module): type(module) for module in modules}
-        # Buffers that no checkpoint holds, by module and name, are compared by their values: a network that is moved or
-        # cast has other tensors.
+        # Buffers that no checkpoint holds are compared by values: a network that is moved or cast has other tensors.
         self._built_buffers: dict[tuple[int, str], Tensor] = {}
         for module in modules:
             for name, buffer in module._buffers.items():
@@ -788,10 +763,7 @@ class BuiltBlocks:
 
     def _indices(self, depth: int) -> list[int]:
         """Return the index in `blocks` of each block in a list of `depth` blocks, with those that are skipped."""
-        return [
-            *range(self.block_list.skip_first + depth),
-            *range(len(self.blocks) - self.block_list.skip_last, len(self.blocks)),
-        ]
+        return [*range(self.block_list.skip_first + depth), *range(self.end, len(self.blocks))]
 
     def grow(
         self,
@@ -838,10 +810,7 @@ class BuiltBlocks:
     def _take_over(
         self, target: nn.Module, source: nn.Module, kept: set[int]
     ) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Give a block the content of its source, and return each parameter of the source with that of the target.
-
-        `kept` has the `id` of each module, parameter and buffer of the target that stays as it is.
-        """
+        """Give a block the content of its source, but for objects whose `id` is `kept`; return parameters in pairs."""
         memo = _shared_with(source, self.block_list)
         ids = _ids(source) - memo.keys()
         newly_shared = (_ids(source) & memo.keys()) - self._built_shared
@@ -919,23 +888,21 @@ class BuiltBlocks:
             else:
                 present.data = buffer.detach().clone()
 
-    def _matched(
-        self, source: nn.Module, target: nn.Module, newly_shared: set[int]
-    ) -> Iterator[tuple[nn.Module, nn.Module]]:
+    def _matched(self, source: nn.Module, target: nn.Module, shared: set[int]) -> Iterator[tuple[nn.Module, nn.Module]]:
         """Yield the modules of two blocks that have the same name in both: that of the source, and that of the target.
 
         Left out, with all below them, are modules that both blocks hold, those that blocks share only since the network
-        was built (`newly_shared`), and those that were replaced since by one of another type than the target has.
+        was built (`shared`), and those that were replaced since by one of another type than the target has.
         """
         if source is target:
             return
         yield source, target
         for name, child in source._modules.items():
             other = target._modules.get(name)
-            if child is None or other is None or id(child) in newly_shared:
+            if child is None or other is None or id(child) in shared:
                 continue
             if self._built_classes.get(id(child)) is type(child) or type(other) is type(child):
-                yield from self._matched(child, other, newly_shared)
+                yield from self._matched(child, other, shared)
 
     def _has_changed(self, module: nn.Module, name: str) -> bool:
         """Return True if a buffer that no state dict holds has other values than the class gave it."""
@@ -946,10 +913,7 @@ class BuiltBlocks:
         return not (torch.equal(now, built.to(now.dtype)) or torch.equal(now.to(built.dtype), built))
 
     def _take_settings(self, target: nn.Module, source: nn.Module, takeover: _TakeOver) -> None:
-        """Give a module of a block the attributes of its source that have changed since the class has built them.
-
-        Raises ValueError if one cannot be copied, or refers to the block of the source.
-        """
+        """Give a module its source's attributes that changed since they were built. Raises ValueError if it cannot."""
         source_built, present = self._built_settings.get(id(source), {}), vars(target)
         target_built = self._built_settings.get(id(target), {})
         for name, value in vars(source).items():
