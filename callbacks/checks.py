@@ -49,8 +49,7 @@ class _Setup:
         _call_configure_model(self.trainer)
         for action in self.actions:
             action()
-        # Lightning calls configure_model next. Once it does nothing: a network that is built a second time would not be
-        # the one on which the actions worked.
+        # Lightning calls configure_model next, which does nothing this once: the actions worked on these networks.
         present = vars(self.module).get("configure_model")
         _set_attribute(self.module, "configure_model", lambda: _set_attribute(self.module, "configure_model", present))
 

@@ -499,8 +499,8 @@ class Stack(Callback):
         self._metrics = trainer.strategy.broadcast(logged)  # a plan must decide alike in all processes
         if self._log is not None and self is stacks_of(trainer)[0]:
             step, size, flops = trainer.global_step, count_parameters(pl_module), float(self.flops_spent)
-            seconds, metrics = time.perf_counter() - self._began, dict(self._metrics)
-            self._log.write([Validated(step, step, size, flops=flops, seconds=seconds, metrics=metrics)])
+            seconds = time.perf_counter() - self._began
+            self._log.write([Validated(step, step, size, flops=flops, seconds=seconds, metrics=dict(self._metrics))])
 
     def _last_loss(self, trainer: Trainer) -> str:
         """Return the loss of the last batch as text."""

@@ -266,7 +266,7 @@ def attached_places(network: nn.Module) -> list[dict[str, Any]]:
 
 
 def attach_at(network: nn.Module, places: Iterable[SlotPlace]) -> None:
-    """Attach missing slots where `attached_places` has them. Raises ValueError, before any, if a module is missing."""
+    """Attach missing slots at the `places` of `attached_places`. Raises ValueError, and attaches none, if it cannot."""
     existing = slots_of(network)
     missing = [place for place in places if place["slot"] not in existing]
     for place in missing:
