@@ -48,5 +48,4 @@ DEFAULT_CALLBACKS: list[dict[str, Any]] = [
 
 def default_callbacks() -> list[Callback]:
     """Return new callbacks as a run of the command line has them; give them to `lightning.Trainer(callbacks=…)`."""
-    made = [(import_object(each["class_path"], "callback"), each.get("init_args", {})) for each in DEFAULT_CALLBACKS]
-    return [kind(**arguments) for kind, arguments in made]
+    return [import_object(entry["class_path"], "callback")(**entry.get("init_args", {})) for entry in DEFAULT_CALLBACKS]

@@ -27,17 +27,11 @@ COUNT_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError
 
 
 class BatchCost(NamedTuple):
-    """FLOPs and targets of one training batch.
+    """Targets of a training batch, and its FLOPs, forward and backward, as a linear function of numbers of blocks."""
 
-    FLOPs are those of the forward and the backward pass, as a linear function of the number of blocks in each list.
-    """
-
-    fixed: float
-    """FLOPs outside of the blocks."""
-    per_block: dict[str, float]
-    """FLOPs of one block, by the name of its list; the mean where they differ."""
-    targets: int
-    """Labels, or tokens to predict; 0 if torch's losses do not tell."""
+    fixed: float  # FLOPs outside of the blocks
+    per_block: dict[str, float]  # FLOPs of one block, by the name of its list; the mean where they differ
+    targets: int  # labels, or tokens to predict; 0 if torch's losses do not tell
 
     def flops(self, depths: Mapping[str, int]) -> int:
         """Return the FLOPs of a batch for the number of blocks in each list."""
@@ -47,45 +41,45 @@ class BatchCost(NamedTuple):
 def measure_batch(
     trainer: Trainer, module: LightningModule, depths: Mapping[str, range], *, batch: Any, batch_idx: int
 ) -> BatchCost:
-    """Measure what a training batch costs, without what checkpointed parts compute again.
+    """Measure what a training batch costs, without what activation checkpointing computes again.
 
-    The step runs on copies of the module and of the batch, as it is and with each list at its largest depth: `depths`
-    are the numbers of blocks from the present to the largest one. Raises one of COUNT_ERRORS if it does not run there.
+    `depths` has for each list of blocks the numbers of blocks from the present to the largest one. The step runs on
+    copies of the module and of the batch, as it is and with each list at its largest depth. Raises one of COUNT_ERRORS
+    if it does not run there.
     """
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ValueError("training_step takes batches from the loader itself")
 
-    def count(deeper: str = "", to: int = 0) -> FlopCounter:
+    def count(blocks: Mapping[str, int]) -> FlopCounter:
         try:
-            return _count_on_copy(trainer, module, batch, batch_idx, deeper=(deeper, to), hooked=False)
+            return _count_on_copy(trainer, module, batch, batch_idx, blocks=blocks, hooked=False)
         except COUNT_ERRORS:  # a step may need what hooks on its modules collect
-            return _count_on_copy(trainer, module, batch, batch_idx, deeper=(deeper, to), hooked=True)
+            return _count_on_copy(trainer, module, batch, batch_idx, blocks=blocks, hooked=True)
 
-    now, per_block = count(), {}
+    present, per_block = count({}), {}
     for name, numbers in depths.items():
         most = max(numbers.stop - 1, numbers.start + 1)
-        per_block[name] = (count(name, most).total - now.total) / (most - numbers.start)
-    fixed = now.total - sum(per_block[name] * numbers.start for name, numbers in depths.items())
-    return BatchCost(fixed, per_block, now.targets)
+        per_block[name] = (count({name: most}).total - present.total) / (most - numbers.start)
+    fixed = present.total - sum(per_block[name] * numbers.start for name, numbers in depths.items())
+    return BatchCost(fixed, per_block, present.targets)
 
 
 def _count_on_copy(
-    trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, *, deeper: tuple[str, int], hooked: bool
+    trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, *, blocks: Mapping[str, int], hooked: bool
 ) -> FlopCounter:
-    """Count a step on a copy, in which a list has more blocks: `deeper` is its name, empty for none, and their number.
+    """Count a training step on a copy of the module, in which lists grow to `blocks`, numbers by name of the list.
 
-    Without `hooked`, hooks that are not torch's or ours do not run.
+    Without `hooked`, hooks that are not torch's or this package's do not run.
     """
     outside = [x for x in (trainer.datamodule, *trainer.callbacks, *trainer.loggers) if x is not None]  # type: ignore[attr-defined]
     ours = ("torch.", "esper_lightning.")  # they belong to the network: a slot, a normalised weight
-    foreign = [hook for part in module.modules() for hook in hooks_of(part)] if not hooked else []
-    foreign = [hook for hook in foreign if not str(getattr(hook, "__module__", "")).startswith(ours)]
-    memo = {id(x): x for x in (trainer, *outside)} | {id(hook): pass_on for hook in foreign}
+    hooks = [hook for part in module.modules() for hook in hooks_of(part)] if not hooked else []
+    foreign_hooks = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith(ours)]
+    memo = {id(x): x for x in (trainer, *outside)} | {id(hook): pass_on for hook in foreign_hooks}
     copied: Any = copy_module(module, memo)
-    name, to = deeper
-    if name:
-        blocks = find_blocks(copied, name)
-        deepen(blocks, sources_of(len(blocks.blocks), to, "stack"), [])
+    for name, number in blocks.items():
+        block_list = find_blocks(copied, name)
+        deepen(block_list, sources_of(len(block_list.blocks), number, "stack"), optimizers=[])
     observer = copy.copy(trainer)
     observer.loggers = [DummyLogger() for _ in trainer.loggers]
     copied.trainer = observer
@@ -96,13 +90,14 @@ def _count_on_copy(
         loss.backward(*args, **kwargs)
         counter.final_backward = False
 
+    # Methods by which a step would act on the outside do nothing, and optimizers and schedulers stand still.
     methods = ("log", "log_dict", "print", "clip_gradients", "toggle_optimizer", "untoggle_optimizer")
     replaced: dict[str, Any] = dict.fromkeys(methods, lambda *_, **__: None)
-    idle = [IdleOptimizer(optimizer) for optimizer in trainer.optimizers]
-    waiting = [IdleOptimizer(config.scheduler.optimizer) for config in trainer.lr_scheduler_configs]
-    for method, stands in (("optimizers", idle), ("lr_schedulers", waiting)):
-        chosen: Any = stands if len(stands) > 1 else next(iter(stands), None)
-        replaced[method] = lambda *_, chosen=chosen, **__: chosen
+    optimizers = [IdleOptimizer(optimizer) for optimizer in trainer.optimizers]
+    idle_schedulers = [IdleOptimizer(config.scheduler.optimizer) for config in trainer.lr_scheduler_configs]
+    for method, idle in (("optimizers", optimizers), ("lr_schedulers", idle_schedulers)):
+        result: Any = idle if len(idle) > 1 else next(iter(idle), None)
+        replaced[method] = lambda *_, result=result, **__: result
     vars(copied).update(replaced | {"manual_backward": backward})
     arguments = [copy.deepcopy(batch)]
     if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):
@@ -133,10 +128,7 @@ def _count_on_copy(
 
 
 class IdleOptimizer:
-    """Stands in for an optimizer, or a scheduler, whose step must not happen; it runs a closure for the step.
-
-    It passes for a LightningOptimizer by type, because a training step may ask.
-    """
+    """Optimizer or scheduler whose step only runs its closure; by type a LightningOptimizer, because a step may ask."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.param_groups = [dict(group) for group in optimizer.param_groups]

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 
 def is_validation_of_fit(trainer: Trainer) -> bool:
-    """Return True if a validation is one of a training, and no trial before it."""
+    """Return True if the validation that runs belongs to a training, and is not Lightning's sanity check before it."""
     return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
 
 
@@ -32,30 +32,30 @@ def check_resumed(name: str, trainer: Trainer) -> None:
             )
 
 
-def after_setup(trainer: Trainer, module: LightningModule, then: Callable[[], None]) -> None:
-    """Call `then` once the module has built its networks: after its `setup` and `configure_model`, before any restore.
+def after_setup(trainer: Trainer, module: LightningModule, action: Callable[[], None]) -> None:
+    """Call `action` once the module has built its networks in `setup` and `configure_model`, and before any restore.
 
-    Lightning calls the `setup` of callbacks before that of the module.
+    Lightning calls the `setup` of callbacks before the module's.
     """
     present = vars(module).get("setup")
     if isinstance(present, _Setup):
         if present.trainer is trainer:
-            present.waiting.append(then)
+            present.actions.append(action)
             return
         present = present.replaced  # an earlier trainer has failed before it ran
-    vars(module)["setup"] = _Setup(trainer, module, present, waiting=[then])
+    vars(module)["setup"] = _Setup(trainer, module, replaced=present, actions=[action])
 
 
 class _Setup:
-    """The `setup` of a module in one run: builds all networks, calls what waits for them, and is gone.
+    """Replacement of a module's `setup` for one run: builds all networks, calls the actions, and puts `setup` back.
 
-    `replaced` is the attribute `setup` that the module had before; None: a method of its class.
+    `replaced` is the attribute `setup` that the module had before; None: only the method of its class.
     """
 
     def __init__(
-        self, trainer: Trainer, module: LightningModule, replaced: Any, *, waiting: list[Callable[[], None]]
+        self, trainer: Trainer, module: LightningModule, *, replaced: Any, actions: list[Callable[[], None]]
     ) -> None:
-        self.trainer, self.module, self.replaced, self.waiting = trainer, module, replaced, waiting
+        self.trainer, self.module, self.replaced, self.actions = trainer, module, replaced, actions
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Setup":
         return self  # a copy of the module, such as an average, must not copy the trainer
@@ -64,10 +64,10 @@ class _Setup:
         _set_attribute(self.module, "setup", self.replaced)
         self.module.setup(*args, **kwargs)
         _call_configure_model(self.trainer)
-        for then in self.waiting:
-            then()
+        for action in self.actions:
+            action()
+        # Lightning calls configure_model next, which does nothing this once: the actions worked on these networks.
         present = vars(self.module).get("configure_model")
-        # Lightning calls it next; a network that is built a second time would not be the one that was found.
         _set_attribute(self.module, "configure_model", lambda: _set_attribute(self.module, "configure_model", present))
 
 
@@ -82,14 +82,14 @@ def check_trainer(
     name: str,
     trainer: Trainer,
     module: LightningModule,
-    conflicting: Mapping[type, str],
     *,
+    conflicting: Mapping[type, str],
     strategies: tuple[type, ...] = (),
 ) -> None:
-    """Raise ValueError, which begins with `name`, if a part of the training does not follow a network that grows.
+    """Raise ValueError if a strategy, a callback or an average of the training does not follow a network that grows.
 
-    `conflicting` are the classes of callbacks that do not, each with the reason; `strategies` follow beside one device
-    and DDP.
+    Messages begin with `name`, the callback that grows the network. `conflicting` has classes of callbacks that do not
+    follow, with the reasons; `strategies` are those that follow, besides one device and DDP.
     """
     if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy, *strategies):
         raise ValueError(

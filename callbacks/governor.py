@@ -15,8 +15,7 @@ from esper_lightning.runtime.console import print_status
 if TYPE_CHECKING:
     from esper_lightning.module import TamiyoModule
 
-MAX_LINES = 5
-"""Most lines in one rollout; further rollbacks are only counted. The run's events.jsonl has all of them."""
+MAX_LINES = 5  # most lines in one rollout; further rollbacks are only counted. The run's events.jsonl has all of them
 
 
 class Governor(Callback):
@@ -43,10 +42,11 @@ class Governor(Callback):
         self._unprinted: Counter[str] = Counter()  # rollbacks of this rollout that were not printed, by kind
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: "TamiyoModule", *_: object) -> None:
+        """Print the rollbacks of this tick; those of several processes at the end of the rollout, by rank 0."""
         ranks = pl_module.collector.ranks
         diverged = [verdict for verdict in pl_module.collector.last_step.verdicts if verdict.decision.diverged]
         self._diverged += [verdict._replace(host=ranks.own[verdict.host]) for verdict in diverged]
-        if ranks.world > 1:  # rank 0 prints those of all at the end of the rollout
+        if ranks.world > 1:
             if not trainer.is_last_batch:
                 return
             self._diverged = sorted(chain.from_iterable(ranks.gather(self._diverged)), key=attrgetter("tick", "host"))

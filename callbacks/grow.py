@@ -45,20 +45,14 @@ from esper_lightning.runtime.console import print_status
 from esper_lightning.runtime.nested import call_network, copy_module, iter_tensors
 from esper_lightning.telemetry.events import EVENTS_FILE, SCHEMA, Contributed, Event, EventLog, Started, Validated
 
-STATE_FORMAT = 6
-"""Version of the callback's state in a checkpoint."""
-
-PROBE_ROWS = 4
-"""Samples on which each blueprint is tried once, before training; two at least, for BatchNorm."""
+STATE_FORMAT = 6  # version of the callback's state in a checkpoint
+PROBE_ROWS = 4  # samples on which each blueprint is tried once, before training; two at least, for BatchNorm
 
 CHANCE_TICKS, CHANCE_RISE = 10, 0.01
 """Ticks after which a warning comes if the metric has never risen by this, on the scale of a score."""
 
-LARGEST_SHARE = 1.00001
-"""Largest metric that is taken for a share: sums of shares are rounded."""
-
-TINY = 1e-6
-"""Least share of which a logarithm is taken, and least loss by which a difference is divided."""
+LARGEST_SHARE = 1.00001  # largest metric that is taken for a share: sums of shares are rounded
+TINY = 1e-6  # least share of which a logarithm is taken, and least loss by which a difference is divided
 
 AVERAGES = "averages parameters by their place, which growth changes"
 CONFLICTING_CALLBACKS = {
@@ -83,8 +77,8 @@ class Measured(NamedTuple):
     """Measurements of a validation, kept until the next training batch begins."""
 
     metric: float
-    loss: float | None
-    contributions: dict[str, float]
+    loss: float | None  # None: not monitored
+    contributions: dict[str, float]  # points of each blended seed, by slot
 
 
 class Grow(Callback):
@@ -159,7 +153,7 @@ class Grow(Callback):
         self.monitor, self.mode, self.score, self.loss = monitor, mode, score, loss
         self.num_batches, self.every, self.horizon = batches, every, horizon
         self.objective = ObjectiveConfig(price=price)
-        self._config(1)  # raises ValueError now if settings contradict each other
+        self._config(horizon=1)  # raises ValueError now if settings contradict each other
         self.seed_options = {name: float(value) for name, value in (seed_options or {}).items()}
         self.rng_seed = rng_seed
         self._log: EventLog | None = None
@@ -168,7 +162,7 @@ class Grow(Callback):
         self._forget()
 
     def _forget(self) -> None:
-        """Begin without anything from an earlier training."""
+        """Reset all that belongs to one training."""
         self.pool: SinglePool | None = None
         """The network as deciders see it; None before training."""
         self.validations = 0
@@ -176,15 +170,15 @@ class Grow(Callback):
         """State of the checkpoint whose weights the network has, empty if it holds none; None once training begins."""
         self._contributions: dict[str, float] = {}
         self._pending: Measured | None = None
-        self._gradients: Tensor | None = None  # [1 + K, 4]: those of the host, then of the seed in each slot
+        self._gradients: Tensor | None = None  # [1 + K, 4]: statistics of the host, then of the seed in each slot
         self._train_loss: Tensor | float = 0.0  # sum over batches since the last tick
         self._train_batches = 0
-        self._plateau_due = False
+        self._plateau_due = False  # True: schedulers on a plateau have not been stepped since the validation
         self.batches_seen, self.flops_spent = 0, 0
         """Training batches so far, and their cost: the sum of the FLOPs of a forward pass for one sample, by batch."""
 
     def _config(self, horizon: int) -> EnvConfig:
-        """Return the settings that deciders see."""
+        """Return the settings that deciders see, for a training of `horizon` ticks."""
         trained = self.decider.observation if isinstance(self.decider, LearnedController) else None
         return EnvConfig(
             horizon=horizon,
@@ -231,7 +225,7 @@ class Grow(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.teardown(trainer, pl_module, stage)  # an earlier run may have failed
         if stage == "fit":  # before callbacks that conflict begin; once more when the networks are built
-            check_trainer("Grow", trainer, pl_module, CONFLICTING_CALLBACKS)
+            check_trainer("Grow", trainer, pl_module, conflicting=CONFLICTING_CALLBACKS)
         after_setup(trainer, pl_module, lambda: self._find(trainer, pl_module, stage))
 
     def _find(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -242,25 +236,24 @@ class Grow(Callback):
             self._forget()
         self.network, self._resumes = network, False
         self._slots_of_this_run = frozenset([*slots_of(network), *self.slot_names])
-        load = pl_module.on_load_checkpoint
+        on_load_checkpoint = pl_module.on_load_checkpoint
 
-        def attach_first(checkpoint: dict[str, Any]) -> None:
-            # Callbacks are restored after the module, whose weights are loaded strictly.
+        def attach_and_load(checkpoint: dict[str, Any]) -> None:
+            # Slots are attached here, because callbacks are restored after the module, whose weights must fit.
             if not ends_trial(trainer):  # in which nothing grows
                 self._restored, self._resumes = checkpoint.get("callbacks", {}).get(self.state_key, {}), True
-                records = (self._restored or {}).get("attached", [])
-                attach_at(network, records)
+                attach_at(network, (self._restored or {}).get("attached", []))
                 attach_from_state_dict(network, checkpoint["state_dict"], prefix=f"{self.network_name}.")
-            load(checkpoint)
+            on_load_checkpoint(checkpoint)
 
-        vars(pl_module)["on_load_checkpoint"] = attach_first
+        vars(pl_module)["on_load_checkpoint"] = attach_and_load
         if stage == "fit":
             self._check(trainer, pl_module)
             vars(pl_module)["clip_gradients"] = separate_clipping(pl_module.clip_gradients, trainer)
 
     def _check(self, trainer: Trainer, module: LightningModule) -> None:
         """Raise ValueError if this network cannot grow in this training."""
-        check_trainer("Grow", trainer, module, CONFLICTING_CALLBACKS)
+        check_trainer("Grow", trainer, module, conflicting=CONFLICTING_CALLBACKS)
         parts = {"": module, **{f"{self.network_name}.{name}": part for name, part in self.network.named_modules()}}
         for name, part in parts.items():
             if is_compiled(part) or module._compiler_ctx is not None:
@@ -273,11 +266,11 @@ class Grow(Callback):
                 raise ValueError(
                     f"Grow: {name!r} is for depth, which the callback Stack grows; build the network without it"
                 )
-        missing = [name for name in self.slot_names if name not in present]
-        try:
-            check_new_slots(self.network, missing) if missing else None
-        except ValueError as error:
-            raise ValueError(f"Grow: in {self.network_name!r}, {error}") from error
+        if missing := [name for name in self.slot_names if name not in present]:
+            try:
+                check_new_slots(self.network, missing)
+            except ValueError as error:
+                raise ValueError(f"Grow: in {self.network_name!r}, {error}") from error
         if not trainer.enable_validation:
             raise ValueError(
                 "Grow: each validation is followed by a decision, and this run has none; define validation_step and "
@@ -285,7 +278,7 @@ class Grow(Callback):
             )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        for name in ("on_load_checkpoint", "clip_gradients"):  # others ran in their place
+        for name in ("on_load_checkpoint", "clip_gradients"):  # the module's own methods are in force again
             vars(pl_module).pop(name, None)
         vars(self).pop("_meter", None)  # releases its batches
         if self._log is not None:
@@ -295,6 +288,7 @@ class Grow(Callback):
     # Training begins.
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the optimizer, and give the seeds of a network that has some their parameter groups in it."""
         self.optimizer = find_optimizer(trainer, self.network, str(self.network_name))
         self._growing: GrowingNetwork | None = None
         if self._resumes:
@@ -306,11 +300,12 @@ class Grow(Callback):
                 "that was saved with Grow, or load the weights (attach_from_state_dict) and begin a new training"
             )
         if slots:
-            # Lightning restores optimizer and schedulers after this hook; seeds must have their groups by then.
+            # By now, because Lightning restores optimizer and schedulers after this hook.
             self._growing = self._hold_seeds(trainer)
             wrap_without_seeds(trainer, (slot.seed for slot in slots.values()))
 
     def _hold_seeds(self, trainer: Trainer) -> GrowingNetwork:
+        """Return the network with its optimizer, in which each seed has a parameter group that schedulers follow."""
         device = next(iter(slots_of(self.network).values())).alpha.device
         host = host_groups(self.optimizer)[0]
         host.setdefault("initial_lr", host["lr"])  # a rate that is set by hand has no scheduler that remembers it
@@ -328,6 +323,7 @@ class Grow(Callback):
         return growing
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make the pool that the decider sees, and begin to grow the network or go on with it."""
         state = (self._restored or {}) if self._resumes else {}
         # A run of this callback that goes on counts from its own beginning; epochs before it are over.
         epochs_over = 0 if state else trainer.current_epoch
@@ -342,6 +338,32 @@ class Grow(Callback):
         )
         if state:
             self._check_state(state)
+        self.pool = pool = self._make_pool(trainer, state, horizon)
+        events: list[SeedEvent] = []
+        if state:
+            self._continue(trainer, state)
+        else:  # the network is measured before its first epoch, and the first decision carried out
+            variants = [frozenset(slot.name for slot in self._blended)]
+            (metric,) = self._meter.measure(variants)
+            loss = None if self.loss is None else self._meter.measure(variants, self.loss)[0]
+            pool.begin(self._validation(metric, loss))
+            self.decider.reset(pool)
+            events = self._decide(trainer)
+        tick, flops, space = pool.env.tick, pool.env.flops, pool.space
+        self._log = open_events(trainer, EVENTS_FILE)
+        if self._log is not None:
+            if state:
+                self._log.discard_after(tick)
+            layout: dict[str, Any] = {"slots": space.slot, "blueprints": space.blueprint, "behind": flops.behind}
+            started = Started(tick, SCHEMA, hosts=1, horizon=horizon, score=self.monitor, flops=flops.host, **layout)
+            self._log.write([started])
+            self._began = time.perf_counter()
+            write_run_record(self._log.path.parent, trainer)
+        self._step_flops = flops.with_seeds(pool.env.slots)
+        self._report(trainer, events, None)
+
+    def _make_pool(self, trainer: Trainer, state: Mapping[str, Any], horizon: int) -> SinglePool:
+        """Attach missing slots and return the network as deciders see it; `state` of a checkpoint, or empty."""
         example = self._meter.example_input(str(self.network_name))
         rows, self._row = first_rows(example, PROBE_ROWS), first_rows(example, 1)
 
@@ -349,7 +371,7 @@ class Grow(Callback):
             outputs = [x for x in iter_tensors(call_network(network, rows)) if x.is_floating_point()]
             return torch.stack([(x.float() - 1.0).square().mean() for x in outputs]).sum()
 
-        with isolate_rng(), precision.tensor_init_context():
+        with isolate_rng(), trainer.precision_plugin.tensor_init_context():
             missing = [name for name in self.slot_names if name not in slots_of(self.network)]
             if missing:
                 attach_slots(self.network, missing, example)
@@ -365,27 +387,7 @@ class Grow(Callback):
         growing.horizon = horizon
         self._forget()
         env = GrowthRecord(growing, space, actions=self.actions, objective=self.objective, flops=flops)
-        self.pool = SinglePool(env, trainer.strategy.broadcast(growable), config)
-        events: list[SeedEvent] = []
-        if state:
-            self._continue(trainer, state)
-        else:  # the network is measured before its first epoch, and the first decision carried out
-            variants = [frozenset(slot.name for slot in self._blended)]
-            (metric,) = self._meter.measure(variants)
-            loss = None if self.loss is None else self._meter.measure(variants, self.loss)[0]
-            self.pool.begin(self._validation(metric, loss))
-            self.decider.reset(self.pool)
-            events = self._decide(trainer)
-        self._log = open_events(trainer, EVENTS_FILE)
-        if self._log is not None:
-            if state:
-                self._log.discard_after(env.tick)
-            layout = (space.slot, space.blueprint, self.monitor, flops.host, flops.behind)
-            self._log.write([Started(env.tick, SCHEMA, 1, horizon, *layout)])
-            self._began = time.perf_counter()
-            write_run_record(self._log.path.parent, trainer)
-        self._step_flops = flops.with_seeds(env.slots)
-        self._tell(trainer, events, None)
+        return SinglePool(env, trainer.strategy.broadcast(growable), config)
 
     def _without_seeds(self) -> nn.Module:
         """Return a copy of the network whose slots are empty."""
@@ -395,7 +397,7 @@ class Grow(Callback):
         return host
 
     def _follow_host(self) -> None:
-        """Count the host anew if blocks have come to it, which are no seeds: `Stack` may grow it in depth."""
+        """Update the host's parameters and FLOPs if the callback `Stack` has grown it in depth."""
         env = self._pool.env
         parameters = count_parameters(self.network) - sum(slot.size for slot in env.slots)
         if parameters != env.host_parameters:
@@ -420,7 +422,7 @@ class Grow(Callback):
                 )
 
     def _continue(self, trainer: Trainer, state: dict[str, Any]) -> None:
-        """Restore growth, decider and running sums from a checkpoint of this callback, after network and optimizer."""
+        """Restore growth, decider and running sums from the state of a checkpoint, after network and optimizer."""
         pool = self._pool
         # `max_epochs` may have changed since the checkpoint. Nothing in the record depends on it.
         pool.env.load_record_state(state["record"])
@@ -435,7 +437,9 @@ class Grow(Callback):
             raise ValueError(f"Grow: {name} cannot continue a run; give it state_dict and load_state_dict(pool, state)")
         self.decider.load_state_dict(pool, saved)
         self.validations = state["validations"]
-        self._pending = None if state["pending"] is None else Measured(*state["pending"][:3])
+        if state["pending"] is not None:
+            metric, loss, contributions, *_ = state["pending"]  # earlier versions saved more
+            self._pending = Measured(metric, loss, contributions)
         self._gradients = state["gradients"]
         self._train_loss, self._train_batches = state["train_loss"], state["train_batches"]
         self.batches_seen, self.flops_spent = state["batches_seen"], state["flops_spent"]
@@ -447,6 +451,7 @@ class Grow(Callback):
     # One tick: a validation is measured, and followed by a decision before the next training batch.
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure the contribution of each blended seed, on the first batches of the validation that begins."""
         if not is_validation_of_fit(trainer):
             return
         self.validations += 1
@@ -455,13 +460,15 @@ class Grow(Callback):
             return
         slots = self._pool.env.slots
         judged, variants = judge_seeds(slots)
-        if trainer.world_size > 1:  # running statistics and other buffers are those of the first process
-            for buffer in (buffer for slot in slots for buffer in slot.seed.buffers()):
-                torch.distributed.broadcast(buffer, src=0)
+        if trainer.world_size > 1:  # seeds have the running statistics and other buffers of the first process
+            for slot in slots:
+                for buffer in slot.seed.buffers():
+                    torch.distributed.broadcast(buffer, src=0)
         if judged or self._meter.needs_proof:
-            whole, *without = self._meter.measure(variants)
+            with_all, *without_each = self._meter.measure(variants)
             self._contributions = {
-                name: points_between(whole, rest, self.mode) for name, rest in zip(judged, without, strict=True)
+                slot: points_between(with_all, without, self.mode)
+                for slot, without in zip(judged, without_each, strict=True)
             }
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -477,6 +484,7 @@ class Grow(Callback):
             pl_module.log_dict(metrics, sync_dist=trainer.world_size > 1, batch_size=1)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the metric and the loss of the validation for the decision before the next training batch."""
         if not is_validation_of_fit(trainer):
             return
         self._plateau_due = trainer.is_last_batch
@@ -511,13 +519,14 @@ class Grow(Callback):
             score = math.exp(-max(metric, 0.0)) if self.mode == "min" else min(metric, 1.0)
         if loss is None:
             loss = metric if self.mode == "min" else -math.log(max(score, TINY))
-        whole = LossAndScore(loss, score)
-        return Validation(all_seeds=whole, without=[], fossilized=whole)
+        measured = LossAndScore(loss, score)
+        return Validation(all_seeds=measured, without=[], fossilized=measured)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._plateau_due = False
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """After a validation: record its tick, advance the seeds' stages, and carry out the next decision."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -532,25 +541,25 @@ class Grow(Callback):
             gradients = self._gradients.tolist()
         host, *seeds = (GradientStats(*row) for row in gradients)
         numbers = {self.monitor: pending.metric, self.loss: pending.loss, "the training loss": loss}
-        broken = [str(name) for name, number in numbers.items() if not math.isfinite(number or 0.0)]
-        broken = trainer.strategy.broadcast(broken)  # each process has a training loss of its own
-        if broken:
-            rank_zero_warn(f"Grow: {' and '.join(broken)} is not finite; seeds stay as they are until it is")
+        not_finite = [str(name) for name, number in numbers.items() if not math.isfinite(number or 0.0)]
+        not_finite = trainer.strategy.broadcast(not_finite)  # each process has a training loss of its own
+        if not_finite:
+            rank_zero_warn(f"Grow: {' and '.join(not_finite)} is not finite; seeds stay as they are until it is")
             growing.lifecycle = replace(self.lifecycle, auto_cull=False)
-        # The score on training data is unknown; deciders see that of validation.
-        result = EpochResult(TrainingStats(loss, score, 0, host, seeds), validation)
-        events = pool.record(result, pending.contributions, bool(broken))
+        # The score on training data is unknown; deciders see the score of the validation instead.
+        training = TrainingStats(loss, score, skipped_steps=0, host_gradient=host, seed_gradients=seeds)
+        events = pool.record(EpochResult(training, validation), pending.contributions, hold_stages=bool(not_finite))
         growing.lifecycle = self.lifecycle
-        scores = pool.env.history.score  # that of before the training is the first
+        scores = pool.env.history.score  # the first one is of before the training
         if pool.env.tick == CHANCE_TICKS and max(scores) < scores[0] + CHANCE_RISE:
             rank_zero_warn(
                 f"Grow: after {CHANCE_TICKS} ticks {self.monitor} is hardly better than before training; growth does "
                 f"not help a network that does not learn: see to its data and learning rate first"
             )
-        if pool.env.tick < pool.env.horizon and not broken:
+        if pool.env.tick < pool.env.horizon and not not_finite:
             events += self._decide(trainer)
         self._step_flops = pool.env.flops.with_seeds(pool.env.slots)
-        self._tell(trainer, events, pending)
+        self._report(trainer, events, pending)
         self._gradients, self._train_loss, self._train_batches = None, 0.0, 0
 
     def _decide(self, trainer: Trainer) -> list[SeedEvent]:
@@ -561,13 +570,11 @@ class Grow(Callback):
     # What happens in a training step.
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Average the gradients of seeds over all processes: DistributedDataParallel knows the host alone.
-
-        Averages of accumulated gradients are accumulated averages, so this may follow every backward pass.
-        """
+        """Average the gradients of seeds over all processes: DistributedDataParallel knows the host alone."""
+        # Also where gradients are accumulated: an average of sums is a sum of averages.
         seeds = [slot.seed for slot in self._pool.env.slots if slot.occupied and trainer.world_size > 1]
         learning = [parameter for seed in seeds for parameter in seed.parameters() if parameter.requires_grad]
-        # In one piece for each type of number, because Lightning waits for all processes before each.
+        # All gradients of one dtype are joined, because Lightning waits for all processes before each reduction.
         for dtype in {parameter.dtype: None for parameter in learning}:
             parameters = [parameter for parameter in learning if parameter.dtype == dtype]
             for parameter in parameters:
@@ -578,7 +585,7 @@ class Grow(Callback):
                 gradient.copy_(mean.view_as(gradient))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Measure gradients before a validation, unscaled and before clipping: Lightning releases them first."""
+        """Measure gradients, unscaled and unclipped, before a validation: Lightning releases them before it begins."""
         interval, loop = trainer.val_check_batch, trainer.fit_loop.epoch_loop
         batches = 1 + (loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx)
         # A step is expected after every `accumulate_grad_batches` batches, and after the last batch of an epoch. If
@@ -586,7 +593,7 @@ class Grow(Callback):
         is_due = (trainer.is_last_batch or interval is None) or (
             not math.isinf(interval) and -batches % interval < trainer.accumulate_grad_batches
         )
-        # Those of the first step are used if the last one overflowed, or if a manual optimization skips it.
+        # The gradients of the first step are used if the last step overflows, or if a manual optimization skips it.
         is_due = is_due or (self._may_skip_steps and self._gradients is None)
         if is_due and optimizer is self.optimizer:
             measured = self.growing.gradient_stats_tensor()
@@ -598,6 +605,7 @@ class Grow(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        """Count the batch and its FLOPs, and add its loss to the running sum."""
         self.batches_seen += 1
         self.flops_spent += self._step_flops
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
@@ -612,7 +620,7 @@ class Grow(Callback):
     # What is saved and shown.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the network, the optimizer and the schedulers do not hold."""
+        """Return the state of growth and of the decider that network, optimizer and schedulers do not hold."""
         if self._restored is not None:
             return self._restored
         if self.pool is None:
@@ -640,7 +648,7 @@ class Grow(Callback):
         }
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add to the callback's state the values with which schedulers on a plateau are still to be stepped."""
+        """Add to the callback's state, for each scheduler, the metric with which it is still to be stepped, or None."""
         if self._restored is None and self.state_key in checkpoint["callbacks"]:
             metrics = trainer.callback_metrics
             checkpoint["callbacks"][self.state_key]["plateaus"] = [
@@ -650,11 +658,12 @@ class Grow(Callback):
                 for config in trainer.lr_scheduler_configs
             ]
 
-    def _tell(self, trainer: Trainer, changes: Sequence[SeedEvent], measured: Measured | None) -> None:
+    def _report(self, trainer: Trainer, changes: Sequence[SeedEvent], measured: Measured | None) -> None:
         """Print the changes of the present tick, and record them and the measurements, in the first process."""
         tick = self._pool.env.tick
         for change in changes if trainer.is_global_zero else ():
             worth = "" if change.contribution is None else f", worth {change.contribution:+.1f} points"
+            # Reasons in a change speak of points, too, and those of a loss are percent of it.
             unit = "points" if self.mode == "max" else "% of the loss"
             print_status(f"Grow, tick {tick}: {change}{worth}".replace(" points", f" {unit}"))
         if self._log is not None:
@@ -664,17 +673,19 @@ class Grow(Callback):
             self._log.write(events)
 
     def _measurements(self, trainer: Trainer, tick: int, measured: Measured) -> Iterator[Event]:
-        """Yield the validation as an event, and the contributions if there are any."""
+        """Yield the validation of a tick as an event, and the contributions if there are any."""
         metrics: dict[str, float | None] = {self.monitor: measured.metric}
         metrics |= {} if self.loss is None else {self.loss: measured.loss}
-        size = (count_parameters(self.growing.module), PASSES_PER_STEP * self.flops_spent)
-        yield Validated(tick, trainer.global_step, *size, time.perf_counter() - self._began, metrics)
+        size, flops = count_parameters(self.growing.module), PASSES_PER_STEP * self.flops_spent
+        seconds = time.perf_counter() - self._began
+        yield Validated(tick, trainer.global_step, size, flops=flops, seconds=seconds, metrics=metrics)
         if measured.contributions:
-            hosts = [0] * len(measured.contributions)
-            yield Contributed(tick, hosts, list(measured.contributions), list(measured.contributions.values()))
+            slots = list(measured.contributions)
+            yield Contributed(tick, [0] * len(slots), slots, points=list(measured.contributions.values()))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._log is not None and self._pending is not None:  # of the last validation, which no decision follows
+        """Record the last validation, which no decision follows, and print what has grown and what it has cost."""
+        if self._log is not None and self._pending is not None:
             self._log.write(self._measurements(trainer, self._pool.env.tick + 1, self._pending))
         if trainer.is_global_zero:
             self._follow_host()
@@ -692,24 +703,24 @@ class Grow(Callback):
 
 
 def make_decider(decider: str | Decider) -> Decider:
-    """Return the decider of a name or a file; an object is returned as it is."""
+    """Return the decider with a name, an import path or a file; an object is returned as it is."""
     if isinstance(decider, str):
         return find_controller(decider, "Grow")
     check_methods(decider, "Grow: decider")
     return decider
 
 
-def points_between(better: float, worse: float, mode: str) -> float:
-    """Return how much better one metric is than another, negative if it is worse.
+def points_between(metric: float, reference: float, mode: str) -> float:
+    """Return by how much a metric is better than a reference, in points; negative if it is worse.
 
-    Mode "max": the difference · 100. Mode "min": the difference as a share of the second's size, in percent. A metric
-    that is not finite is worse than any other by 100.
+    Mode "max": the difference · 100. Mode "min": the difference in percent of the reference's size. A metric that is
+    not finite is worse by 100 than any that is.
     """
-    if not (math.isfinite(better) and math.isfinite(worse)):
-        return POINTS_PER_UNIT * (math.isfinite(better) - math.isfinite(worse))
+    if not (math.isfinite(metric) and math.isfinite(reference)):
+        return POINTS_PER_UNIT * (math.isfinite(metric) - math.isfinite(reference))
     if mode == "max":
-        return POINTS_PER_UNIT * (better - worse)
-    return POINTS_PER_UNIT * (worse - better) / max(abs(worse), TINY)
+        return POINTS_PER_UNIT * (metric - reference)
+    return POINTS_PER_UNIT * (reference - metric) / max(abs(reference), TINY)
 
 
 def separate_clipping(clip: Callable[..., None], trainer: Trainer) -> Callable[..., None]:
@@ -719,10 +730,10 @@ def separate_clipping(clip: Callable[..., None], trainer: Trainer) -> Callable[.
         raw = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer in manual optimization
         groups = list(raw.param_groups)
         is_clipped = gradient_clip_val or trainer.gradient_clip_val  # Lightning calls this after every step
-        parts = [host_groups(raw), *([seed] for seed in seed_groups(raw))] if is_clipped else [groups]
+        clipped_alone = [host_groups(raw), *([seed] for seed in seed_groups(raw))] if is_clipped else [groups]
         try:
-            for part in parts:
-                raw.param_groups[:] = part
+            for host_or_seed in clipped_alone:
+                raw.param_groups[:] = host_or_seed
                 clip(raw, gradient_clip_val, *args, **kwargs)
         finally:
             raw.param_groups[:] = groups
@@ -731,14 +742,11 @@ def separate_clipping(clip: Callable[..., None], trainer: Trainer) -> Callable[.
 
 
 def wrap_without_seeds(trainer: Trainer, seeds: Iterable[nn.Module]) -> None:
-    """Let DistributedDataParallel know the parameters of the host alone, as if no seed had existed when it began.
-
-    It waits in each step for the gradients of all parameters that it knows, also for those of a seed that is culled.
-    """
+    """Show DistributedDataParallel the host's parameters alone: it would wait for gradients of a culled seed, too."""
     strategy = trainer.strategy
     parameters = [parameter for seed in seeds for parameter in seed.parameters() if parameter.requires_grad]
     if parameters and isinstance(strategy, DDPStrategy):
-        strategy.model = strategy.lightning_module  # releases the wrapper that knows them, with its hooks
+        strategy.model = strategy.lightning_module  # releases the wrapper that knows the seeds, with its hooks
         for parameter in parameters:
             parameter.requires_grad_(False)
         strategy.configure_ddp()
@@ -747,7 +755,7 @@ def wrap_without_seeds(trainer: Trainer, seeds: Iterable[nn.Module]) -> None:
 
 
 def names_within(network: nn.Module, name: str, slots: Sequence[str]) -> list[str]:
-    """Return the names of slots within the network called `name`, of slots that may be named in the LightningModule."""
+    """Return slot names as seen from `network`: without the prefix `name.`, where the LightningModule's name has it."""
     modules = dict(network.named_modules())
     return [slot if slot in modules else slot.removeprefix(f"{name}.") for slot in slots]
 
@@ -755,7 +763,7 @@ def names_within(network: nn.Module, name: str, slots: Sequence[str]) -> list[st
 def find_network(module: LightningModule, name: str | None, slots: list[str]) -> tuple[str, nn.Module]:
     """Return name and module of the network that grows: the one called `name`, as in `named_modules`.
 
-    None: the only child with parameters and all `slots`, or if none are named with slots built in.
+    None: the only child with parameters that has, or can get, all `slots`; if none are named, the only one with slots.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
     if name is not None:
@@ -764,6 +772,7 @@ def find_network(module: LightningModule, name: str | None, slots: list[str]) ->
         return name, modules[name]
 
     def fits(name: str, child: nn.Module) -> bool:
+        """Return True if a child has, or can get, the named slots; if none are named, if it has any slot."""
         existing = slots_of(child)
         if not (missing := [slot for slot in names_within(child, name, slots) if slot not in existing]):
             return bool(existing)
@@ -808,7 +817,7 @@ def find_optimizer(trainer: Trainer, network: nn.Module, name: str) -> Optimizer
 
 
 def count_ticks(trainer: Trainer, every: int, *, epochs_over: int) -> int:
-    """Return the ticks of a training after its first epochs. Raises ValueError if the settings do not tell."""
+    """Return the ticks, of `every` validations, after `epochs_over` epochs. Raises ValueError if they are unknown."""
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return 1
     epochs, batches, interval = trainer.max_epochs, trainer.num_training_batches, trainer.val_check_batch

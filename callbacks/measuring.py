@@ -10,12 +10,13 @@ import inspect
 import math
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,9 +40,6 @@ from esper_lightning.growth.counterfactual import ScoreFunction, SeedVariant, ac
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.runtime.nested import COPY_ERRORS, ExampleInput, batch_size, iter_tensors, map_tensors
 
-KeptBatch = tuple[Any, int, int]
-"""A batch as the loader gave it, its index, and the index of its loader."""
-
 SHARED = (Trainer, Strategy, LightningDataModule, Callback, Logger, Dataset, DataLoader, CombinedLoader, Optimizer)
 """Classes of what a module may hold, and a validation does not change."""
 
@@ -49,19 +47,26 @@ LARGEST_COPIED = 2**16
 """Most elements of a parameter without gradient that is taken for state, such as a count, and copied."""
 
 ATOMIC = (str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType, np.ndarray)
+"""Types of values that refer to nothing else that a deep copy would copy."""
 
-SMALLEST = 1e-12
-"""Difference of two measurements that is never taken for one."""
+SMALLEST = 1e-12  # largest absolute difference of two measurements of the same network
 
 ROUNDING = {True: 1e-4, False: 2e-3}
 """Largest relative difference of two measurements of the same network, by whether the precision is 32 bits or more."""
 
-REREADINGS = 3
-"""Further readings of the validation loader before a measurement that Lightning contradicts is refused."""
+REREADINGS = 3  # further readings of the validation loader before a measurement that Lightning contradicts is refused
+
+
+class KeptBatch(NamedTuple):
+    """A batch as Lightning's validation loop takes it."""
+
+    batch: Any
+    batch_idx: int
+    dataloader_idx: int
 
 
 class VariantMeter:
-    """Measures a network, whose seeds are switched, on the first `count` validation batches, kept in memory."""
+    """Measures a network with combinations of its seeds, on the first `count` validation batches, kept in memory."""
 
     def __init__(
         self,
@@ -75,7 +80,7 @@ class VariantMeter:
     ) -> None:
         self.trainer, self.module, self.network = trainer, module, network
         self.monitor, self.score, self.count = monitor, score, count
-        self._whole: float | None = None  # the metric of all seeds, until it is compared
+        self._with_all: float | None = None  # the metric with all seeds, until it is compared
         if trainer.val_dataloaders is None:  # they are loaded before the first validation, which may be far away
             trainer.validating = True
             trainer.fit_loop.epoch_loop.val_loop.setup_data()
@@ -83,18 +88,18 @@ class VariantMeter:
         check_validation(trainer, module, by_steps=score is None)
         self.batches, are_all = read_batches(trainer, count)
         self._is_comparable = score is None and trainer.strategy.reduce_boolean_decision(are_all)
-        if self._is_comparable and self._vary(1):
-            self._exempt()
+        if self._is_comparable and self._batches_vary(readings=1):
+            self._give_up_comparison()
         self.needs_proof = self._is_comparable
         """True until Lightning has logged what was measured, if it validates on the same batches."""
 
-    def _vary(self, readings: int) -> bool:
-        """Return True if the loader gives other batches when it is read again, in any process."""
-        again = (read_batches(self.trainer, self.count, other=i + 1)[0] for i in range(readings))
+    def _batches_vary(self, readings: int) -> bool:
+        """Return True if the loader, read again some times, gives other batches, in any process."""
+        again = (read_batches(self.trainer, self.count, rereading=i + 1)[0] for i in range(readings))
         differ = any(not same_batches(self.batches, batches) for batches in again)
         return self.trainer.strategy.reduce_boolean_decision(differ, all=False)
 
-    def _exempt(self) -> None:
+    def _give_up_comparison(self) -> None:
         self._is_comparable = False
         rank_zero_warn(
             f"Grow: the validation loader gives other batches each time; seeds are measured on the first ones, and "
@@ -102,10 +107,11 @@ class VariantMeter:
         )
 
     def measure(self, variants: Sequence[SeedVariant], name: str | None = None) -> list[float]:
-        """Return the metric (or the one called `name`) with each combination of seeds, averaged over processes.
+        """Return the metric with each combination of seeds, averaged over processes.
 
-        If there are several, the first is measured once more at the end, in the state that the last one has left.
-        Raises ValueError if it then has another value.
+        `name` is that of a logged metric. None: the score, or the metric `monitor`. Of several combinations the first
+        is measured once more at the end, in the state that the last one has left. Raises ValueError if the metric
+        then has another value.
         """
         if self.score is not None and name is None:
             with isolate_rng(), torch.no_grad(), isolated_state(self.network):
@@ -118,35 +124,32 @@ class VariantMeter:
                 values.append(self._value(variant, name))
                 if len(values) == len(variants) > 1:
                     values.append(self._value(variants[0], name))
-        if len(variants) > 1 and not self._agree(values[0], last := values.pop()):
+        if len(variants) > 1 and not self._agree(values[0], repeated := values.pop()):
             raise ValueError(
-                f"Grow: {name} of one network is {values[0]:.6g} at first and {last:.6g} after other seeds were "
+                f"Grow: {name} of one network is {values[0]:.6g} at first and {repeated:.6g} after other seeds were "
                 f"measured, so validation changes something that is not reset or not in the module; mend that, or give "
                 f"Grow(score=…)"
             )
         if name == self.monitor:
-            self._whole = values[0]
+            self._with_all = values[0]
         return values
 
     def compare(self, logged: float) -> None:
-        """Compare a metric that Lightning has logged with that of the last measurement, if it was of the same batches.
-
-        Raises ValueError if they differ.
-        """
-        whole, self._whole, self.needs_proof = self._whole, None, False
-        if whole is None or not self._is_comparable or self._agree(whole, logged):
+        """Raise ValueError if the metric that Lightning has logged differs from the measurement on the same batches."""
+        measured, self._with_all, self.needs_proof = self._with_all, None, False
+        if measured is None or not self._is_comparable or self._agree(measured, logged):
             return
-        if self._vary(REREADINGS):
-            self._exempt()
+        if self._batches_vary(readings=REREADINGS):
+            self._give_up_comparison()
             return
         raise ValueError(
-            f"Grow: {self.monitor} is {whole:.6g} as Grow measures it and {logged:.6g} as Lightning logged it, so that "
-            f"seeds would be judged wrongly; reset all metrics in each validation, and keep all that it depends on in "
-            f"the module (no callback, no global), or give Grow(score=…)"
+            f"Grow: {self.monitor} is {measured:.6g} as Grow measures it and {logged:.6g} as Lightning logged it, so "
+            f"that seeds would be judged wrongly; reset all metrics in each validation, and keep all that it depends "
+            f"on in the module (no callback, no global), or give Grow(score=…)"
         )
 
     def _agree(self, one: float, other: float) -> bool:
-        """Return True if two measurements are equal up to rounding, in the first process."""
+        """Return, in all processes, whether two measurements are equal up to rounding in the first one."""
         if math.isfinite(one) and math.isfinite(other):
             tolerance = ROUNDING["16" not in str(self.trainer.precision)]
             agree = math.isclose(one, other, rel_tol=tolerance, abs_tol=SMALLEST)
@@ -165,9 +168,9 @@ class VariantMeter:
             )
         return mean_over_processes(self.trainer, logged[name])
 
-    def _pair(self, item: tuple[Any, int, int]) -> tuple[Any, Any]:
+    def _pair(self, kept: KeptBatch) -> tuple[Any, Any]:
         """Return inputs and targets of a batch, prepared as the trainer does before a validation step."""
-        batch = self.trainer.precision_plugin.convert_input(clone_batch(item[0]))
+        batch = self.trainer.precision_plugin.convert_input(clone_batch(kept.batch))
         batch = self.module._on_before_batch_transfer(batch, dataloader_idx=0)
         pair = tuple(self.trainer.strategy.batch_to_device(batch, dataloader_idx=0))
         if len(pair) != 2:
@@ -176,41 +179,41 @@ class VariantMeter:
 
     def example_input(self, name: str) -> ExampleInput:
         """Return what the module calls the network `name` with in validation, in the dtype of its parameters."""
-        seen: list[ExampleInput] = []
+        examples: list[ExampleInput] = []
 
-        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self.module._current_fx_name != "validation_step":
+        def keep_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self.module._current_fx_name != "validation_step":  # other hooks may call the network, too
                 return
             names = inspect.signature(module.forward).parameters
-            seen.append(dict(zip(names, args, strict=False)) | kwargs if kwargs else args)
-            raise _Seen
+            examples.append(dict(zip(names, args, strict=False)) | kwargs if kwargs else args)
+            raise _NetworkCalled
 
         if self.score is not None:
-            inputs = self._pair(self.batches[0])[0]
-            seen.append(inputs if isinstance(inputs, tuple) else (inputs,))
+            inputs, _ = self._pair(self.batches[0])
+            examples.append(inputs if isinstance(inputs, tuple) else (inputs,))
         else:
-            handle = self.network.register_forward_pre_hook(see, with_kwargs=True)
+            handle = self.network.register_forward_pre_hook(keep_arguments, with_kwargs=True)
             try:
                 with (
                     isolate_rng(),
                     torch.compiler.set_stance("force_eager"),  # compiled code does not call a hook that comes later
                     isolated_state(self.module),
-                    suppress(_Seen),
+                    suppress(_NetworkCalled),
                 ):
                     rerun(self.trainer, self.batches[:1])
             finally:
                 handle.remove()
-        if not seen:
+        if not examples:
             raise ValueError(
                 f"Grow: validation_step does not call {name!r}; name the network that it calls, as self.{name}(x)"
             )
-        if batch_size(seen[0]) < 2:
+        if batch_size(examples[0]) < 2:
             raise ValueError("Grow: the first validation batch has one sample; give the loader a batch_size of 2")
         dtype = next(self.network.parameters()).dtype
-        return map_tensors(seen[0], lambda x: x.to(dtype) if x.is_floating_point() else x)
+        return map_tensors(examples[0], lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
-class _Seen(Exception):
+class _NetworkCalled(Exception):
     """Ends a validation once the network is called."""
 
 
@@ -224,7 +227,7 @@ def first_rows(example: ExampleInput, rows: int) -> ExampleInput:
 
 
 def check_validation(trainer: Trainer, module: LightningModule, *, by_steps: bool) -> None:
-    """Raise ValueError if validation batches cannot be read, or (`by_steps`) validation_step takes none."""
+    """Raise ValueError if validation batches cannot be read, or if, `by_steps`, validation_step takes no batches."""
     combined = _loaders(trainer)
     loaders = combined.flattened
     if combined._mode == "sequential" and len(loaders) > 1:
@@ -247,28 +250,29 @@ def _loaders(trainer: Trainer) -> CombinedLoader:
     return loaders
 
 
-def read_batches(trainer: Trainer, count: int, *, other: int = 0) -> tuple[list[KeptBatch], bool]:
+def read_batches(trainer: Trainer, count: int, *, rereading: int = 0) -> tuple[list[KeptBatch], bool]:
     """Return the first `count` validation batches as Lightning reads them, and whether there are no more.
 
-    If the loader draws random numbers, each value of `other` stands for other ones.
+    `rereading` is the number of a further reading, in which a loader that draws random numbers draws other ones; 0: the
+    reading that Lightning would do now.
     """
-    source, limits = _loaders(trainer), trainer.fit_loop.epoch_loop.val_loop._max_batches
-    loader = CombinedLoader(source.iterables, source._mode)  # a validation that is under way reads the other one
-    loader.limits = limits
-    generators = [part for part in reachable(source.flattened) if isinstance(part, torch.Generator)]
+    source = _loaders(trainer)
+    loader = CombinedLoader(source.iterables, source._mode)  # a validation that is under way reads from `source`
+    loader.limits = trainer.fit_loop.epoch_loop.val_loop._max_batches
+    generators = [value for value in reachable(source.flattened) if isinstance(value, torch.Generator)]
     states = [generator.get_state() for generator in generators]
     with isolate_rng():
-        if other:
-            torch.manual_seed(other)
-            np.random.seed(other)
-            random.seed(other)
+        if rereading:
+            torch.manual_seed(rereading)
+            np.random.seed(rereading)
+            random.seed(rereading)
             for generator in generators:
-                generator.manual_seed(other)
+                generator.manual_seed(rereading)
         for part in loader.flattened:
-            _set_sampler_epoch(part, trainer.current_epoch + other)
+            _set_sampler_epoch(part, trainer.current_epoch + rereading)
         fetcher = _PrefetchDataFetcher()
         fetcher.setup(loader)
-        batches = list(islice(iter(fetcher), count))
+        batches = [KeptBatch(*kept) for kept in islice(iter(fetcher), count)]
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
     if not batches:
@@ -280,7 +284,7 @@ def read_batches(trainer: Trainer, count: int, *, other: int = 0) -> tuple[list[
 
 
 def same_batches(one: Any, other: Any) -> bool:
-    """Return True if two nested values have the same tensors and other values."""
+    """Return True if two nested values have equal tensors, where NaN equals NaN, and equal other values."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.shape == other.shape and bool(((one == other) | (one != one)).all())
     if isinstance(one, np.ndarray):
@@ -310,7 +314,7 @@ def _line(error: Exception) -> str:
 
 
 def reachable(roots: Sequence[Any]) -> Iterator[Any]:
-    """Yield all objects that a deep copy of these would reach; not what tensors and SHARED objects hold."""
+    """Yield all objects that a deep copy of the roots would reach; not what tensors and other SHARED objects hold."""
     seen: dict[int, Any] = {}
     waiting = list(roots)
     while waiting:
@@ -331,25 +335,25 @@ def reachable(roots: Sequence[Any]) -> Iterator[Any]:
 
 
 @contextmanager
-def kept_attributes(*things: Any) -> Iterator[None]:
-    """Restore the attributes of these objects afterwards, and remove new ones; generators get their state again."""
-    kept = [dict(vars(thing)) for thing in things]
-    values = [value for attributes in kept for value in attributes.values()]
-    python = [(x, x.getstate()) for x in values if isinstance(x, random.Random)]
-    numpy = [(x, x.bit_generator.state) for x in values if isinstance(x, np.random.Generator)]
-    torches = [(x, x.get_state()) for x in values if isinstance(x, torch.Generator)]
+def kept_attributes(*objects: Any) -> Iterator[None]:
+    """Afterwards restore the attributes of objects, remove new ones, and restore the state of random generators."""
+    kept = [dict(vars(owner)) for owner in objects]
+    restore: list[Callable[[], object]] = []
+    for value in (value for attributes in kept for value in attributes.values()):
+        if isinstance(value, random.Random):
+            restore.append(partial(value.setstate, value.getstate()))
+        elif isinstance(value, np.random.Generator):
+            restore.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+        elif isinstance(value, torch.Generator):
+            restore.append(partial(value.set_state, value.get_state()))
     try:
         yield
     finally:
-        for generator, state in python:
-            generator.setstate(state)
-        for generator, state in numpy:
-            generator.bit_generator.state = state
-        for generator, state in torches:
-            generator.set_state(state)
-        for thing, attributes in zip(things, kept, strict=True):
-            vars(thing).clear()
-            vars(thing).update(attributes)
+        for restore_generator in restore:
+            restore_generator()
+        for owner, attributes in zip(objects, kept, strict=True):
+            vars(owner).clear()
+            vars(owner).update(attributes)
 
 
 def _is_copyable(value: Any) -> bool:
@@ -368,7 +372,7 @@ def isolated_state(module: nn.Module, *, reset: bool = False) -> Iterator[None]:
     With `reset` torchmetrics begin without what they have counted.
     """
     parts = list(module.modules())
-    shared: dict[int, Any] = {id(part): part for part in parts}
+    shared: dict[int, Any] = {id(part): part for part in parts}  # a memo for deepcopy: what is not copied, by id
     metrics: list[Any] = []
     values = list(reachable(parts))
     for value in values:
@@ -406,7 +410,7 @@ def isolated_state(module: nn.Module, *, reset: bool = False) -> Iterator[None]:
 
 
 class _StandIn:
-    """Object in the place of another one, of which it seems to be."""
+    """Object in the place of another one, whose class it seems to have."""
 
     def __init__(self, other: Any) -> None:
         self._other = other
@@ -434,7 +438,7 @@ class _Silent(_StandIn):
 
 
 class _Batches(Iterator[KeptBatch]):
-    """Copies of batches in memory; `done` once the last is given."""
+    """Iterator over copies of batches in memory, in place of Lightning's; `done` once it has given the last one."""
 
     done = False
 
@@ -444,16 +448,13 @@ class _Batches(Iterator[KeptBatch]):
     def __next__(self) -> KeptBatch:
         if not self.left:
             raise StopIteration
-        batch, *place = self.left.popleft()
+        kept = self.left.popleft()
         self.done = not self.left
-        return clone_batch(batch), *place
+        return kept._replace(batch=clone_batch(kept.batch))
 
 
 def rerun(trainer: Trainer, batches: Sequence[KeptBatch]) -> dict[str, Tensor]:
-    """Validate the trainer's module on batches, and return what callbacks could monitor afterwards.
-
-    The state of the module is changed: see `isolated_state`.
-    """
+    """Validate the module on batches, and return the logged metrics. Its state changes: see `isolated_state`."""
     epoch_loop, wrapper = trainer.fit_loop.epoch_loop, trainer.strategy.model
     # DistributedDataParallel remembers in each pass whether buffers are to be shared in the next one.
     wrappers = [] if wrapper is trainer.lightning_module else [wrapper]
@@ -463,6 +464,7 @@ def rerun(trainer: Trainer, batches: Sequence[KeptBatch]) -> dict[str, Tensor]:
         trainer.loggers = [_Silent(logger) for logger in trainer.loggers]
         trainer.profiler = PassThroughProfiler()
         epoch_loop.val_loop = _loop_over(trainer, batches)
+        # Logged metrics go to copies, and those that the run has set are returned.
         connector = trainer._logger_connector = copy.copy(trainer._logger_connector)
         connector._first_loop_iter = connector._current_fx = None
         earlier = dict(connector._callback_metrics)
@@ -474,11 +476,11 @@ def rerun(trainer: Trainer, batches: Sequence[KeptBatch]) -> dict[str, Tensor]:
 
 
 def _loop_over(trainer: Trainer, batches: Sequence[KeptBatch]) -> Any:
-    """Return a loop of validation like that of the trainer, which goes over batches in memory."""
-    like = trainer.fit_loop.epoch_loop.val_loop
+    """Return a validation loop like the trainer's, which goes over batches in memory."""
+    original = trainer.fit_loop.epoch_loop.val_loop
     # No inference mode: what lives longer than the run, such as a cached table, may be used in training.
-    loop = type(like)(trainer, TrainerFn.FITTING, RunningStage.VALIDATING, verbose=False, inference_mode=False)
-    loop._combined_loader, loop._max_batches = like._combined_loader, like._max_batches
+    loop = type(original)(trainer, TrainerFn.FITTING, RunningStage.VALIDATING, verbose=False, inference_mode=False)
+    loop._combined_loader, loop._max_batches = original._combined_loader, original._max_batches
     vars(loop)["setup_data"] = lambda: None
     vars(loop)["reset"] = lambda: setattr(loop, "_data_fetcher", _Batches(batches))
     return loop

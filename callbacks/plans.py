@@ -17,8 +17,7 @@ from esper_lightning.growth.blueprints import STACK
 from esper_lightning.runtime.checkpoint import HORIZON_KEY, IDENTITY_KEY, names_policy, read_policy
 from esper_lightning.runtime.registry import import_object
 
-EPSILON = 1e-6
-"""Part of a tick by which a plan may be asked early, so that rounding does not delay it."""
+EPSILON = 1e-6  # part of a tick by which a plan may be asked early, so that rounding does not delay it
 
 
 class Progress(NamedTuple):
@@ -61,11 +60,7 @@ the network is not deeper. If `needs_targets` is true, a training whose targets 
 
 
 class Shares:
-    """Plan that grows after given shares of the training.
-
-    Args:
-        at: Share after which the network has its full depth, or the number of blocks from each share on.
-    """
+    """Plan that grows to full depth after a share of the training `at`, or to a number of blocks after each share."""
 
     def __init__(self, at: float | Mapping[float, int]) -> None:
         self.at = at
@@ -117,8 +112,8 @@ class ScalingPlan(AtTicks):
         return progress.deeper if is_due and targets >= Scaling.targets else progress.depth
 
 
-class Places(NamedTuple):
-    """A network in training whose list has places for more blocks, in the form in which controllers read a pool."""
+class DepthPool(NamedTuple):
+    """A network in training with its depth slots, in the form in which controllers read a pool of one host."""
 
     space: ActionSpace
     feature_names: list[str]
@@ -138,14 +133,11 @@ FEATURES: dict[str, Callable[[Progress], float]] = {
     "slot.DORMANT": lambda progress: 1.0,
     "blueprint.present": lambda progress: 1.0,
 }
-"""Features of a network, of a place that is free, and of a copy there, as in the observation of hosts."""
+"""Features of a network and of its depth slots, as in the observation of hosts, each as a function of the progress."""
 
 
 class PolicyPlan(AtTicks):
-    """A policy that was trained on hosts which grow in depth, as by `configs/depth.yaml`.
-
-    Args:
-        name: Name of a policy of the package, as `tamiyo_depth`, or path of a checkpoint or of a safetensors file.
+    """A policy that was trained on hosts which grow in depth: one of the package by its `name`, or a file by its path.
 
     Raises ValueError if it is a policy of something else, or reads what a training of one's own does not know.
     """
@@ -170,32 +162,36 @@ class PolicyPlan(AtTicks):
         self._begun = False
 
     def decide(self, progress: Progress) -> int:
-        places = self._places(progress._replace(share=self.tick / self.ticks))  # as in its training, without rounding
+        pool: Any = self._as_pool(
+            progress._replace(share=self.tick / self.ticks)
+        )  # as in its training, without rounding
         if self._saved is not None:
-            self.controller.load_state_dict(places, self._saved)  # pyright: ignore[reportArgumentType]
+            self.controller.load_state_dict(pool, self._saved)
         elif not self._begun:
-            self.controller.reset(places)  # pyright: ignore[reportArgumentType]
+            self.controller.reset(pool)
         self._saved, self._begun = None, True
-        chosen = self.controller.act(places)  # pyright: ignore[reportArgumentType]
-        return progress.deeper if int(chosen.op) == Op.GERMINATE else progress.depth
+        action = self.controller.act(pool)
+        return progress.deeper if int(action.op) == Op.GERMINATE else progress.depth
 
-    def _places(self, progress: Progress) -> Places:
-        number = -(-(progress.most - progress.first) // progress.first)
-        taken = -(-(progress.depth - progress.first) // progress.first)
+    def _as_pool(self, progress: Progress) -> DepthPool:
+        """Return a training as the policy sees it: with a depth slot for each growth, of which the next one is open."""
+        num_slots = math.ceil((progress.most - progress.first) / progress.first)
+        num_taken = math.ceil((progress.depth - progress.first) / progress.first)
         names = self.training.features
-        rows = torch.tensor([[[FEATURES[name](progress) for name in names]] * number])
+        features = [FEATURES[name](progress) for name in names]
+        rows = torch.tensor([[features] * num_slots])  # [1, K, features]
         if "slot.DORMANT" in names:
-            rows[0, :taken, names.index("slot.DORMANT")] = 0.0
-        possible = torch.zeros(1, len(Op), number, dtype=torch.bool)
+            rows[0, :num_taken, names.index("slot.DORMANT")] = 0.0
+        possible = torch.zeros(1, len(Op), num_slots, dtype=torch.bool)
         possible[0, Op.WAIT] = True
-        possible[0, Op.GERMINATE, taken : taken + 1] = True
-        masks = Masks(possible, torch.ones(1, number, 1, dtype=torch.bool), torch.zeros(1, dtype=torch.bool))
-        space = self.training.space._replace(slot=[f"stack{i + 1}" for i in range(number)])
-        return Places(space, names, Observation(rows), masks, torch.zeros(1, dtype=torch.bool))
+        possible[0, Op.GERMINATE, num_taken : num_taken + 1] = True
+        masks = Masks(possible, torch.ones(1, num_slots, 1, dtype=torch.bool), torch.zeros(1, dtype=torch.bool))
+        space = self.training.space._replace(slot=[f"stack{i + 1}" for i in range(num_slots)])
+        return DepthPool(space, names, Observation(rows), masks, episode_starts=torch.zeros(1, dtype=torch.bool))
 
     def state_dict(self) -> dict[str, Any]:
-        policy = self.controller.state_dict() if self._begun else self._saved
-        return super().state_dict() | {"policy": policy}
+        policy_state = self.controller.state_dict() if self._begun else self._saved
+        return super().state_dict() | {"policy": policy_state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

@@ -39,53 +39,58 @@ class RolloutState(Callback):
         self._module = pl_module
 
     def state_dict(self) -> dict[str, Any]:
-        if not hasattr(self._module, "collector"):  # nothing has been trained: the policy alone is saved
+        """Return the rollout of all ranks and the random states of each; {} if nothing has been trained."""
+        if not hasattr(self._module, "collector"):
             return {}
         collector = self._module.collector
         ranks, collector_state, randoms = collector.ranks, collector.state_dict(), random_states()
         if ranks.world == 1:
             return {"loop": collector_state, "random": randoms}
-        rows: list[Tensor] = []  # the parts with a row per environment, in the order of `map_rows`
-        map_rows(collector_state, lambda part, _: rows.append(part) or part)
-        of_ranks = ranks.gather({"rows": rows, "random": randoms})
+        rows: list[Tensor] = []  # tensors with a row per environment of this rank, in the order of `map_rows`
+        map_rows(collector_state, lambda tensor, _: rows.append(tensor) or tensor)
+        sent_by_ranks = ranks.gather({"rows": rows, "random": randoms})
         if ranks.rank == 0:
-            columns = zip(*(sent["rows"] for sent in of_ranks), strict=True)
-            collector_state |= map_rows(collector_state, lambda _, axis: ranks.join(next(columns), axis))
-        return {"loop": collector_state, "random": randoms, OTHER_RANKS_KEY: [sent["random"] for sent in of_ranks[1:]]}
+            rows_of_ranks = zip(*(sent["rows"] for sent in sent_by_ranks), strict=True)  # each tensor from every rank
+            collector_state |= map_rows(collector_state, lambda _, axis: ranks.join(next(rows_of_ranks), axis))
+        others = [sent["random"] for sent in sent_by_ranks[1:]]
+        return {"loop": collector_state, "random": randoms, OTHER_RANKS_KEY: others}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._pending = state_dict  # Lightning calls this before the loop exists
 
     def on_train_start(self, trainer: Trainer, pl_module: "TamiyoModule") -> None:
+        """Restore the rollout, with the rows of this rank's environments, and the random states of this rank."""
         # Not earlier: devices must be set up, and the start of training draws random numbers.
         if self._pending is not None:
             collector_state, ranks = self._pending["loop"], pl_module.collector.ranks
             if ranks.world > 1 and "buffer" in collector_state:  # a rollout that begins anew has none
                 collector_state = collector_state | map_rows(collector_state, ranks.rows)
             pl_module.collector.load_state_dict(collector_state)
-            of_ranks = [self._pending["random"], *self._pending.get(OTHER_RANKS_KEY, [])]
-            if ranks.rank == 0 or len(of_ranks) == ranks.world:
-                set_random_states(of_ranks[ranks.rank])
+            random_by_rank = [self._pending["random"], *self._pending.get(OTHER_RANKS_KEY, [])]
+            if ranks.rank == 0 or len(random_by_rank) == ranks.world:
+                set_random_states(random_by_rank[ranks.rank])
             self._pending = None
 
 
 def map_rows(collector_state: dict[str, Any], change: Callable[[Tensor, int], Tensor]) -> dict[str, Any]:
-    """Apply `change` to every tensor of a collector's state that has one row per environment, and return these parts.
+    """Return the entries of a collector's state with one row per environment, each tensor changed by `change`.
 
     `change(tensor, axis)` gets the axis of the environments: 0, or 1 for tensors [T, N, …].
     """
     buffer = collector_state["buffer"]
-    changed: dict[str, Any] = {"state": [change(part, 0) for part in collector_state["state"]]}
+    changed: dict[str, Any] = {"state": [change(tensor, 0) for tensor in collector_state["state"]]}
     for name, axis in (("starts", 0), ("raw_features", 1), ("raw_privileged", 1), ("final_values", 1)):
         if name in collector_state:
             changed[name] = change(collector_state[name], axis)
-    axes = {"ticks": 1, "state": 0, "sequence_states": 1}
-    rows = {name: [change(part, axis) for part in buffer[name]] for name, axis in axes.items() if name in buffer}
-    return changed | {"buffer": rows}
+    buffer_axes = {"ticks": 1, "state": 0, "sequence_states": 1}
+    changed["buffer"] = {
+        name: [change(tensor, axis) for tensor in buffer[name]] for name, axis in buffer_axes.items() if name in buffer
+    }
+    return changed
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of the global generators, in types that `torch.load(weights_only=True)` accepts."""
+    """Return the states of all global random generators, in types that `torch.load(weights_only=True)` accepts."""
     name, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -123,8 +128,8 @@ class Preemption(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: "TamiyoModule") -> None:
         # Not earlier: Lightning has installed its own handlers by now, and these must replace them.
         if threading.current_thread() is threading.main_thread():  # another one receives no signals
-            asked = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-            self._previous = {number: signal.signal(number, self._note) for number in asked}
+            handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._previous = {number: signal.signal(number, self._note) for number in handled}
         if trainer.received_sigterm:  # noted by Lightning's handler before this one was installed
             self._received = signal.SIGTERM
 
@@ -138,6 +143,7 @@ class Preemption(Checkpoint):
             self.on_train_epoch_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: "TamiyoModule") -> None:
+        """If any process has received a signal: save a checkpoint and exit."""
         number = self._received
         if pl_module.ranks.world > 1:
             number = int(pl_module.ranks.maximum(torch.tensor(number)))

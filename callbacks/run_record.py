@@ -17,7 +17,7 @@ RUN_FILE, LOCK_FILE = "run.json", "run.lock"
 
 
 def write_run_record(folder: Path, trainer: Trainer) -> None:
-    """Write `run.json` about this process; that of an earlier one is kept as `run.1.json` and so on."""
+    """Write `run.json` about this process. The file of an earlier process is kept as `run.1.json` and so on."""
     data: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning sets it without declaring it
     executor, precision = "", str(trainer.precision)
     if isinstance(data, HostPoolData):

@@ -56,11 +56,8 @@ from esper_lightning.telemetry.events import SCHEMA, STACK_FILE, EventLog, Stack
 CONFLICTING_CALLBACKS = (BaseFinetuning, BatchSizeFinder)
 """Callbacks that rearrange parameter groups, or try a size of the network that does not stay."""
 
-DEFAULT_SHARE = 0.3
-"""Share of the training after which a network grows to its full depth, if nothing else is asked for."""
-
-DIGITS = 9
-"""Digits of a share of the training, so that rounding does not delay a change by a batch."""
+DEFAULT_SHARE = 0.3  # share of the training after which a network grows to its full depth, if nothing else is asked for
+DIGITS = 9  # digits of a share of the training, so that rounding does not delay a change by a batch
 
 SHALLOW: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Number of blocks that the class has built, for each list that a `Stack` has taken down."""
@@ -119,8 +116,7 @@ class Stack(Callback):
             if listed_order(order) is not None and (plan is not None or len(shares) > 1):
                 raise ValueError("Stack: sources one by one are those of a single change; give order by its name")
         self.options: dict[str, Any] = {"order": order, "new": new, "state": state, "zero": zero}
-        self.built: Any = None
-        """The list in the module with all blocks that the class has built, once it is known."""
+        self.built: Any = None  # the module's list with all blocks that the class has built, once it is known
         self._lists: list[BuiltBlocks] = []  # that of the module, then those of its averaged copies
         self._loading: Trainer | None = None  # from the end of `setup` to the first batch: weights may be loaded
         self._was_loaded = False  # by the module itself, and not from a checkpoint of the Trainer
@@ -130,23 +126,19 @@ class Stack(Callback):
         self._forget_training()
 
     def _forget_training(self) -> None:
-        """Set all that belongs to one training to its beginning."""
-        self.depths: list[int] = []
-        """Numbers of blocks of the network so far."""
+        """Reset all that belongs to one training."""
+        self.depths: list[int] = []  # numbers of blocks of the network so far
         self.lr_peak = 0.0  # only for the warning in `_grow` about a rate that has already fallen
-        self._steps = -1
+        self._steps = -1  # optimizer steps before the last batch; -1: no batch has begun
         self._loaded: dict[str, Any] | None = None  # weights of a grown list that is resumed
         self._change_line: str | None = None  # line about a change whose first loss is not known yet
         self._loss: Tensor | None = None
-        self.cost: BatchCost | None = None
-        """FLOPs and targets of a training batch; None if they are not known."""
-        self.flops_spent = 0
-        """FLOPs of the training so far, of all processes."""
-        self.batches = 0
-        """Training batches so far."""
+        self.cost: BatchCost | None = None  # of a training batch; None if it is not known
+        self.flops_spent = 0  # FLOPs of the training so far, of all processes
+        self.batches = 0  # training batches so far
         self._metrics: dict[str, float] = {}  # of the last validation
         self._parameters: dict[int, int] = {}  # of the module, by number of blocks
-        self._clock = 0.0, 0  # share of the training, and batches when it was reached
+        self._share, self._batches_at_share = 0.0, 0  # share of the training, and batches when it was reached
         if self._first_plan is not None:  # what the plan remembers is of an earlier training
             self.plan.load_state_dict(copy.deepcopy(self._first_plan))
 
@@ -159,7 +151,7 @@ class Stack(Callback):
     def state_key(self) -> str:
         return f"Stack.{self.name}"
 
-    # The list has as many blocks as the weights to be loaded, and its first number when optimizers are made.
+    # While weights are loaded, the list has as many blocks as they have; when optimizers are made, its first number.
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.teardown(trainer, pl_module, stage)  # an earlier run may have failed
@@ -173,29 +165,27 @@ class Stack(Callback):
         """Find the list, which the module may have built in its own `setup`, and take it down to its first blocks."""
         self._end_loading()
         self._begins, self._resumes = stage == "fit" and trainer.global_step == 0, False
-        self._lists = [self._find(each, trainer) for each in (module, *averages_of(trainer))]
+        self._lists = [self._find(network, trainer) for network in (module, *averages_of(trainer))]
         self.built, *averages = self._lists
-        for each in averages:  # made of a network that was shallow already
-            missing = self.built.whole[each.before_end : self.built.before_end]
-            each.whole[each.before_end : each.before_end] = map(copy_module, missing)
+        for average in averages:  # copied from a network that was shallow already
+            missing = self.built.blocks[average.end : self.built.end]
+            average.blocks[average.end : average.end] = map(copy_module, missing)
         if stage == "fit":
             self._check(trainer, module)
             self._forget_training()
-        for each in self._lists:
-            self._handles += LoadHook(self).register(each.found.modules)
-            SHALLOW[each.found.modules] = max(len(each.whole), SHALLOW.get(each.found.modules, 0))
+        for built in self._lists:
+            modules = built.block_list.modules
+            self._handles += LoadHook(self).register(modules)
+            SHALLOW[modules] = max(len(built.blocks), SHALLOW.get(modules, 0))
             if self._begins:
-                each.show(self.start)
+                built.show(self.start)
         self._loading = trainer
         if isinstance(trainer.strategy, ModelParallelStrategy):
             self._grow_before_loading(trainer, trainer.strategy)
 
     def _grow_before_loading(self, trainer: Trainer, strategy: ModelParallelStrategy) -> None:
-        """Give the list the depth of a checkpoint before a strategy loads weights and optimizer states into it.
-
-        Raises ValueError at that moment if the checkpoint began with another number of blocks.
-        """
-        load = strategy.load_checkpoint
+        """Let the list grow to the depth of a checkpoint just before a strategy loads it, with optimizer states."""
+        load_checkpoint = strategy.load_checkpoint
 
         def grow_and_load(checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
             path = Path(strategy.broadcast(checkpoint_path))
@@ -204,7 +194,7 @@ class Stack(Callback):
             depths = saved.get("callbacks", {}).get(self.state_key, {}).get("depths", [self.built.depth])
             if trainer.state.fn != TrainerFn.FITTING:
                 self.built.show(depths[-1])
-                strategy.optimizers = []  # those of a training before would be loaded, too
+                strategy.optimizers = []  # else states are loaded into the optimizers of an earlier training
             elif depths[0] != self.built.depth:
                 raise ValueError(
                     f"Stack: {path} began with {depths[0]} blocks of {self.name!r}; give start={depths[0]}"
@@ -212,77 +202,69 @@ class Stack(Callback):
             else:
                 for depth in depths[1:]:
                     self._grow_list(trainer, depth)
-            return load(checkpoint_path, weights_only=weights_only)
+            return load_checkpoint(checkpoint_path, weights_only=weights_only)
 
         vars(strategy)["load_checkpoint"] = grow_and_load
 
     def _find(self, module: nn.Module, trainer: Trainer) -> BuiltBlocks:
-        """Return the list of blocks in the LightningModule, or in its averaged copy (`WeightAveraging`, SWA).
-
-        Raises ValueError if there is none, if its blocks are not alike, or if somebody else has it.
-        """
+        """Return the list of blocks in the module or its average. Raises ValueError if there is none that may grow."""
         with in_own_name():
-            found = find_blocks(module, self.name)
-        for each in stacks_of(trainer):
-            if each is not self and each.plan is self.plan and hasattr(self.plan, "load_state_dict"):
+            block_list = find_blocks(module, self.name)
+        for other in stacks_of(trainer):
+            if other is not self and other.plan is self.plan and hasattr(self.plan, "load_state_dict"):
                 raise ValueError(
-                    f"Stack: {self.name!r} and {each.name!r} have one plan, which remembers something; give each "
+                    f"Stack: {self.name!r} and {other.name!r} have one plan, which remembers something; give each "
                     f"a plan of its own"
                 )
-            if each is not self and any(found.modules is other.found.modules for other in each._lists):
+            if other is not self and any(block_list.modules is built.block_list.modules for built in other._lists):
                 raise ValueError(
-                    f"Stack: {self.name!r} and {each.name!r} are one list, and one Stack grows it; give at={{share: "
+                    f"Stack: {self.name!r} and {other.name!r} are one list, and one Stack grows it; give at={{share: "
                     f"blocks, …}} for several changes"
                 )
-        for known in self._lists:
-            if known.found.modules is found.modules:  # after an earlier run the list may hold a part of its blocks
-                return known
-        most = SHALLOW.get(found.modules, 0)
-        if trainer.state.fn == TrainerFn.FITTING and most > len(found.modules):
+        for built in self._lists:  # after an earlier run the list may hold a part of its blocks
+            if built.block_list.modules is block_list.modules:
+                return built
+        most = SHALLOW.get(block_list.modules, 0)
+        if trainer.state.fn == TrainerFn.FITTING and most > len(block_list.modules):
             raise ValueError(
-                f"Stack: {self.name!r} has {len(found.modules)} of the {most} blocks that its class has built, since "
-                f"an earlier training ended before it had grown; build the module anew"
+                f"Stack: {self.name!r} has {len(block_list.modules)} of the {most} blocks that its class has built, "
+                f"since an earlier training ended before it had grown; build the module anew"
             )
-        return BuiltBlocks(found)
+        return BuiltBlocks(block_list)
 
     def _check(self, trainer: Trainer, module: LightningModule) -> None:
         """Raise ValueError if a part of the trainer or of the module does not follow a network that grows."""
-        count = self.built.most
-        if self.start >= count:
+        most = self.built.most
+        if self.start >= most:
             raise ValueError(
-                f"Stack: start must be below {count}, the number of blocks that the module builds in {self.name!r}, "
+                f"Stack: start must be below {most}, the number of blocks that the module builds in {self.name!r}, "
                 f"got {self.start}; build the final network, or start with fewer blocks"
             )
-        shares = self.plan.at if isinstance(self.plan, Shares) else None
-        if isinstance(shares, Mapping):
-            if next(iter(shares.values())) <= self.start:
-                raise ValueError(f"Stack: at must begin with more than {self.start} blocks, got {shares}; give start")
-            if list(shares.values())[-1] != count:
+        if isinstance(self.plan, Shares) and isinstance(self.plan.at, Mapping):
+            depths = list(self.plan.at.values())
+            if depths[0] <= self.start:
                 raise ValueError(
-                    f"Stack: the module builds {count} blocks in {self.name!r}, and at ends with "
-                    f"{list(shares.values())[-1]}; build the final network"
+                    f"Stack: at must begin with more than {self.start} blocks, got {self.plan.at}; give start"
+                )
+            if depths[-1] != most:
+                raise ValueError(
+                    f"Stack: the module builds {most} blocks in {self.name!r}, and at ends with {depths[-1]}; build "
+                    f"the final network"
                 )
         with in_own_name():
-            check_options(self.built.found.blocks, **self.options)
-            sources_of(self.start, count, self.options["order"])
+            check_options(self.built.block_list.blocks, **self.options)
+            sources_of(self.start, most, self.options["order"])
         if elsewhere := self.built.run_elsewhere():
             raise ValueError(
                 f"Stack: blocks of {self.name!r} are also in {elsewhere}, by which the network would run them before "
                 f"it has grown; let it run those of the list alone"
             )
-        grows_alone = (Grow,) if isinstance(trainer.strategy, DDPStrategy) else ()
-        conflicts: dict[type, str] = dict.fromkeys(
-            (*CONFLICTING_CALLBACKS, *grows_alone), "does not follow a network whose depth grows here"
-        )
+        # With DDP both `Grow` and this callback would wrap the network anew.
+        alone = (*CONFLICTING_CALLBACKS, *((Grow,) if isinstance(trainer.strategy, DDPStrategy) else ()))
+        conflicting: dict[type, str] = dict.fromkeys(alone, "does not follow a network whose depth grows here")
         if isinstance(trainer.strategy, ModelParallelStrategy):
-            conflicts[LearningRateFinder] = "is not undone by Lightning where parameters are sharded"
-        check_trainer(
-            "Stack",
-            trainer,
-            module,
-            conflicts,
-            strategies=(ModelParallelStrategy,),
-        )
+            conflicting[LearningRateFinder] = "is not undone by Lightning where parameters are sharded"
+        check_trainer("Stack", trainer, module, conflicting=conflicting, strategies=(ModelParallelStrategy,))
         if isinstance(trainer.strategy, ModelParallelStrategy) and trainer.strategy.device_mesh.size(1) > 1:
             raise ValueError("Stack: layers that processes share cannot be copied; set tensor_parallel_size=1")
         if not has_end(trainer):
@@ -297,7 +279,7 @@ class Stack(Callback):
             self._log = None
 
     def _end_loading(self) -> None:
-        """Take the hooks off the network: in a training it holds nothing of this callback, and can be pickled."""
+        """Remove the hooks of this callback from the network, which can then be pickled during the training."""
         for handle in self._handles:
             handle.remove()
         if self._loading is not None:
@@ -312,11 +294,12 @@ class Stack(Callback):
             "flops_spent": self.flops_spent,
             "batches": self.batches,
             "metrics": self._metrics,
-            "clock": list(self._clock),
+            "clock": [self._share, self._batches_at_share],
             "plan": (self._plan_name, self.plan.state_dict() if hasattr(self.plan, "state_dict") else None),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state of a training that is resumed, and give the list its first depth, for the optimizers."""
         trainer = self._loading
         if trainer is None or trainer.state.fn != TrainerFn.FITTING or ends_trial(trainer):
             return
@@ -324,19 +307,19 @@ class Stack(Callback):
         self.cost = BatchCost(**state_dict["cost"]) if state_dict.get("cost") else None
         self.flops_spent, self.batches = state_dict.get("flops_spent", 0), state_dict.get("batches", 0)
         self._metrics = dict(state_dict.get("metrics", {}))
-        share, batches = state_dict.get("clock", self._clock)
-        self._clock = share, batches
-        name, remembered = state_dict.get("plan", ("", None))
-        if name == self._plan_name and hasattr(self.plan, "load_state_dict"):
-            self.plan.load_state_dict(remembered)
+        self._share, self._batches_at_share = state_dict.get("clock", (self._share, self._batches_at_share))
+        plan_name, plan_state = state_dict.get("plan", ("", None))
+        if plan_name == self._plan_name and hasattr(self.plan, "load_state_dict"):
+            self.plan.load_state_dict(plan_state)
         self._begins = False
-        # The optimizer is made for the first depth, as it was, and takes the rest again.
+        # Optimizers are made for the first depth, as in the first run. `on_fit_start` adds the other blocks to them.
         if len(self.depths) > 1 and not isinstance(trainer.strategy, ModelParallelStrategy):
-            saved = self.built.found.modules.state_dict()
+            saved = self.built.block_list.modules.state_dict()
             self._loaded = {name: x.clone() if isinstance(x, Tensor) else copy.deepcopy(x) for name, x in saved.items()}
             self.built.show(self.depths[0])
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check the list and the optimizers, and let both grow to the depth of a training that is resumed."""
         if self._find(pl_module, trainer) is not self.built:
             raise ValueError(
                 f"Stack: {self.name!r} was built a second time after setup; build it in __init__, setup or "
@@ -345,18 +328,18 @@ class Stack(Callback):
         if self._resumes:
             check_resumed("Stack", trainer)
         with in_own_name():
-            check_optimizers(trainer.optimizers, self.built.found.blocks)
+            check_optimizers(trainer.optimizers, self.built.block_list.blocks)
         self._begins &= not trainer._checkpoint_connector._loaded_checkpoint
         self.depths = self.depths or [self.built.depth]
         if self._loaded is not None:  # optimizers are made, and their states not yet loaded
             for depth in self.depths[1:]:
                 self._grow_list(trainer, depth)
-            self.built.found.modules.load_state_dict(self._loaded)
+            self.built.block_list.modules.load_state_dict(self._loaded)
             self._loaded = None
             wrap_again(trainer)
 
     def _grow_list(self, trainer: Trainer, to: int) -> list[int]:
-        """Grow the list into blocks that the class has built, and return the places of copies."""
+        """Grow the list to `to` blocks that the class has built, and return the indices of copies in it."""
         if isinstance(trainer.strategy, DDPStrategy) and trainer.strategy._layer_sync is not None:
             trainer.strategy._layer_sync.apply(nn.ModuleList(self.built.spare(to)))
         with isolate_rng(), in_own_name():
@@ -364,6 +347,7 @@ class Stack(Callback):
             return self.built.grow(to, trainer.optimizers, **self.options)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the depth, and begin the file of events."""
         if trainer.is_global_zero:
             begins = "begins" if self._begins else "goes on"
             print_status(f"Stack: {self.name} {begins} with {self.built.depth} of {self.built.most} blocks")
@@ -373,12 +357,14 @@ class Stack(Callback):
                 f"alone; give max_steps, or {self.name} may grow late or never"
             )
         self._log, self._began = open_events(trainer, STACK_FILE), time.perf_counter()
-        # Several lists may grow: one callback writes what all have in common.
-        if self._log is not None and self is stacks_of(trainer)[0]:
+        stacks = stacks_of(trainer)
+        if self._log is not None and self is stacks[0]:  # of several callbacks the first writes what all have in common
             self._log.discard_after(trainer.global_step)
-            lists = [each.name for each in stacks_of(trainer)]
-            steps = int(min(trainer.estimated_stepping_batches, 2**53))  # it is infinite if a time ends the training
-            self._log.write([Started(trainer.global_step, SCHEMA, 1, steps, lists, [], "", 0, {})])
+            steps = int(min(trainer.estimated_stepping_batches, 2**53))  # infinite if a time ends the training
+            unknown: dict[str, Any] = {"blueprints": [], "score": "", "flops": 0, "behind": {}}
+            names = [stack.name for stack in stacks]
+            started = Started(trainer.global_step, SCHEMA, hosts=1, horizon=steps, slots=names, **unknown)
+            self._log.write([started])
             write_run_record(self._log.path.parent, trainer)
 
     # The training goes on, and grows between two steps.
@@ -404,19 +390,19 @@ class Stack(Callback):
                 if asked > depth:
                     self._grow(trainer, int(asked), lr)
         stacks = stacks_of(trainer)
-        if self is stacks[-1]:  # all lists have grown
-            depths = {each.name: each.built.depth for each in stacks}
+        if self is stacks[-1]:  # the lists of all callbacks have grown now
+            depths = {stack.name: stack.built.depth for stack in stacks}
             flops = 0 if self.cost is None else self.cost.flops(depths) * trainer.world_size
-            for each in stacks:
-                each.batches += 1
-                each.flops_spent += flops
+            for stack in stacks:
+                stack.batches += 1
+                stack.flops_spent += flops
 
     def _first_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Check the weights and the plan, and let the first `Stack` measure what a batch costs."""
         self._end_loading()
         with in_own_name():
             self.built.check_present()
-        trained = self._was_loaded or any(map(is_trained, self.built.whole))
+        trained = self._was_loaded or any(map(is_trained, self.built.blocks))
         if self._begins and self._given_start is None and trained:
             for blocks in self._lists:
                 blocks.show(blocks.most)
@@ -426,7 +412,7 @@ class Stack(Callback):
             )
         self._log_blocks(trainer)
         leader, *others = stacks_of(trainer)
-        depths = {each.name: range(each.built.depth, each.built.most + 1) for each in (leader, *others)}
+        depths = {stack.name: range(stack.built.depth, stack.built.most + 1) for stack in (leader, *others)}
         if self is not leader:
             self.cost = leader.cost
         elif self.cost is None or self.cost.per_block.keys() != depths.keys():
@@ -447,17 +433,17 @@ class Stack(Callback):
             )
 
     def _progress(self, trainer: Trainer, share: float) -> Progress:
-        """Return what the plan sees."""
+        """Return the progress by which the plan decides, when `share` of the training is over."""
         if not self._parameters:
             depths = range(min(self.start, self.depths[0]), self.built.most + 1)
             self._parameters = self.built.count_parameters(depths)
         done = trainer.fit_loop.epoch_loop.total_batch_idx
-        if share != self._clock[0]:  # that of a loader of unknown length is known between epochs alone
-            self._clock = share, done
+        if share != self._share:  # with a loader of unknown length the share changes between epochs alone
+            self._share, self._batches_at_share = share, done
         targets_left = None
         if self.cost is not None and self.cost.targets:
-            batches = self._clock[1] / share - done
-            targets_left = max(0.0, batches) * self.cost.targets * trainer.world_size
+            batches_left = self._batches_at_share / share - done
+            targets_left = max(0.0, batches_left) * self.cost.targets * trainer.world_size
         return Progress(
             share=share,
             depth=self.built.depth,
@@ -475,22 +461,23 @@ class Stack(Callback):
             logger.log_metrics({f"stack/{self.name}": float(self.built.depth)}, step=trainer.global_step)
 
     def _grow(self, trainer: Trainer, to: int, lr: float) -> None:
+        """Grow the network and its averages to `to` blocks, and report it; `lr` is the present learning rate."""
         before, parameters = self.built.depth, count_parameters(trainer.lightning_module)
         self._log_blocks(trainer)
         copies = self._grow_list(trainer, to)
         self._log_blocks(trainer)
         wrap_again(trainer)
-        warn_without_gradients(self.built.found, [self.built.whole[i] for i in copies])
+        warn_without_gradients(self.built.block_list, [self.built.blocks[i] for i in copies])
         for average in self._lists[1:]:
             average.grow(to, (), order=self.options["order"], new="copy", state="copy")
-            if self.options["new"] != "copy":  # the average of a new block begins with the block
-                for i in copies:
-                    average.whole[i].load_state_dict(self.built.whole[i].state_dict())
+            for i in copies if self.options["new"] != "copy" else ():  # an average of other content begins with it
+                average.blocks[i].load_state_dict(self.built.blocks[i].state_dict())
         self.depths.append(to)
-        for each in stacks_of(trainer):
-            each._parameters = {}
+        for stack in stacks_of(trainer):
+            stack._parameters = {}  # those of the module have changed for each list
         if self._log is not None:
-            self._log.write([Stacked(trainer.global_step, self.name, before, to, parameters)])
+            event = Stacked(trainer.global_step, self.name, before=before, after=to, parameters=parameters)
+            self._log.write([event])
         self._change_line = f"Stack, step {trainer.global_step}: {self.name} {before} → {to}, training loss "
         self._change_line += self._last_loss(trainer)
         if lr < 0.99 * self.lr_peak:
@@ -515,27 +502,20 @@ class Stack(Callback):
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self._metrics = trainer.strategy.broadcast(logged)  # a plan must decide alike in all processes
         if self._log is not None and self is stacks_of(trainer)[0]:
-            step, size = trainer.global_step, count_parameters(pl_module)
+            step, size, flops = trainer.global_step, count_parameters(pl_module), float(self.flops_spent)
             seconds = time.perf_counter() - self._began
-            event = Validated(
-                tick=step,
-                step=step,
-                parameters=size,
-                flops=float(self.flops_spent),
-                seconds=seconds,
-                metrics=dict(self._metrics),
-            )
-            self._log.write([event])
+            self._log.write([Validated(step, step, size, flops=flops, seconds=seconds, metrics=dict(self._metrics))])
 
     def _last_loss(self, trainer: Trainer) -> str:
-        """Return the loss of the last batch as text. Lightning has divided it by the number of accumulated batches."""
+        """Return the loss of the last batch as text."""
         if self._loss is None:
             return "unknown"
-        parts = trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
-        return f"{float(self._loss.float().mean()) * parts:.3f}"
+        # Lightning has divided it by the number of batches whose gradients are accumulated.
+        accumulated = trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
+        return f"{float(self._loss.float().mean()) * accumulated:.3f}"
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say how deep the network is, what it has cost, and which trainings of fixed depth cost as much."""
+        """Print how deep the network is, what it has cost, and which trainings of fixed depth cost as much."""
         self._log_blocks(trainer)
         if not trainer.is_global_zero:
             return
@@ -543,33 +523,41 @@ class Stack(Callback):
         if self.built.depth < self.built.most:
             reason = getattr(self.plan, "reason", "the plan did not ask for more")
             line += f", as {reason}; build the class with {self.built.depth} to load the last checkpoint"
-        stacks = stacks_of(trainer)
-        if self is not stacks[0] or self.cost is None or not self.flops_spent:
-            print_status(line)
-            return
-        batches, every = self.batches, trainer.fit_loop.epoch_loop.total_batch_idx + 1
-        steps = round(trainer.global_step * batches / every)  # the training may have begun without this callback
+        if self is stacks_of(trainer)[0] and self.cost is not None and self.flops_spent:
+            line += self._cost_report(trainer, pl_module, self.cost)
+        print_status(line)
+
+    def _cost_report(self, trainer: Trainer, module: LightningModule, cost: BatchCost) -> str:
+        """Return as text what the training has cost, and how long trainings of fixed depth are that cost as much."""
+        all_batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        steps = round(trainer.global_step * self.batches / all_batches)  # training may have begun without this callback
         # What max_steps counts: batches, or steps of several ones.
-        number = steps if pl_module.automatic_optimization and 0 < steps < batches else batches
-        unit = "training batches" if number == batches else f"steps of {batches / number:.3g} batches"
-        line += f"; {number:,} {unit} cost {self.flops_spent:.3g} FLOPs"
-        last, first = ({each.name: each.depths[i] for each in stacks} for i in (-1, 0))
-        if last != first:
-            flops, fixed = self.flops_spent / trainer.world_size * number / batches, []
-            for depths in (last, first):
-                fixed.append(f"{int(flops / self.cost.flops(depths)):,} at {' + '.join(map(str, depths.values()))}")
-            line += f", those of {' or '.join(fixed)} blocks throughout"
-        if self.cost.targets:
-            targets = batches * trainer.world_size * self.cost.targets / count_parameters(pl_module)
-            line += f", {targets:.2g} targets per parameter"
-        print_status(line + "; compare with such trainings, without Stack" * (last != first))
+        count, unit = self.batches, "training batches"
+        if module.automatic_optimization and 0 < steps < self.batches:
+            count, unit = steps, f"steps of {self.batches / steps:.3g} batches"
+        report = f"; {count:,} {unit} cost {self.flops_spent:.3g} FLOPs"
+        stacks = stacks_of(trainer)
+        last_depths = {stack.name: stack.depths[-1] for stack in stacks}
+        first_depths = {stack.name: stack.depths[0] for stack in stacks}
+        has_grown = last_depths != first_depths
+        if has_grown:
+            budget = self.flops_spent / trainer.world_size * count / self.batches
+            lengths = [
+                f"{int(budget / cost.flops(depths)):,} at {' + '.join(map(str, depths.values()))}"
+                for depths in (last_depths, first_depths)
+            ]
+            report += f", those of {' or '.join(lengths)} blocks throughout"
+        if cost.targets:
+            targets = self.batches * trainer.world_size * cost.targets / count_parameters(module)
+            report += f", {targets:.2g} targets per parameter"
+        return report + "; compare with such trainings, without Stack" * has_grown
 
 
 class LoadHook:
     """Hook on a list of blocks, which gives it as many blocks as the state that is about to be loaded into it has.
 
-    If the module itself loads it, before the first batch, the list has its present number again afterwards. A copy of
-    the network, or a file of it, holds the hook without the callback; it then does nothing.
+    If the module itself loads the state, before the first batch, the list has its present number of blocks again
+    afterwards. In a copy of the network, or a file of it, the hook has no callback and does nothing.
     """
 
     def __init__(self, callback: Stack | None = None) -> None:
@@ -585,6 +573,7 @@ class LoadHook:
         ]
 
     def before(self, modules: Any, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
+        """Give the list `modules` as many blocks as a state dict has whose keys begin with `prefix`."""
         self.depth_before: int | None = None
         if self.callback is None:
             return
@@ -595,10 +584,10 @@ class LoadHook:
         if trainer is not None and restores:
             self.callback._resumes |= not ends_trial(trainer)
         for built in self._lists_of(modules) if trainer is not None else ():
-            before, depth = built.depth, saved - built.found.before - built.found.behind
-            if depth != before and 0 < depth <= built.most:
+            present, depth = built.depth, saved - built.block_list.skip_first - built.block_list.skip_last
+            if depth != present and 0 < depth <= built.most:
                 built.show(depth)
-                self.depth_before = None if restores else before
+                self.depth_before = None if restores else present
 
     def after(self, modules: Any, *_: object) -> None:
         if self.callback is not None and self.depth_before is not None:
@@ -606,12 +595,12 @@ class LoadHook:
                 built.show(self.depth_before)
 
     def _lists_of(self, modules: Any) -> list[BuiltBlocks]:
-        return [built for built in self.callback._lists if built.found.modules is modules] if self.callback else []
+        return [built for built in self.callback._lists if built.block_list.modules is modules] if self.callback else []
 
 
 @contextmanager
 def in_own_name() -> Iterator[None]:
-    """Let an error of `growth.stack` begin with the name of the callback."""
+    """Let the message of a ValueError of `growth.stack` begin with the name of the callback."""
     try:
         yield
     except ValueError as error:
@@ -624,8 +613,8 @@ def stacks_of(trainer: Trainer) -> list[Stack]:
 
 
 def is_trained(block: nn.Module) -> bool:
-    """Return True if a scale, as that of a normalisation, has learned: classes build them of equal numbers."""
-    weights = [getattr(part, "weight", None) for part in block.modules()]
+    """Return True if the scale of a normalisation has learned: a class builds it of equal numbers."""
+    weights = [getattr(module, "weight", None) for module in block.modules()]
     scales = [weight for weight in weights if isinstance(weight, Tensor) and weight.ndim == 1 and len(weight)]
     return any(bool((scale != scale[0]).any()) for scale in scales)
 

@@ -51,6 +51,7 @@ class Telemetry(Callback):
         self._restored = state_dict
 
     def on_train_start(self, trainer: Trainer, pl_module: "TamiyoModule") -> None:
+        """Begin to observe the environments; rank 0 opens files and discards what an interrupted run wrote later."""
         self.collector, self.module = pl_module.collector, pl_module
         pool, ranks = self.collector.pool, self.collector.ranks
         self.observer = Observer(pool.space.slot, pool.space.blueprint, horizon=pool.horizon, n_envs=ranks.total)
@@ -67,7 +68,7 @@ class Telemetry(Callback):
         # Not in on_train_batch_end: an earlier callback may save a checkpoint of the tick before it.
         self.collector.listeners.append(self._observe)
         folder = trainer.log_dir  # Lightning wants it to be read on every rank
-        if ranks.rank == 0:  # discards what an interrupted run wrote later, and writes what does not change in a run
+        if ranks.rank == 0:
             tick = self.collector.ticks
             self.writers = [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
             for writer in self.writers:
@@ -98,6 +99,7 @@ class Telemetry(Callback):
                 self._write_events(self.observer.update(self._tick))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: "TamiyoModule", *_: object) -> None:
+        """Write the metrics of this tick, and at the end of a rollout its metrics, to the loggers."""
         collector, clock = self.collector, self.collector.pool.clock
         seconds = clock.take_seconds()
         self._rollout_seconds.update(seconds)
@@ -107,13 +109,14 @@ class Telemetry(Callback):
             if collector.ticks % self.every_n_ticks == 0 and collector.ranks.rank == 0:
                 written |= metrics_of.tick_metrics(self._tick, self.observer.slots)
                 ticks = collector.ticks - self._last_written_tick
-                written |= {f"time/{clock.name}.{phase}": s / ticks for phase, s in self._unwritten_seconds.items()}
+                for phase, phase_seconds in self._unwritten_seconds.items():
+                    written[f"time/{clock.name}.{phase}"] = phase_seconds / ticks
                 self._unwritten_seconds, self._last_written_tick = Counter(), collector.ticks
             if trainer.is_last_batch:
                 written |= self._rollout_metrics(trainer)
             # The module logs some of them itself, so that a Trainer without this callback has them, too.
-            of_module = pl_module.metrics if trainer.is_last_batch else {}
-            logged = {tag: value for tag, value in written.items() if tag not in of_module}
+            logged_by_module = pl_module.metrics if trainer.is_last_batch else {}
+            logged = {tag: value for tag, value in written.items() if tag not in logged_by_module}
             for logger in trainer.loggers if logged else ():
                 logger.log_metrics(logged, step=collector.ticks)
 
@@ -124,16 +127,14 @@ class Telemetry(Callback):
         assert report is not None, "the rollout has ended with an update"
         steps, relevant = buffer.steps, relevance_table(pool.device)
         actions = metrics_of.choice_metrics(steps.action, steps.masks, pool.space, relevant=relevant)
-        of_rank = {
-            "means": actions | metrics_of.lstm_metrics(collector.state),
-            "ratio": torch.cat([ratio.flatten() for ratio in report.ratios]),
-            "advantage": report.summary.advantages.flatten(),
-        }
-        of_ranks = ranks.gather(of_rank)
-        if not of_ranks:
+        means = actions | metrics_of.lstm_metrics(collector.state)
+        ratios = torch.cat([ratio.flatten() for ratio in report.ratios])
+        sent = {"means": means, "ratio": ratios, "advantage": report.summary.advantages.flatten()}
+        sent_by_ranks = ranks.gather(sent)
+        if not sent_by_ranks:
             return {}
         # Ranks have equal numbers of hosts, so the mean over ranks of a mean over hosts is the mean over all hosts.
-        metrics = {tag: sum(sent["means"][tag] for sent in of_ranks) / ranks.world for tag in of_rank["means"]}
+        metrics = {tag: sum(sent["means"][tag] for sent in sent_by_ranks) / ranks.world for tag in means}
         update = trainer.current_epoch + 1
         self._write_events([Updated(tick, update, report.metrics)])
         # `self._tick` has the hosts of all ranks; `task_slices` counts those of this rank.
@@ -141,14 +142,14 @@ class Telemetry(Callback):
         metrics |= metrics_of.episode_metrics(self._tick, spans) | self.observer.metrics()
         metrics |= metrics_of.return_metrics(report.summary.returns)
         metrics |= {f"train/{name}": value for name, value in report.metrics.items()}
-        now, (start, ticks) = time.perf_counter(), self._rollout_start
-        speed = (tick - ticks) / (now - start)
+        now, (start, start_tick) = time.perf_counter(), self._rollout_start
+        speed = (tick - start_tick) / (now - start)
         metrics |= {"time/ticks_per_second": speed, "time/env_steps_per_second": speed * ranks.total}
         metrics |= metrics_of.phase_shares(self._rollout_seconds, now - start)
         metrics |= metrics_of.memory_metrics(pool.device)
         self._rollout_start, self._rollout_seconds = (now, tick), Counter()
         blended = self._tick.slots["contribution"][self._tick.slots["blended"]]
-        values = {name: torch.cat([sent[name] for sent in of_ranks]) for name in ("ratio", "advantage")}
+        values = {name: torch.cat([sent[name] for sent in sent_by_ranks]) for name in ("ratio", "advantage")}
         values["contribution"] = torch.from_numpy(blended).float()
         for writer in self.writers:
             for name, numbers in values.items():
@@ -184,6 +185,7 @@ class ProgressLines(Callback):
         self._start, self._first_tick = time.perf_counter(), pl_module.collector.ticks
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: "TamiyoModule") -> None:
+        """Print the line of a rollout; the end of the run is estimated from the share of the training that is over."""
         rollout, collector = trainer.current_epoch + 1, pl_module.collector
         share = share_of_training(trainer, int(trainer.num_training_batches))
         # With `max_steps` Lightning ends the saved epoch again on resume: no rollout of this process is over.

@@ -186,7 +186,7 @@ def count_flops(host: nn.Module, run: Callable[[], Any]) -> HostFlops:
         return x
 
     def count_block(slot: DepthSlot) -> Iterator[RemovableHandle]:
-        first, *_, last = (slot.found.blocks[0], *slot.found.blocks)
+        first, *_, last = (slot.block_list.blocks[0], *slot.block_list.blocks)
 
         def begin(*_: Any) -> None:
             blocks[slot.name] = -counter.total

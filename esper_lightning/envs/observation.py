@@ -227,7 +227,7 @@ def _describe_blueprint(env: GrowthRecord, slot: SeedSlot, name: str) -> tuple[l
     width, n, parameters = slot.width, _positions(env, slot), slot.seed_parameters(name)
     if isinstance(slot, DepthSlot):
         flops, exponent = slot.count * env.flops.blocks.get(slot.name, 0), 1.0
-        kinds, widths = read_layers(slot.found.blocks[0].modules())
+        kinds, widths = read_layers(slot.block_list.blocks[0].modules())
         widths = widths * slot.count
     else:
         flops_of_pass = get_blueprint(name, slot.layout).flops

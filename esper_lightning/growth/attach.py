@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,16 @@ CONTAINER_NAME = "grown_slots"
 LAYOUTS: dict[int, tuple[Layout, int]] = {4: ("image", 1), 3: ("sequence", 2), 2: ("vector", 1)}
 """Layout and channel axis of a feature by its number of axes: [B, C, H, W], [B, T, C], [B, C]."""
 
-Place = Mapping[str, Any]
+SlotPlace = Mapping[str, Any]
 """Where a slot is attached, in plain JSON types: `slot`, its name; `module`, whose output passes through it; `path` to
 the tensor in that output; `channels_last`, if the tensor is [B, H, W, C]; and the arguments of its `SeedSlot`."""
+
+
+class Feature(NamedTuple):
+    """A tensor in the output of a module."""
+
+    path: KeyPath  # from the output to the tensor
+    tensor: Tensor
 
 
 class AttachedSlots(nn.ModuleDict):
@@ -42,7 +49,7 @@ class AttachedSlots(nn.ModuleDict):
 
     def __init__(self) -> None:
         super().__init__()
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, SlotPlace] = {}
         self.hooks: dict[str, RemovableHandle] = {}
         self.register_load_state_dict_pre_hook(_accept_host_without_slots)
 
@@ -120,34 +127,40 @@ def attach_slots(
                 f"the network does not run on twice the example's {rows} samples ({error}); if an argument without a "
                 f"batch axis has {rows} rows, give an example of another number of samples"
             ) from error
-        places: list[Place] = []
+        places: list[SlotPlace] = []
         for name, (path, feature) in features.items():
             is_channels_last = name in channels_last
-            if feature.ndim not in LAYOUTS or (is_channels_last and feature.ndim != 4):
-                raise ValueError(
-                    f"slot {name!r}: a feature of shape {tuple(feature.shape)} is none of [B, C, H, W], [B, T, C], "
-                    f"[B, C]{' or, with channels_last, [B, H, W, C]' if is_channels_last else ''}"
-                )
-            if not _is_doubled(doubled[name][1], feature):
-                if len(doubled[name][1]) == 2 * len(feature):
-                    raise ValueError(
-                        f"slot {name!r}: rows of the feature {tuple(feature.shape)} change with other rows of the "
-                        f"batch or with random numbers, or its first axis has more than the batch; name a module ahead "
-                        f"of the layer that does this"
-                    )
-                raise ValueError(
-                    f"slot {name!r}: the first axis of the feature {tuple(feature.shape)} is not the batch's; "
-                    f"seeds need [B, …] (of nn.LSTM: the output, not the states, with batch_first=True)"
-                )
+            _check_feature(name, feature, doubled[name].tensor, is_channels_last=is_channels_last)
             layout, axis = LAYOUTS[feature.ndim]
             width = feature.shape[-1 if is_channels_last else axis]
             place = {"slot": name, "module": name, "path": list(path), "channels_last": is_channels_last}
             place |= {"layout": layout, "width": width, "detach_input": detach_input}
             is_single = _is_on_single_path(network, name, path, example=example_input, outputs=outputs)
             places.append(place | {"on_single_path": is_single})
-    for place, (_, feature) in zip(places, features.values(), strict=True):
-        _attach(network, place, feature)
+    for place in places:
+        _attach(network, place, like=features[place["slot"]].tensor)
     return slots_of(network)
+
+
+def _check_feature(name: str, feature: Tensor, doubled: Tensor, *, is_channels_last: bool) -> None:
+    """Raise ValueError if seeds cannot grow on a feature. `doubled` is the feature for twice the batch."""
+    if feature.ndim not in LAYOUTS or (is_channels_last and feature.ndim != 4):
+        raise ValueError(
+            f"slot {name!r}: a feature of shape {tuple(feature.shape)} is none of [B, C, H, W], [B, T, C], "
+            f"[B, C]{' or, with channels_last, [B, H, W, C]' if is_channels_last else ''}"
+        )
+    if _is_doubled(doubled, feature):
+        return
+    if len(doubled) == 2 * len(feature):
+        raise ValueError(
+            f"slot {name!r}: rows of the feature {tuple(feature.shape)} change with other rows of the batch or with "
+            f"random numbers, or its first axis has more than the batch; name a module ahead of the layer that does "
+            f"this"
+        )
+    raise ValueError(
+        f"slot {name!r}: the first axis of the feature {tuple(feature.shape)} is not the batch's; seeds need [B, …] "
+        f"(of nn.LSTM: the output, not the states, with batch_first=True)"
+    )
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -174,11 +187,9 @@ def _check_module_name(network: nn.Module, name: str) -> None:
         raise ValueError(f"the network has no module {name!r}; {suggest_name(name, modules)}")
 
 
-def _dry_run(
-    network: nn.Module, names: Sequence[str], example: ExampleInput
-) -> tuple[dict[str, tuple[KeyPath, Tensor]], Any]:
-    """Return path and feature at each new slot, in the order of execution, and the network's output."""
-    features: dict[str, tuple[KeyPath, Tensor]] = {}
+def _dry_run(network: nn.Module, names: Sequence[str], example: ExampleInput) -> tuple[dict[str, Feature], Any]:
+    """Return the feature at each new slot, in the order of execution, and the network's output."""
+    features: dict[str, Feature] = {}
 
     def make_hook(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -188,7 +199,7 @@ def _dry_run(
                 raise ValueError(f"slot {name!r}: the module gives {type(feature).__name__}, no floating-point tensor")
             if feature.is_nested:
                 raise ValueError(f"slot {name!r}: a nested feature (nn.TransformerEncoder: enable_nested_tensor=False)")
-            if features.setdefault(name, (path, feature))[1].shape[1:] != feature.shape[1:]:
+            if features.setdefault(name, Feature(path, feature)).tensor.shape[1:] != feature.shape[1:]:
                 raise ValueError(
                     f"module {name!r} runs again, on a feature of another shape; name a module that runs once"
                 )
@@ -206,9 +217,10 @@ def _dry_run(
 
 
 def _is_on_single_path(network: nn.Module, module: str, path: KeyPath, *, example: ExampleInput, outputs: Any) -> bool:
-    """Return True if no shortcut goes around this feature: then all outputs are doubled if the batch is repeated here.
+    """Return True if no shortcut bypasses the feature at `path` in a module's output.
 
-    A counterfactual pass may then repeat the batch here instead of at the input.
+    Then all outputs are doubled if the batch is repeated here, as a counterfactual pass may do. `outputs` are those of
+    the network for the `example`.
     """
 
     def double(_: nn.Module, __: Any, output: Any) -> Any:
@@ -230,7 +242,7 @@ def _is_doubled(twice: Tensor, once: Tensor) -> bool:
     return torch.allclose(twice, torch.cat([once, once]), rtol=1e-3, atol=1e-5, equal_nan=True)
 
 
-def _attach(network: nn.Module, place: Place, like: Tensor) -> None:
+def _attach(network: nn.Module, place: SlotPlace, *, like: Tensor) -> None:
     """Attach a slot at its place, on the device and with the dtype of `like`."""
     if not hasattr(network, CONTAINER_NAME):
         network.add_module(CONTAINER_NAME, AttachedSlots())
@@ -253,11 +265,8 @@ def attached_places(network: nn.Module) -> list[dict[str, Any]]:
     return [] if container is None else [dict(place) for place in container.places.values()]
 
 
-def attach_at(network: nn.Module, places: Iterable[Place]) -> None:
-    """Attach slots where `attached_places` of an equal network says, without an example; those there already stay.
-
-    Raises ValueError, and attaches nothing, if the network lacks a module.
-    """
+def attach_at(network: nn.Module, places: Iterable[SlotPlace]) -> None:
+    """Attach missing slots at the `places` of `attached_places`. Raises ValueError, and attaches none, if it cannot."""
     existing = slots_of(network)
     missing = [place for place in places if place["slot"] not in existing]
     for place in missing:
@@ -267,9 +276,9 @@ def attach_at(network: nn.Module, places: Iterable[Place]) -> None:
                 f"train again: the callback Stack adds them to the list itself"
             )
         _check_module_name(network, place["module"])
-    reference = next(network.parameters(), torch.zeros(()))
+    reference = next(network.parameters(), torch.zeros(()))  # slots get its device and dtype
     for place in missing:
-        _attach(network, place, reference)
+        _attach(network, place, like=reference)
 
 
 def attach_from_state_dict(network: nn.Module, state: Mapping[str, Any], prefix: str = "") -> None:

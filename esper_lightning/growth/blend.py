@@ -56,16 +56,11 @@ after three epochs."""
 def proximal_gradient(grad: Tensor, h: Tensor, s: Tensor, dims: Sequence[int] | None = None) -> Tensor:
     """Return p·grad + (s - h)·‖grad‖ / ‖h‖, with p = `PROXIMAL_STEP`: the gradient of a seed that is not blended yet.
 
-    It moves the seed's output to h - p·‖h‖·grad / ‖grad‖, a point at distance p·‖h‖ from h, against the loss gradient,
-    and no further. That point minimises p·<grad, s> + ‖grad‖·‖s - h‖² / (2·‖h‖), the loss of first order plus a
-    proximal term (Parikh and Boyd, Proximal Algorithms, 2014, page 126). Its scale is that of the host's gradient, for
-    gates and clipping. Where h is zero, there is no pull.
-
-    Args:
-        grad: Gradient of the loss at the slot.
-        h: The host's feature.
-        s: The seed's output.
-        dims: Axes of the norms, which are taken over a minibatch of one host. None: all.
+    It moves the seed's output s to h - p·‖h‖·grad / ‖grad‖, a point at distance p·‖h‖ from the host's feature h,
+    against the loss gradient at the slot, and no further. That point minimises p·<grad, s> + ‖grad‖·‖s - h‖² / (2·‖h‖),
+    the loss of first order plus a proximal term (Parikh and Boyd, Proximal Algorithms, 2014, page 126). Its scale is
+    that of the host's gradient, for gates and clipping. Where h is zero, there is no pull. Norms are taken over the
+    axes `dims` (None: all), a minibatch of one host.
     """
     # Squares of scaled gradients overflow fp16.
     dtype = torch.promote_types(h.dtype, torch.float32)
@@ -78,6 +73,8 @@ def proximal_gradient(grad: Tensor, h: Tensor, s: Tensor, dims: Sequence[int] | 
 
 
 class _HideSeed(torch.autograd.Function):
+    """Returns the host's feature h; passes its gradient to h and to the seed's output s as the functions below say."""
+
     @staticmethod
     def forward(ctx: Any, h: Tensor, s: Tensor, is_proximal: bool) -> Tensor:
         ctx.dtype = s.dtype
@@ -87,10 +84,9 @@ class _HideSeed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
         (grad,) = grad_outputs
-        saved = ctx.saved_tensors  # read once: with recomputed activations a second reading is an error
-        if saved:
-            return grad, proximal_gradient(grad, *saved).to(ctx.dtype), None
-        return grad, grad.to(ctx.dtype), None
+        saved = ctx.saved_tensors  # h and s if proximal; a second reading is an error with recomputed activations
+        seed_grad = proximal_gradient(grad, *saved) if saved else grad
+        return grad, seed_grad.to(ctx.dtype), None  # of h, s and is_proximal
 
 
 def straight_through(h: Tensor, s: Tensor) -> Tensor:

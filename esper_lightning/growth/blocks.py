@@ -32,31 +32,27 @@ INDEX_NAME = re.compile(
 
 
 class BlockList(NamedTuple):
-    """A list of blocks in a network, of which some at its ends may be left out."""
+    """A list of like blocks in a network. Blocks at its ends that differ may be skipped."""
 
     network: nn.Module
-    name: str
-    """Name of the list in the network, as in `named_modules`."""
-    modules: Blocks
-    """The whole list."""
-    before: int = 0
-    """Number of blocks at the beginning that are left out."""
-    behind: int = 0
-    """Number of blocks at the end that are left out."""
+    name: str  # of the list in the network, as in `named_modules`
+    modules: Blocks  # the whole list, with the skipped blocks
+    skip_first: int = 0  # number of blocks at the beginning that are skipped
+    skip_last: int = 0  # number of blocks at the end that are skipped
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The blocks that are like each other, without those that are left out."""
-        return list(self.modules)[self.before : len(self.modules) - self.behind]
+        """The blocks that are like each other, without the skipped ones."""
+        return list(self.modules)[self.skip_first : len(self.modules) - self.skip_last]
 
     def whole_order(self, order: Sequence[int]) -> list[int]:
-        """Return the source of each block of the whole list for the sources of the blocks that are not left out."""
-        first, last = range(self.before), range(len(self.modules) - self.behind, len(self.modules))
-        return [*first, *(self.before + source for source in order), *last]
+        """Return the sources of the whole list from those of the other blocks; a skipped block is its own source."""
+        first, last = range(self.skip_first), range(len(self.modules) - self.skip_last, len(self.modules))
+        return [*first, *(self.skip_first + source for source in order), *last]
 
     def holders(self) -> Iterator[tuple[Any, list[str]]]:
-        """Yield what may hold the number of blocks: attributes and configurations of the modules on the way to the
-        list, of the list, and configurations of its blocks; each with the names from there to the list."""
+        """Yield attributes and configurations, of modules on the way to the list and of the list, and configurations in
+        its blocks, which may hold the number of blocks; each with the names from its module to the list."""
         for owner, path in self.owners():
             yield vars(owner), path
             yield from ((fields, path) for fields in self._configs(owner))
@@ -65,20 +61,27 @@ class BlockList(NamedTuple):
             yield from ((fields, []) for fields in self._configs(part))
 
     def _configs(self, module: nn.Module) -> Iterator[Any]:
-        for config in (getattr(module, name, None) for name in CONFIGS):
-            fields = config if isinstance(config, MutableMapping) else getattr(config, "__dict__", {})
-            yield fields
-            for name, inner in fields.items():
-                words = {word.lower() for word in re.findall("[A-Z]?[a-z]+", str(name))} - CONFIG_WORDS
-                if all(word in self.name for word in words) and not isinstance(inner, nn.Module):
-                    yield inner if isinstance(inner, MutableMapping) else getattr(inner, "__dict__", {})
+        """Yield the settings in each configuration of a module, and in each inner one that may be about this list."""
+        for attribute in CONFIGS:
+            settings = _settings_in(getattr(module, attribute, None))
+            yield settings
+            for name, inner in settings.items():
+                # An inner configuration is named after its part of the network, as in `vision_config`.
+                part_words = {word.lower() for word in re.findall("[A-Z]?[a-z]+", str(name))} - CONFIG_WORDS
+                if all(word in self.name for word in part_words) and not isinstance(inner, nn.Module):
+                    yield _settings_in(inner)
 
     def owners(self) -> Iterator[tuple[nn.Module, list[str]]]:
-        """Yield each module on the way from the network to the list, and the names from there to the list."""
-        parts, named = self.name.split("."), _named_modules(self.network)
-        for i in range(len(parts)):
-            owner = named[".".join(parts[:i])]
-            yield getattr(owner, "_orig_mod", owner), parts[i:]
+        """Yield each module on the way from the network to the list, and the names from this module to the list."""
+        path, modules = self.name.split("."), _named_modules(self.network)
+        for i in range(len(path)):
+            owner = modules[".".join(path[:i])]
+            yield getattr(owner, "_orig_mod", owner), path[i:]
+
+
+def _settings_in(config: Any) -> Any:
+    """Return the settings of a configuration by name, whether it is a mapping or an object; empty if it is neither."""
+    return config if isinstance(config, MutableMapping) else getattr(config, "__dict__", {})
 
 
 def find_blocks(network: nn.Module, name: str) -> BlockList:
@@ -106,16 +109,17 @@ def find_blocks(network: nn.Module, name: str) -> BlockList:
         chosen = range(len(blocks))[slice(int(start or 0), int(stop) if stop else None)]
         if not chosen:
             raise ValueError(f"{sliced} of its {len(blocks)} blocks is empty")
-        found = BlockList(network, path, blocks, chosen[0], len(blocks) - 1 - chosen[-1])
-        _check_like(found)
+        block_list = BlockList(network, path, blocks, chosen[0], len(blocks) - 1 - chosen[-1])
+        _check_like(block_list)
     except ValueError as error:
         raise ValueError(f"{name!r} cannot grow: {error}; lists that can: {_growable(modules)}") from None
-    return found
+    return block_list
 
 
 def _named_modules(network: nn.Module) -> dict[str, nn.Module]:
-    """Return all modules by name; a compiled module has its names in a module within it."""
-    return {k.replace("_orig_mod.", ""): part for k, part in network.named_modules(remove_duplicate=False)}
+    """Return all modules by name, without the prefix that torch.compile adds to names within a compiled module."""
+    named = network.named_modules(remove_duplicate=False)
+    return {name.replace("_orig_mod.", ""): module for name, module in named}
 
 
 def _growable(modules: Mapping[str, nn.Module]) -> str:
@@ -129,32 +133,33 @@ def _growable(modules: Mapping[str, nn.Module]) -> str:
     return ", ".join(names) or "none"
 
 
-def _check_like(found: BlockList) -> None:
+def _check_like(block_list: BlockList) -> None:
     """Raise ValueError if the blocks of a list are not numbered, or not like each other."""
-    names = list(found.modules._modules)
-    if names != numbered(found.modules, len(names)):
+    names = list(block_list.modules._modules)
+    if names != numbered(block_list.modules, len(names)):
         raise ValueError(f"blocks are called {', '.join(names)}; give them names that differ by their number")
-    for i, block in enumerate(found.blocks, found.before):
+    for i, block in enumerate(block_list.blocks, block_list.skip_first):
         if any(map(is_lazy, chain(block.parameters(), block.buffers()))):
             raise ValueError(f"block {i} has parameters without a shape yet; run the network once before")
-        if _signature(block) != _signature(found.blocks[0]):
+        if _signature(block) != _signature(block_list.blocks[0]):
             raise ValueError(
-                f"blocks {found.before} and {i} differ in their parameters or shapes; grow a list of like blocks, or "
-                f"leave out those that differ, as in 'blocks[1:]'"
+                f"blocks {block_list.skip_first} and {i} differ in their parameters or shapes; grow a list of like "
+                f"blocks, or leave out those that differ, as in 'blocks[1:]'"
             )
 
 
 def _signature(block: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
-    """Return names and shapes of what a state dict holds; other buffers may change their shape with the data."""
-    tensors = [(name, tuple(x.shape)) for name, x in block.named_parameters(remove_duplicate=False)]
-    for name, part in block.named_modules(remove_duplicate=False):
-        kept = {key: x for key, x in part._buffers.items() if key not in part._non_persistent_buffers_set}
-        tensors += [(f"{name}.{key}", tuple(x.shape)) for key, x in kept.items() if x is not None]
+    """Return name and shape of each tensor in a block's state dict; other buffers may change shape with the data."""
+    tensors = [(name, tuple(parameter.shape)) for name, parameter in block.named_parameters(remove_duplicate=False)]
+    for module_name, module in block.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                tensors.append((f"{module_name}.{name}", tuple(buffer.shape)))
     return tensors
 
 
 def numbered(modules: Blocks, count: int) -> list[str]:
-    """Return `count` names that begin with the first name of a list: `layer_0`, `layer_1`, …"""
+    """Return `count` names that count on from the first name in a list: `layer_0`, `layer_1`, …"""
     first = next(iter(modules._modules))
     stem = first.rstrip(digits)
     return [f"{stem}{int(first.removeprefix(stem) or 0) + i}" for i in range(count)]
@@ -163,137 +168,142 @@ def numbered(modules: Blocks, count: int) -> list[str]:
 class IndexField(NamedTuple):
     """Attribute in which each block of a list keeps its index."""
 
-    part: str
-    """Name of the part of a block that has it, empty for the block."""
-    name: str
-    first: int
-    """Its value in the first block of the list: 0, or 1 where blocks are counted from 1."""
+    part: str  # name within a block of the module that has the attribute; empty for the block itself
+    name: str  # such as `layer_idx`
+    first: int  # value in the first block of the list: 0, or 1 where blocks are counted from 1
 
 
 def index_fields(modules: Blocks) -> list[IndexField]:
     """Return the attributes that hold, in every block of a list, the block's index: `layer_idx` of an attention.
 
-    Where the list has one block or two, the attribute's name must say so, too.
+    Values alone prove little in a list of one block or two: the attribute's name must match INDEX_NAME there.
     """
     fields, blocks = [], list(modules)
-    parts = [dict(block.named_modules()) for block in blocks]
-    for part, module in parts[-1].items():
-        owners = [vars(named[part]) for named in parts if part in named]
-        if len(owners) < len(blocks):
+    modules_of_blocks = [dict(block.named_modules()) for block in blocks]
+    for part, module in modules_of_blocks[-1].items():
+        attributes_of_blocks = [vars(named[part]) for named in modules_of_blocks if part in named]
+        if len(attributes_of_blocks) < len(blocks):  # a block lacks this module
             continue
         for name, last in vars(module).items():
-            first = last - len(blocks) + 1 if type(last) is int else -1
-            values = [attributes.get(name) for attributes in owners]
-            counts = first in (0, 1) and values == [*range(first, last + 1)] and bool not in map(type, values)
-            if counts and (len(blocks) > 2 or INDEX_NAME.search(name)):
+            if type(last) is not int:
+                continue
+            first = last - len(blocks) + 1
+            values = [attributes.get(name) for attributes in attributes_of_blocks]
+            counts_up = first in (0, 1) and values == [*range(first, last + 1)] and bool not in map(type, values)
+            if counts_up and (len(blocks) > 2 or INDEX_NAME.search(name)):
                 fields.append(IndexField(part, name, first))
     return fields
+
+
+ValueOfSources = Callable[[Sequence[int]], Any]  # value of a setting, by the former index of each block's source
 
 
 class CountField(NamedTuple):
     """Setting or attribute of a network that depends on its number of blocks."""
 
-    holder: MutableMapping[str, Any]
+    holder: MutableMapping[str, Any]  # attributes of a module, or settings in a configuration, by name
     name: str
-    value: Callable[[Sequence[int]], Any]
-    """Function of the source of each block, by the blocks that were there when the field was found."""
+    value: ValueOfSources
 
     @property
     def per_block(self) -> bool:
-        """True if it is a list with a value for each block; a list of `depths` has one for each stage."""
+        """True if the setting is a list with a value for each block; a list of `depths` has one for each stage."""
         return isinstance(self.holder[self.name], list | tuple) and "depth" not in self.name
 
 
-def count_fields(found: BlockList) -> list[CountField]:
+def count_fields(block_list: BlockList) -> list[CountField]:
     """Return what the modules on the way to a list, and their configurations, keep about its number of blocks.
 
     These are numbers of blocks (`num_hidden_layers`, `n_layer`, `depth`, also `depths[k]` of the k-th stage), lists
     with a value for each block (`layer_types`), and lists of the indices of some blocks (`mlp_only_layers`).
     """
     fields: dict[tuple[int, str], CountField] = {}
-    for holder, path in found.holders():
-        named = {name: words for name in holder if (words := _count_words(str(name)))}
-        values = {name: _value_by_order(holder[name], words, path, found) for name, words in named.items()}
-        values = {name: value for name, value in values.items() if value is not None}
-        # `num_layers` beside `num_decoder_layers` is that of another list; beside `encoder_layers` it is the same.
-        others = "decoder" in ".".join(path) and any("decoder" in named[name] for name in values)
+    for holder, path in block_list.holders():
+        words_of_name = {name: words for name in holder if (words := _count_words(str(name)))}
+        values: dict[str, ValueOfSources] = {}
+        for name, words in words_of_name.items():
+            if (value := _value_of_sources(holder[name], words, path=path, block_list=block_list)) is not None:
+                values[name] = value
+        # If a decoder has its own setting, `num_decoder_layers`, a plain `num_layers` is about the encoder; if only the
+        # encoder has its own, `encoder_layers`, the plain one is about the decoder.
+        is_named = "decoder" in ".".join(path) and any("decoder" in words_of_name[name] for name in values)
         for name, value in values.items():
-            if not others or named[name] - PLAIN_WORDS:
+            if not is_named or words_of_name[name] - PLAIN_WORDS:
                 fields.setdefault((id(holder), name), CountField(holder, name, value))
     return list(fields.values())
 
 
 def _count_words(name: str) -> set[str]:
-    """Return the words of a name that may speak of blocks; none for another one."""
+    """Return the words of a setting's name; empty if the name cannot be about a number of blocks."""
     words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+", name)}
     return words if words & COUNT_WORDS or words == {"attention", "types"} else set()
 
 
-def _value_by_order(
-    value: Any, words: set[str], path: Sequence[str], found: BlockList
-) -> Callable[[Sequence[int]], Any] | None:
-    """Return how a setting depends on the sources of the blocks; None if it is not about this list."""
-    count, way = len(found.modules), found.name
+def _value_of_sources(
+    value: Any, words: set[str], *, path: Sequence[str], block_list: BlockList
+) -> ValueOfSources | None:
+    """Return how a setting depends on the sources of the blocks; None if it is not about this list.
+
+    `value` is its present value, `words` are those of its name, and `path` the names from its module to the list.
+    """
+    count, list_name = len(block_list.modules), block_list.name
     if type(value) is int:
-        ours = value == count and all(word in way for word in words - PLAIN_WORDS)
-        return len if ours else None
+        is_of_list = value == count and all(word in list_name for word in words - PLAIN_WORDS)
+        return len if is_of_list else None
     if type(value) not in (list, tuple) or not value:
         return None
     kind = type(value)
-    if not all(word in way for word in words & {"encoder", "decoder"}):
+    if not all(word in list_name for word in words & {"encoder", "decoder"}):
         return None
-    if all(type(x) is int for x in value):
+    if all(type(number) is int for number in value):
         if words & {"depth", "depths"}:  # a number for each stage of a network
-            stage = next((int(part) for part in path if part.isdigit()), len(value))
+            stage = next((int(name) for name in path if name.isdigit()), len(value))
             if stage >= len(value) or value[stage] != count:
                 return None
-            return lambda order: kind([*value[:stage], len(order), *value[stage + 1 :]])
+            return lambda sources: kind([*value[:stage], len(sources), *value[stage + 1 :]])
         increases = all(a < b for a, b in pairwise(value)) and 0 <= value[0] <= value[-1] < count
         if increases and (len(value) != count or count > 2):  # indices of some blocks
-            return lambda order: kind(i for i, source in enumerate(order) if source in value)
-    if len(value) == count and all(isinstance(x, str | int | float | None) for x in value):
-        return lambda order: kind(value[source] for source in order)
+            return lambda sources: kind(i for i, source in enumerate(sources) if source in value)
+    if len(value) == count and all(isinstance(entry, str | int | float | None) for entry in value):
+        return lambda sources: kind(value[source] for source in sources)
     try:  # pairs of a pattern and how often it is repeated, as in GPT-Neo
         types = list(chain.from_iterable(list(pattern) * times for pattern, times in value))
     except (TypeError, ValueError):
         return None
-    return (lambda order: [[[types[source] for source in order], 1]]) if len(types) == count else None
+    return (lambda sources: [[[types[source] for source in sources], 1]]) if len(types) == count else None
 
 
 class BlockFields:
     """Attributes in which a network keeps the index of each block of a list, and settings with the number of blocks."""
 
-    def __init__(self, found: BlockList) -> None:
-        self.modules, self.indices, self.counts = found.modules, index_fields(found.modules), count_fields(found)
-        self._named = dict(found.modules._modules)
-        self._values = [field.holder[field.name] for field in self.counts]
+    def __init__(self, block_list: BlockList) -> None:
+        self.modules, self.counts = block_list.modules, count_fields(block_list)
+        self.indices = index_fields(block_list.modules)
+        self._first_blocks = dict(block_list.modules._modules)
+        self._first_values = [field.holder[field.name] for field in self.counts]
 
     def fill(self, blocks: Sequence[nn.Module], sources: Sequence[int]) -> None:
-        """Fill the list with blocks, in place, and tell them and the network; names such as `layer_0` are continued.
+        """Fill the list with blocks, in place, and set their indices and the network's settings about their number.
 
-        Args:
-            blocks: All blocks of the list.
-            sources: Source of each, by the blocks that were there when this object was made.
+        `sources` has the source of each block, by the index that it had when this object was made.
         """
-        names = numbered(self.modules, len(blocks))
-        self.modules._modules.clear()
-        for i, (name, block) in enumerate(zip(names, blocks, strict=True)):
-            self.modules.add_module(name, block)
-            for field in self.indices:
-                setattr(block.get_submodule(field.part), field.name, field.first + i)
+        self._fill(dict(zip(numbered(self.modules, len(blocks)), blocks, strict=True)))
         self.set_counts(sources)
 
     def restore(self) -> None:
         """Undo `fill`: list, indices and settings are again as they were when this object was made."""
-        self.modules._modules.clear()
-        self.modules._modules.update(self._named)
-        for i, block in enumerate(self._named.values()):
-            for field in self.indices:
-                setattr(block.get_submodule(field.part), field.name, field.first + i)
-        for field, value in zip(self.counts, self._values, strict=True):
+        self._fill(self._first_blocks)
+        for field, value in zip(self.counts, self._first_values, strict=True):
             field.holder[field.name] = value
 
+    def _fill(self, blocks: Mapping[str, Any]) -> None:
+        self.modules._modules.clear()
+        self.modules._modules.update(blocks)
+        for i, block in enumerate(self.modules):
+            for field in self.indices:
+                setattr(block.get_submodule(field.part), field.name, field.first + i)
+
     def set_counts(self, sources: Sequence[int]) -> None:
-        """Tell the network the source of each block, without a change of the list."""
+        """Set the network's settings for a list whose blocks have these sources; the list itself stays as it is."""
         for field in self.counts:
             field.holder[field.name] = field.value(sources)

@@ -29,20 +29,14 @@ from esper_lightning.runtime.nested import (
     repeat_rows,
 )
 
-SeedVariant = frozenset[str]
-"""Names of the slots whose seed is active."""
-
-Batch = tuple[Tensor | tuple[Tensor, ...], Tensor]
-"""Inputs (one tensor, or several in a tuple) and targets."""
+SeedVariant = frozenset[str]  # names of the slots whose seed is active
+Batch = tuple[Tensor | tuple[Tensor, ...], Tensor]  # inputs (one tensor, or several in a tuple) and targets
 
 ScoreFunction = Callable[[Any, Tensor], Tensor]
 """Function of outputs [B, …] and targets [B, …] that returns one score per sample, [B]."""
 
-TRIED_ROWS = 8
-"""Most rows of a batch on which `mixes_rows` tries a network."""
-
-COPIES_AHEAD = 4
-"""Copies of the first row that go ahead of them, for each row: they fill places for which rows compete."""
+TRIED_ROWS = 8  # most rows of a batch on which `mixes_rows` tries a network
+COPIES_AHEAD = 4  # copies of the first row that go ahead of them, for each row: they fill places for which rows compete
 
 
 def leave_one_out(slots: Iterable[str]) -> list[SeedVariant]:
@@ -83,37 +77,44 @@ def active_seeds(slots: Mapping[str, SeedSlot], variant: SeedVariant) -> Iterato
 
 
 class _BatchSplit:
-    """State of one forward pass: the batch consists of equal parts, each for a list of combinations."""
+    """Replacement of the slots' forward pass in one pass for all variants, with a chunk of the batch for each group.
+
+    Variants of a group agree on all seeds so far. The first slot on which they differ splits their chunk in two.
+    """
 
     def __init__(self, variants: Sequence[SeedVariant], slots: Iterable[SeedSlot]) -> None:
         self.variants = variants
-        self.parts: list[list[int]] = [list(range(len(variants)))]
+        self.groups: list[list[int]] = [list(range(len(variants)))]  # indices of the variants of each chunk
         for slot in slots:
             if slot.blended and not slot.on_single_path:
-                active, inactive = self._divide(slot)
-                self.parts = [part for part in active + inactive if part]
+                with_seed, without_seed = self._divide(slot)
+                self.groups = [group for group in with_seed + without_seed if group]
 
     def _divide(self, slot: SeedSlot) -> tuple[list[list[int]], list[list[int]]]:
-        """Return for each part the combinations with and without the seed in `slot`."""
-        active = [[v for v in part if slot.name in self.variants[v]] for part in self.parts]
-        return active, [[v for v in part if slot.name not in self.variants[v]] for part in self.parts]
+        """Return the variants of each group that have the seed in `slot`, and those that do not; either may be none."""
+        with_seed, without_seed = [], []
+        for group in self.groups:
+            with_seed.append([v for v in group if slot.name in self.variants[v]])
+            without_seed.append([v for v in group if slot.name not in self.variants[v]])
+        return with_seed, without_seed
 
     def __call__(self, slot: SeedSlot, x: Tensor) -> Tensor:
+        """Return the output of a slot for all chunks of its input `x`; afterwards there may be more chunks."""
         if not slot.blended:
             return x
-        active, inactive = self._divide(slot)
-        if not any(inactive):
+        with_seed, without_seed = self._divide(slot)
+        if not any(without_seed):
             return slot.blend_output(x)
-        if not any(active):
+        if not any(with_seed):
             return x
-        chunks = x.chunk(len(self.parts))
-        if all(not (a and b) for a, b in zip(active, inactive, strict=True)):
+        chunks = x.chunk(len(self.groups))
+        if all(not (a and b) for a, b in zip(with_seed, without_seed, strict=True)):
             # The batch is split already, at the input or by an earlier pass through this slot.
-            return torch.cat([slot.blend_output(c) if part else c for c, part in zip(chunks, active, strict=True)])
-        with_seed = [slot.blend_output(c) for c, part in zip(chunks, active, strict=True) if part]
-        without = [c for c, part in zip(chunks, inactive, strict=True) if part]
-        self.parts = [part for part in active + inactive if part]
-        return torch.cat(with_seed + without)
+            return torch.cat([slot.blend_output(c) if group else c for c, group in zip(chunks, with_seed, strict=True)])
+        blended = [slot.blend_output(c) for c, group in zip(chunks, with_seed, strict=True) if group]
+        unchanged = [c for c, group in zip(chunks, without_seed, strict=True) if group]
+        self.groups = [group for group in with_seed + without_seed if group]
+        return torch.cat(blended + unchanged)
 
 
 @torch.no_grad()
@@ -129,6 +130,7 @@ def mixes_rows(network: nn.Module, inputs: tuple[Any, ...]) -> bool:
     ahead = COPIES_AHEAD * few
 
     def take(choose: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+        """Return the inputs with other rows: `choose` is applied to each tensor that has the rows of the batch."""
         return map_tensors(inputs, lambda x: choose(x) if x.ndim and len(x) == rows else x)
 
     hooks = [(part, part._forward_hooks) for part in network.modules() if part._forward_hooks]
@@ -152,13 +154,13 @@ def mixes_rows(network: nn.Module, inputs: tuple[Any, ...]) -> bool:
         for part, all_hooks in hooks:
             part._forward_hooks = all_hooks
 
-    def has_rows(longer: Any, shorter: Any, part: slice, length: int) -> bool:
-        """Return True if outputs for a batch of this length have outputs for fewer rows at `part`."""
+    def has_rows(longer: Any, shorter: Any, span: slice, *, length: int) -> bool:
+        """Return True if outputs of `length` rows equal, in the rows of `span`, the outputs of a shorter batch."""
         pairs = zip(iter_tensors(longer), iter_tensors(shorter), strict=True)
-        return all(a.ndim and b.ndim and len(a) == length and is_equal_up_to_rounding(a[part], b) for a, b in pairs)
+        return all(a.ndim and b.ndim and len(a) == length and is_equal_up_to_rounding(a[span], b) for a, b in pairs)
 
-    return not has_rows(whole, half, slice((rows + 1) // 2), rows) or not all(
-        has_rows(longer, plain, slice(ahead, None), ahead + few) for longer in behind
+    return not has_rows(whole, half, slice((rows + 1) // 2), length=rows) or not all(
+        has_rows(longer, plain, slice(ahead, None), length=ahead + few) for longer in behind
     )
 
 
@@ -197,12 +199,12 @@ def forward_variants(
             with active_seeds(slots, variant):
                 is_last = len(outputs) == len(distinct) - 1
                 outputs.append(network(*inputs) if is_last else _isolated_pass(network, inputs))
-        parts = zip(*map(iter_tensors, outputs), strict=True)
-        joined = iter([torch.cat([x if x.ndim else x[None] for x in part]) for part in parts])
+        tensors_by_place = zip(*map(iter_tensors, outputs), strict=True)  # each with one tensor for each variant
+        joined = (torch.cat([x if x.ndim else x[None] for x in tensors]) for tensors in tensors_by_place)
         return map_tensors(outputs[0], lambda _: next(joined)), [distinct.index(v & blended) for v in variants]
     split = _BatchSplit(variants, slots.values())
-    if len(split.parts) > 1:
-        inputs = repeat_rows(inputs, batch_size(inputs), len(split.parts))
+    if len(split.groups) > 1:
+        inputs = repeat_rows(inputs, batch_size(inputs), len(split.groups))
     for slot in slots.values():
         slot.override = split
     try:
@@ -210,8 +212,8 @@ def forward_variants(
     finally:
         for slot in slots.values():
             slot.override = None
-    part_of_variant = {v: part for part, variant_ids in enumerate(split.parts) for v in variant_ids}
-    return outputs, [part_of_variant[v] for v in range(len(variants))]
+    group_of_variant = {v: i for i, group in enumerate(split.groups) for v in group}
+    return outputs, [group_of_variant[v] for v in range(len(variants))]
 
 
 @torch.no_grad()

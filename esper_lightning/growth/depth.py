@@ -15,23 +15,20 @@ from esper_lightning.growth.stack import deepen, shorten
 class DepthSlot(SeedSlot):
     """Record of one growth of a list of like blocks by copies of its last ones, at once and for good.
 
-    No feature passes through it, because the network runs the list. A state dict gives the list its depth.
-
-    Args:
-        name, width: See `SeedSlot`.
-        found: The list, as it is before any growth.
-        most: Largest number of blocks in it.
-        earlier: Depth slots of the list that are taken before this one.
+    No feature passes through it, because the network runs the list. A state dict gives the list its depth. The largest
+    number of blocks is `most`, and `earlier` are the depth slots of the list that are taken before this one.
     """
 
     is_judged = False  # a deep network comes to rely on each of its blocks
 
-    def __init__(self, name: str, width: int, found: BlockList, *, most: int, earlier: Sequence["DepthSlot"]) -> None:
-        # Before the slot is emptied. They are no children of it: a tuple hides modules.
-        self.found, self.earlier, self.first, self.most = found, tuple(earlier), len(found.blocks), most
+    def __init__(
+        self, name: str, width: int, block_list: BlockList, *, most: int, earlier: Sequence["DepthSlot"]
+    ) -> None:
+        # Before `__init__`, which empties the slot. A tuple hides the modules, which are no children of this slot.
+        self.block_list, self.earlier, self.first, self.most = block_list, tuple(earlier), len(block_list.blocks), most
         super().__init__(name, STACK, width, detach_input=False)
         if not earlier:
-            found.modules.register_load_state_dict_pre_hook(self._fit)
+            block_list.modules.register_load_state_dict_pre_hook(self._fit)
 
     @property
     def is_open(self) -> bool:
@@ -51,7 +48,7 @@ class DepthSlot(SeedSlot):
     @property
     def grown(self) -> list[nn.Module]:
         """Blocks that grew here."""
-        return self.found.blocks[self.begin : self.begin + self.added]
+        return self.block_list.blocks[self.begin : self.begin + self.added]
 
     @property
     def count(self) -> int:
@@ -59,51 +56,55 @@ class DepthSlot(SeedSlot):
         return min(self.first, self.most - self.first * (1 + len(self.earlier)))
 
     def seed_parameters(self, blueprint: str = STACK) -> int:
-        return self.count * sum(p.numel() for p in self.found.blocks[0].parameters())
+        return self.count * sum(p.numel() for p in self.block_list.blocks[0].parameters())
 
     def grown_parameters(self) -> list[nn.Parameter]:
         return [parameter for block in self.grown for parameter in block.parameters()]
 
     def deepen(self, blueprint: str, optimizers: Sequence[Optimizer]) -> None:
         """Add copies of the last blocks to the list, with their state in the optimizers."""
-        depth = len(self.found.blocks)
+        depth = len(self.block_list.blocks)
         if blueprint != STACK:
             raise ValueError(f"slot {self.name!r} is one of depth, where {STACK!r} grows, and no {blueprint!r}")
         if closed := [slot.name for slot in self.earlier if not slot.occupied]:
             raise ValueError(f"slot {self.name!r}: its list grows by {closed[0]!r} before")
-        deepen(self.found, [*range(depth), *range(depth - self.count, depth)], optimizers)
+        deepen(self.block_list, [*range(depth), *range(depth - self.count, depth)], optimizers=optimizers)
 
     def empty(self) -> None:
-        """Remove the blocks that grew here and behind them."""
+        """Remove the blocks that grew here, and all blocks behind them."""
         super().empty()
-        if len(self.found.blocks) > self.begin:
-            shorten(self.found, self.begin)
+        if len(self.block_list.blocks) > self.begin:
+            shorten(self.block_list, self.begin)
 
     def set_extra_state(self, state: Tensor) -> None:
         super().set_extra_state(state)
-        depth, end = len(self.found.blocks), self.begin + self.added  # the list is loaded already
+        # The list is loaded already. Blocks behind `end` may be those of later slots, whose states are loaded next.
+        depth, end = len(self.block_list.blocks), self.begin + self.added
         if depth < end or depth > (self.most if self.occupied else end):
             raise ValueError(
-                f"slot {self.name!r}: {self.found.name!r} has {depth} blocks in the state, and {end} by its records; "
-                f"copies behind the list, as an earlier version grew them, cannot be loaded: train again, or use Stack"
+                f"slot {self.name!r}: {self.block_list.name!r} has {depth} blocks in the state, and {end} by its "
+                f"records; copies behind the list, as an earlier version grew them, cannot be loaded: train again, or "
+                f"use Stack"
             )
 
     def _fit(self, _: nn.Module, state: Mapping[str, Any], prefix: str, *__: Any) -> None:
         """Give the list as many blocks as a state dict has, before their weights are loaded."""
         names = {key.removeprefix(prefix).split(".")[0] for key in state if key.startswith(prefix)}
-        depth, now = len(names) - self.found.before - self.found.behind, len(self.found.blocks)
-        if now < depth <= self.most:
-            order = list(range(now))
-            while len(order) < depth:  # the sources of these blocks, whose settings no state dict holds
+        saved_depth = len(names) - self.block_list.skip_first - self.block_list.skip_last
+        depth = len(self.block_list.blocks)
+        if depth < saved_depth <= self.most:
+            # The sources are those of the growths in the state dict, because it does not hold all settings of a block.
+            order = list(range(depth))
+            while len(order) < saved_depth:
                 order += order[-min(self.first, self.most - len(order)) :]
-            deepen(self.found, order[:depth], ())
-        elif self.first <= depth < now:
-            shorten(self.found, depth)
+            deepen(self.block_list, order[:saved_depth], optimizers=())
+        elif self.first <= saved_depth < depth:
+            shorten(self.block_list, saved_depth)
 
 
 def depths(slots: Iterable[SeedSlot]) -> list[int]:
     """Return the present number of blocks in the list of each depth slot among the slots of a network."""
-    return [len(slot.found.blocks) for slot in slots if isinstance(slot, DepthSlot)]
+    return [len(slot.block_list.blocks) for slot in slots if isinstance(slot, DepthSlot)]
 
 
 def depth_slots(
@@ -111,24 +112,20 @@ def depth_slots(
 ) -> Sequence[DepthSlot]:
     """Return the depth slots `stack1`, `stack2` … of a list of blocks, for the network that runs it to hold.
 
-    Args:
-        network, blocks: Network, and name of the list in it.
-        most: Largest number of blocks. None: the present one, so that there are no slots.
-        width: Channels of the feature between the blocks.
-        prefix: What the names of the slots begin with.
-
-    Raises ValueError if the list cannot grow to this number.
+    `blocks` is the name of the list, `most` its largest number of blocks (None: the present one, so that there are no
+    slots), `width` the channels between blocks, and `prefix` the beginning of the slots' names. Raises ValueError if
+    the list cannot grow to this number.
     """
     if most is None:
         return []
-    found, slots = find_blocks(network, blocks), list[DepthSlot]()
-    first = len(found.blocks)
+    block_list, slots = find_blocks(network, blocks), list[DepthSlot]()
+    first = len(block_list.blocks)
     if most < first:
         raise ValueError(f"{blocks!r} has {first} blocks from the start; let it grow to at least as many, got {most}")
-    if len(list(found.modules.parameters())) < sum(len(list(block.parameters())) for block in found.modules):
+    if len(list(block_list.modules.parameters())) < sum(len(list(block.parameters())) for block in block_list.modules):
         raise ValueError(f"the blocks of {blocks!r} share parameters, which a host that grows in depth cannot have")
-    if any(isinstance(part, SeedSlot) for part in found.modules.modules()):
+    if any(isinstance(part, SeedSlot) for part in block_list.modules.modules()):
         raise ValueError(f"the blocks of {blocks!r} have slots, which copies would lack; attach slots from outside")
     while first * (1 + len(slots)) < most:
-        slots.append(DepthSlot(f"{prefix}stack{len(slots) + 1}", width, found, most=most, earlier=slots))
+        slots.append(DepthSlot(f"{prefix}stack{len(slots) + 1}", width, block_list, most=most, earlier=slots))
     return slots

@@ -36,11 +36,8 @@ from esper_lightning.runtime.serialization import replace_durably, replace_file
 
 Format = Literal["pt2", "onnx"]
 
-SUFFIXES: dict[Format, str] = {"pt2": ".pt2", "onnx": ".onnx"}
-"""Suffix of the file of each format."""
-
-ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-"""Packages of the extra [onnx]."""
+SUFFIXES: dict[Format, str] = {"pt2": ".pt2", "onnx": ".onnx"}  # suffix of the file of each format
+ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")  # packages of the extra [onnx]
 
 EXPORT_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError)
 """Exceptions that torch raises for what it cannot trace; its own classes derive from the first."""
@@ -146,10 +143,7 @@ def export(network: nn.Module | ExportedProgram, inputs: Tensor, path: str | Pat
 
 
 def _file_path(path: str | Path, example: str) -> Path:
-    """Return `path` as a Path, and create its folder.
-
-    Raises ValueError if it is a folder itself; `example` is the file name that the message suggests.
-    """
+    """Return `path`, and create its folder. Raises ValueError, which suggests `example`, if it is a folder itself."""
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file, such as {path / example}")
@@ -187,18 +181,29 @@ PASS_THROUGH_LAYERS = (nn.Identity, nn.Flatten, AttachedSlots)
 
 Layer = nn.Conv2d | nn.Linear
 
-AffineMap = tuple[Tensor, Tensor]
-"""Affine map of the channels, in float64 on the CPU: kernel [C, C, k, k] (k is 1 or 3) and bias [C]."""
+
+class AffineMap(NamedTuple):
+    """Affine map of the channels of a feature, in float64 on the CPU."""
+
+    kernel: Tensor  # [C, C, k, k], where k is 1 or 3
+    bias: Tensor  # [C]
+
+
+class FoldCandidate(NamedTuple):
+    """A layer into which a seed may be merged, with the weights that it then has, in float64 on the CPU."""
+
+    name: str
+    layer: Layer
+    weight: Tensor
+    bias: Tensor
 
 
 class FoldResult(NamedTuple):
     """Result of folding one fossilized seed."""
 
     slot: str
-    target_layer: str | None
-    """Name of the layer that now contains the seed; None: the seed is unchanged."""
-    reason: str
-    """Reason why the seed could not be folded; empty if it was."""
+    target_layer: str | None  # name of the layer that now contains the seed; None: the seed is unchanged
+    reason: str  # reason why the seed could not be folded; empty if it was
 
 
 def fold(network: nn.Module, example_input: ExampleInput) -> list[FoldResult]:
@@ -209,7 +214,6 @@ def fold(network: nn.Module, example_input: ExampleInput) -> list[FoldResult]:
     The check misses operations that are active only in training and are not modules, such as `F.dropout`.
 
     Args:
-        network: Network with slots.
         example_input: Input of the network; random numbers reveal more than zeros.
     """
     fossilized = [slot for slot in slots_of(network).values() if slot.stage is Stage.FOSSILIZED and slot.is_judged]
@@ -233,13 +237,13 @@ def _fold(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> FoldResu
     effect = max_difference(outputs(), reference)
     slot.stage = Stage.FOSSILIZED
     allowed = max(EFFECT_TOLERANCE * effect, OUTPUT_TOLERANCE * max(float(x.abs().max()) for x in reference))
-    for name, layer, weight, bias in _candidates(network, slot, affine, example):
+    for name, layer, weight, bias in _candidates(network, slot, affine, example=example):
         if layer.bias is None and bias.any():
             continue  # a new bias would add a key to the host's state dict
         original, seed, folded_before = _weights(layer), slot.seed, slot.folded
         slot.seed, slot.stage = nn.Identity(), Stage.DORMANT
         if isinstance(layer, nn.Conv2d) and not any(layer is module for module in network.modules()):
-            slot.folded = layer
+            slot.folded = layer  # the candidate is a new layer
         _set_weights(layer, weight, bias)
         if max_difference(outputs(), reference) <= allowed:
             slot.empty()
@@ -250,7 +254,7 @@ def _fold(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> FoldResu
 
 
 def affine_map_of(slot: SeedSlot) -> AffineMap | None:
-    """Return the map of the feature by the fossilized seed, with its shortcut; None if it is not affine."""
+    """Return the affine map that a seed of linear layers and its shortcut are together; None if they are none."""
     if not isinstance(slot.seed, Residual):
         return None
     eye = torch.eye(slot.width, dtype=torch.float64)
@@ -260,18 +264,19 @@ def affine_map_of(slot: SeedSlot) -> AffineMap | None:
             return None
         weight, layer_bias = _weights(layer)
         weight = weight[:, :, None, None] if weight.ndim == 2 else weight
-        # Of two 3×3 layers the map would be larger. A 3×3 layer pads with zeros, so it would not see the bias of a
-        # pointwise layer before it at the border.
+        # Two 3×3 layers have a 5×5 kernel together, which no layer here can take. And a 3×3 layer pads with zeros, so
+        # at the border it does not see the bias of a pointwise layer before it.
         if weight.shape[-1] > 1 and (kernel.shape[-1] > 1 or bias.any()):
             return None
         kernel = torch.einsum("oikl,ijmn->ojkmln", weight, kernel).flatten(4, 5).flatten(2, 3)
         bias = torch.einsum("oikl,i->o", weight, bias) + layer_bias
     centre = kernel.shape[-1] // 2
     kernel[:, :, centre, centre] += eye
-    return kernel, bias
+    return AffineMap(kernel, bias)
 
 
 def _keeps_size(conv: nn.Conv2d) -> bool:
+    """Return True for a plain 1×1 or 3×3 convolution whose output has the size of its input."""
     size = conv.kernel_size[0]
     return (
         conv.kernel_size in ((1, 1), (3, 3))
@@ -283,14 +288,14 @@ def _keeps_size(conv: nn.Conv2d) -> bool:
 
 
 def _candidates(
-    network: nn.Module, slot: SeedSlot, affine: AffineMap, example: ExampleInput
-) -> Iterator[tuple[str, Layer, Tensor, Tensor]]:
-    """Yield the layers into which the seed can perhaps be merged, by name, with the merged weight and bias.
+    network: nn.Module, slot: SeedSlot, affine: AffineMap, *, example: ExampleInput
+) -> Iterator[FoldCandidate]:
+    """Yield the layers into which the seed may be merged.
 
     The caller checks each on the outputs. First come those before the slot, then those after it (neither adds a layer),
     then a new convolution in the slot.
     """
-    kernel, shift = affine
+    kernel, shift = affine.kernel, affine.bias
     before, after = _neighbours(network, slot, example)
     if slot.folded is not None:  # the slot's input passes through this layer before the seed
         before = {slot.name: slot.folded}
@@ -299,16 +304,17 @@ def _candidates(
         for name, layer in before.items():
             if getattr(layer, "groups", 1) == 1:
                 weight, bias = _weights(layer)
-                yield name, layer, torch.einsum("oc,c...->o...", matrix, weight), matrix @ bias + shift
+                merged = torch.einsum("oc,c...->o...", matrix, weight)
+                yield FoldCandidate(name, layer, merged, matrix @ bias + shift)
         for name, layer in after.items():
             is_padded = isinstance(layer, nn.Conv2d) and layer.padding not in ((0, 0), "valid")
             # The layer pads the seed's output with zeros; after the fold the padding would get the seed's bias, too.
             if getattr(layer, "groups", 1) == 1 and not (is_padded and shift.any()):
                 weight, bias = _weights(layer)
                 merged = torch.einsum("oc...,cd->od...", weight, matrix)
-                yield name, layer, merged, bias + torch.einsum("oc...,c->o", weight, shift)
+                yield FoldCandidate(name, layer, merged, bias + torch.einsum("oc...,c->o", weight, shift))
     if slot.layout == "image" and slot.folded is None:
-        yield slot.name, new_folded(slot, kernel.shape[-1]), kernel, shift
+        yield FoldCandidate(slot.name, new_folded(slot, kernel.shape[-1]), kernel, shift)
 
 
 def _weights(layer: Layer) -> tuple[Tensor, Tensor]:
@@ -328,7 +334,9 @@ def _neighbours(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> tu
     """Return by name the linear layers whose output is the slot's input, and those whose input is the slot's output."""
     layer_type = nn.Conv2d if slot.layout == "image" else nn.Linear
     slot_tensors: list[Tensor] = []  # input and output of the slot
-    calls: dict[str, tuple[Layer, Any, Any]] = {}  # by name: layer, input and output
+    inputs: dict[str, Any] = {}  # of each linear layer, by its name
+    outputs: dict[str, Any] = {}
+    layers: dict[str, Layer] = {}
     passed_on: list[Any] = []  # tensors that a layer returned unchanged
     inside = set(slot.modules())
 
@@ -336,7 +344,7 @@ def _neighbours(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> tu
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             given = [*args, *kwargs.values()]
             if isinstance(module, layer_type):
-                calls[name] = module, given[0], output
+                layers[name], inputs[name], outputs[name] = module, given[0], output
             elif not isinstance(module, PASS_THROUGH_LAYERS) and not list(module.children()):
                 passed_on.extend(x for x in given if x is output)
 
@@ -354,6 +362,7 @@ def _neighbours(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> tu
         call_network(network, example)
     if len(slot_tensors) != 2:  # a slot that runs several times has no unique neighbours
         return {}, {}
-    entering, leaving = (None if any(x is tensor for x in passed_on) else tensor for tensor in slot_tensors)
-    before = {name: layer for name, (layer, _, output) in calls.items() if output is entering}
-    return before, {name: layer for name, (layer, given, _) in calls.items() if given is leaving}
+    # None: a layer that passes its input on in evaluation mode alone, such as Dropout, is between slot and neighbour.
+    slot_input, slot_output = (None if any(x is tensor for x in passed_on) else tensor for tensor in slot_tensors)
+    before = {name: layer for name, layer in layers.items() if outputs[name] is slot_input}
+    return before, {name: layer for name, layer in layers.items() if inputs[name] is slot_output}

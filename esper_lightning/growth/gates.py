@@ -15,11 +15,8 @@ from torch import Tensor, nn
 from esper_lightning.growth.blend import Isolation
 from esper_lightning.growth.blueprints import Birth, suggest_name
 
-MAX_GRADIENT_NORM = 100.0
-"""Largest gradient norm of a healthy seed."""
-
-MIN_ALPHA = 0.95
-"""Alpha at which a seed becomes probationary: what follows is measured with nearly the whole seed."""
+MAX_GRADIENT_NORM = 100.0  # largest gradient norm of a healthy seed
+MIN_ALPHA = 0.95  # alpha at which a seed becomes probationary: what follows is measured with nearly the whole seed
 
 MIN_PROBATION_TICKS, PROBATION_SHARE = 5, 0.1
 """Time after which a probationary seed times out: ticks, and share of the horizon. The larger one counts."""
@@ -65,11 +62,8 @@ class LifecycleConfig:
             raise ValueError(f"lifecycle.min_gradient_health must lie in [0, 1], got {self.min_gradient_health}")
 
 
-VANISHED_NORM = 1e-7
-"""Gradient norm below which a tensor does not learn: float32 rounding noise for weights near 1."""
-
-EXPLODED_NORM = 5.0
-"""Gradient norm above which a tensor dominates every update."""
+VANISHED_NORM = 1e-7  # gradient norm below which a tensor does not learn: float32 rounding noise for weights near 1
+EXPLODED_NORM = 5.0  # gradient norm above which a tensor dominates every update
 
 VANISHED_HEALTH_COST, EXPLODED_HEALTH_COST = 0.5, 0.8
 """Health lost when every tensor has vanished or exploded; exploded ones also disturb the training of the others."""
@@ -78,14 +72,10 @@ VANISHED_HEALTH_COST, EXPLODED_HEALTH_COST = 0.5, 0.8
 class GradientStats(NamedTuple):
     """Gradient statistics of one group of parameters."""
 
-    norm: float
-    """Euclidean norm over all elements."""
-    rms: float
-    """Root mean square over all elements: comparable between groups of different size."""
-    vanished: float
-    """Share of the tensors with a norm below `VANISHED_NORM`, or without a gradient."""
-    exploded: float
-    """Share of the tensors with a norm above `EXPLODED_NORM`, or NaN."""
+    norm: float  # Euclidean norm over all elements
+    rms: float  # root mean square over all elements: comparable between groups of different size
+    vanished: float  # share of the tensors with a norm below `VANISHED_NORM`, or without a gradient
+    exploded: float  # share of the tensors with a norm above `EXPLODED_NORM`, or NaN
 
     @property
     def health(self) -> float:
@@ -101,18 +91,12 @@ class GradientStats(NamedTuple):
 class Evidence(NamedTuple):
     """Measurements of a seed that the gates judge. None: not measured yet."""
 
-    age: int
-    """Host epochs since germination."""
-    ticks_in_stage: int
-    """Host epochs in the present stage."""
-    in_optimizer: bool
-    """True if an optimizer holds the seed's parameters."""
-    alpha: float
-    """Alpha in the last host epoch, under which the contribution was measured."""
-    gradient: GradientStats | None = None
-    """Gradient statistics of the seed's parameters."""
-    contribution: float | None = None
-    """Score with the seed minus score without it, in points (of 100), on the same validation pass."""
+    age: int  # host epochs since germination
+    ticks_in_stage: int  # host epochs in the present stage
+    in_optimizer: bool  # True if an optimizer holds the seed's parameters
+    alpha: float  # alpha in the last host epoch, under which the contribution was measured
+    gradient: GradientStats | None = None  # gradient statistics of the seed's parameters
+    contribution: float | None = None  # score with the seed minus score without it, in points, on the same data
 
 
 def reasons_against_gradient(evidence: Evidence, config: LifecycleConfig) -> list[str]:
@@ -189,8 +173,7 @@ def reasons_to_cull(evidence: Evidence, config: LifecycleConfig, horizon: int) -
 # Gradient statistics.
 
 
-NO_GRADIENT = GradientStats(norm=0.0, rms=0.0, vanished=0.0, exploded=0.0)
-"""Statistics of an empty group of parameters."""
+NO_GRADIENT = GradientStats(norm=0.0, rms=0.0, vanished=0.0, exploded=0.0)  # statistics of an empty group of parameters
 
 
 def gradient_stats(

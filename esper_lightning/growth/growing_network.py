@@ -7,6 +7,7 @@ it is not allowed, updates the optimizer's parameter groups, and returns a SeedE
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -131,14 +132,17 @@ class GrowingNetwork:
         self._sync_blocks()
 
     def _sync_blocks(self) -> None:
-        lists = [slot.found.blocks for slot in self.slots.values() if isinstance(slot, DepthSlot) and not slot.earlier]
-        now = {parameter for blocks in lists for block in blocks for parameter in block.parameters()}
-        remove_parameters(self.optimizer, self._in_lists - now)
-        self._in_lists = now
+        """Put new blocks of lists that grow into the groups of their first block, and take removed ones out."""
+        lists = [
+            slot.block_list.blocks for slot in self.slots.values() if isinstance(slot, DepthSlot) and not slot.earlier
+        ]
+        in_lists = set(nn.ModuleList(chain.from_iterable(lists)).parameters())
+        remove_parameters(self.optimizer, self._in_lists - in_lists)
+        self._in_lists = in_lists
         held = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
         for blocks in lists:
-            sources = [blocks[0] if held.isdisjoint(block.parameters()) else block for block in blocks]
-            join_groups(self.optimizer, sources, blocks)
+            origins = [blocks[0] if held.isdisjoint(block.parameters()) else block for block in blocks]
+            join_groups(self.optimizer, origins, blocks)
 
     # Operations.
 
@@ -293,18 +297,18 @@ class GrowingNetwork:
 
     def refusal_reasons(self) -> list[RefusalReasons]:
         """Return for each of the K slots why its seed cannot be blended, fossilized or culled."""
-        asked = (self.reasons_against_blending, self.reasons_against_fossilizing, self.reasons_against_culling)
-        return [RefusalReasons(*(ask(name) for ask in asked)) for name in self.slots]
+        questions = (self.reasons_against_blending, self.reasons_against_fossilizing, self.reasons_against_culling)
+        return [RefusalReasons(*(reasons(name) for reasons in questions)) for name in self.slots]
 
     # Measurements.
 
     def gradient_stats_tensor(self) -> Tensor:  # [1 + K, 4] on the device: GradientStats of the host, then of each slot
         """Return statistics of the present gradients without waiting for the device; NO_GRADIENT for an empty slot."""
-        of_seeds = [list(slot.seed.parameters()) for slot in self.slots.values()]
-        seed_parameter_ids = {id(parameter) for parameters in of_seeds for parameter in parameters}
+        by_slot = [list(slot.seed.parameters()) for slot in self.slots.values()]
+        seed_parameter_ids = set(map(id, chain.from_iterable(by_slot)))
         host = gradient_stats([p for p in self.module.parameters() if id(p) not in seed_parameter_ids])
         empty = torch.zeros_like(host)  # NO_GRADIENT
-        seeds = [gradient_stats(parameters, host.device).to(host) if parameters else empty for parameters in of_seeds]
+        seeds = [gradient_stats(parameters, host.device).to(host) if parameters else empty for parameters in by_slot]
         return torch.stack([host, *seeds])
 
     def measure_gradients(self) -> dict[str, GradientStats]:
@@ -336,16 +340,16 @@ class GrowingNetwork:
         """Return the measurements of all seeds and the generator's state: what network and optimizer do not hold."""
         return {
             "records": [
-                [r.contribution, r.previous_contribution, list(r.gradient) if r.gradient else None]
-                for r in self.measurements.values()
+                [seed.contribution, seed.previous_contribution, list(seed.gradient) if seed.gradient else None]
+                for seed in self.measurements.values()
             ],
             "generator": self.generator.get_state(),
         }
 
     def load_measurement_state(self, state: Mapping[str, Any]) -> None:
         """Restore a state of `measurement_state`, when network and optimizer are restored."""
-        # Earlier versions saved a fourth number.
-        for name, (contribution, previous, gradient, *_) in zip(self.slots, state["records"], strict=True):
+        for name, record in zip(self.slots, state["records"], strict=True):
+            contribution, previous, gradient, *_ = record  # earlier versions saved a fourth number
             gradient = None if gradient is None else GradientStats(*gradient)
             self.measurements[name] = SeedMeasurements(contribution, previous, gradient)
         self.generator.set_state(check_generator_state("the generator's state", state["generator"], self.generator))

@@ -20,19 +20,14 @@ class SeedEvent(NamedTuple):
     """One change of a seed's stage, or a report that it is stuck: then `before` and `after` are equal."""
 
     slot: str
-    blueprint: str
-    """Name of the seed's blueprint; empty for a change of a slot whose seed has been removed."""
+    blueprint: str  # name of the seed's blueprint; empty for a change of a slot whose seed has been removed
     before: Stage
     after: Stage
     cause: str
-    age: int = 0
-    """Host epochs since germination."""
-    contribution: float | None = None
-    """Last measured contribution, in points (of 100). None: never measured."""
-    host: int = 0
-    """Number of the host in its pool."""
-    tick: int = 0
-    """Host epoch of the change: from 1 in the episode, and since the run began in `events.jsonl`. 0: not known."""
+    age: int = 0  # host epochs since germination
+    contribution: float | None = None  # last measured contribution, in points (of 100). None: never measured
+    host: int = 0  # number of the host in its pool
+    tick: int = 0  # host epoch of the change: from 1 in the episode, in `events.jsonl` since the run began; 0: unknown
 
     def __str__(self) -> str:
         """Return a line like `layer1: conv_light DORMANT → GERMINATED (germinate)`."""
@@ -104,7 +99,7 @@ def move(slot: SeedSlot, stage: Stage, cause: str) -> SeedEvent:
 
 def unchanged_stage(slot: SeedSlot, cause: str) -> SeedEvent:
     """Return an event of the seed in `slot` that leaves its stage as it is."""
-    return SeedEvent(slot.name, slot.blueprint or "", slot.stage, slot.stage, cause, slot.age)
+    return SeedEvent(slot.name, slot.blueprint or "", before=slot.stage, after=slot.stage, cause=cause, age=slot.age)
 
 
 def auto_transition(

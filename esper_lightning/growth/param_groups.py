@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 HOST_GROUP = "host"
 
-SEED_GROUP_PREFIX = "seed."
-"""Prefix of the names of seeds' parameter groups."""
+SEED_GROUP_PREFIX = "seed."  # prefix of the names of seeds' parameter groups
 
 UNFIT_OPTIMIZERS = {
     "LBFGS": "cannot hold parameter groups that come and go",
@@ -29,8 +28,7 @@ UNFIT_OPTIMIZERS = {
 }
 """Optimizers of torch that cannot train seeds, and the reasons."""
 
-WRAPPED_DEEPEST = 3
-"""Levels of containers and objects within an optimizer in which another one is looked for."""
+WRAPPED_DEEPEST = 3  # levels of containers and objects within an optimizer in which another one is looked for
 
 PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 """Attributes in which PyTorch's schedulers keep a list with a value for each parameter group."""
@@ -51,7 +49,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
 def optimizers_in(*optimizers: Optimizer) -> list[Optimizer]:
     """Return optimizers with those that they wrap at any depth, such as the inner one of SAM or Lookahead."""
     every: list[Optimizer] = []
-    waiting: list[tuple[Any, int]] = [(optimizer, 0) for optimizer in optimizers]
+    waiting: list[tuple[Any, int]] = [(optimizer, 0) for optimizer in optimizers]  # values, with levels to an optimizer
     while waiting:
         value, depth = waiting.pop(0)
         if isinstance(value, Optimizer):
@@ -169,10 +167,7 @@ def order_groups(optimizer: Optimizer, names: Sequence[str]) -> None:
 
 @torch.no_grad()
 def reset_optimizer_state(optimizer: Optimizer) -> None:
-    """Set momenta and step counts to zero, in place.
-
-    This resets optimizers whose initial state is zero, such as SGD without dampening and Adam.
-    """
+    """Zero momenta and step counts in place: the initial state of Adam, SGD without dampening, and many others."""
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):
@@ -222,7 +217,7 @@ def follow(scheduler: Scheduler, growing: "GrowingNetwork") -> Scheduler:
     """
     optimizer = growing.optimizer
     schedulers: list[Any] = [scheduler]
-    for part in schedulers:  # with those that it contains, at any depth
+    for part in schedulers:  # the list grows by those that a scheduler contains, at any depth
         if part.optimizer != optimizer:
             raise ValueError(
                 f"the {type(part).__name__} schedules another optimizer than that of the growing network; "
@@ -232,7 +227,7 @@ def follow(scheduler: Scheduler, growing: "GrowingNetwork") -> Scheduler:
     is_of_host = [not name.startswith(SEED_GROUP_PREFIX) for name in group_names(optimizer)]
     for part in schedulers:
         if type(part.optimizer) is not HostGroups:
-            # It may have been made after seeds germinated.
+            # A scheduler that was made after seeds germinated has values for their groups, too.
             for attribute in PER_GROUP:
                 values = getattr(part, attribute, None)
                 if isinstance(values, list) and len(values) == len(is_of_host):

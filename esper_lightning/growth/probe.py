@@ -94,10 +94,7 @@ def probe_seeds(
 
 
 def reasons_of_cache(network: nn.Module, slot: SeedSlot, blueprint: str) -> list[str]:
-    """Return why a blueprint cannot grow in a slot of a network that generates with a cache; empty if it can.
-
-    With a cache of keys and values the seed gets the features of the newest token alone.
-    """
+    """Return why a blueprint cannot grow in a slot of a network that generates with a cache; empty if it can."""
     if slot.layout == "sequence" and generates_with_cache(network) and looks_at_other_positions(blueprint, slot.width):
         return [
             "it looks at other positions, and the network generates with a cache, which gives it the newest one alone; "

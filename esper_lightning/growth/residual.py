@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +14,23 @@ NOISE_RNG_SEED = 0
 
 
 class _BlockHasRun(Exception):
-    """Raised behind a block, since the rest of the network need not run."""
+    """Raised behind a block to end the forward pass, because the rest of the network need not run."""
+
+
+class _BlockCall(NamedTuple):
+    """What a block was called with and what it returned, in the forward pass of its network."""
+
+    inputs: list[Tensor]  # copies of the floating-point ones
+    output: Tensor  # the first tensor of the output
 
 
 def branch_ends(network: nn.Module, block: nn.Module, example: ExampleInput) -> list[str]:
     """Return the names of the last parameters of each residual branch of a block.
 
     With these at zero the block returns its input on the example, bit for bit. They are found by trial: all parameters
-    of the block become zero, and each one, in the order in which they are used, gets noise if the block still returns
-    its input then. Noise stands for the present values, of which some may be zero by chance. The parameters of experts
-    that no token of the example chose follow those of other experts.
+    of the block become zero. Then each one, in the order of use, becomes noise; if the block no longer returns its
+    input, the parameter is one of those sought, and becomes zero again. Noise stands for the present values, of which
+    some may be zero by chance. The parameters of experts that no token of the example chose follow other experts'.
 
     Raises ValueError, and leaves the network as it is, if the example does not run all of the block, if the block never
     returns its input, such as one that normalises the sum of input and branch, or if these parameters have no gradient
@@ -31,14 +38,14 @@ def branch_ends(network: nn.Module, block: nn.Module, example: ExampleInput) -> 
     """
     parameters = {name: p for name, p in block.named_parameters() if p.is_floating_point()}
     saved = {name: p.detach().clone() for name, p in parameters.items()}
-    learning = [(p, p.requires_grad) for p in network.parameters()]
+    requires_grad = {p: p.requires_grad for p in network.parameters()}
     generator = torch.Generator().manual_seed(NOISE_RNG_SEED)
     noise = {name: _noise(p, generator) for name, p in parameters.items()}
     try:
         with evaluation_mode(network), preserved_buffers(network), torch.random.fork_rng():
-            for parameter, _ in learning:
+            for parameter in requires_grad:
                 parameter.requires_grad_(False)
-            used = _used_parameters(network, block, example, noise)
+            used = _used_parameters(network, block, example, values=noise)
             for parameter in parameters.values():
                 parameter.detach().zero_()
             if not _returns_input(network, block, example):
@@ -52,36 +59,39 @@ def branch_ends(network: nn.Module, block: nn.Module, example: ExampleInput) -> 
                 if not _returns_input(network, block, example):
                     ends.append(name)
                     parameters[name].detach().zero_()
-            learn = _with_gradient(network, block, example, {name: parameters[name] for name in ends})
+            with_gradient = _with_gradient(
+                network, block, example, parameters={name: parameters[name] for name in ends}
+            )
     finally:
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(saved[name])
-        for parameter, requires_grad in learning:
-            parameter.requires_grad_(requires_grad)
-    patterns, known = ({_pattern(name) for name in names} for names in (ends, used))
-    learning_patterns = {_pattern(name) for name in learn}
-    stuck = [name for name in ends if _pattern(name) not in learning_patterns]
+        for parameter, value in requires_grad.items():
+            parameter.requires_grad_(value)
+    patterns_with_gradient = {_pattern(name) for name in with_gradient}
+    stuck = [name for name in ends if _pattern(name) not in patterns_with_gradient]
     if stuck:
         raise ValueError(
             f"stack: {type(block).__name__} returns its input with {', '.join(ends)} at zero, but "
             f"{', '.join(stuck)} then have no gradient and never learn; use new='copy'"
         )
     unused = [name for name in parameters if name not in used]
-    unknown = [name for name in unused if _pattern(name) not in known]
+    used_patterns = {_pattern(name) for name in used}
+    unknown = [name for name in unused if _pattern(name) not in used_patterns]
     if unknown:
         raise ValueError(
             f"stack: the example does not run {', '.join(unknown[:3])} of a block, so it does not show whether it must "
             f"be zero; give an example that does, or name the last layer of each residual branch in zero="
         )
-    return [name for name in parameters if name in ends or (name in unused and _pattern(name) in patterns)]
+    end_patterns = {_pattern(name) for name in ends}
+    return [name for name in parameters if name in ends or (name in unused and _pattern(name) in end_patterns)]
 
 
 def outputs(network: nn.Module, example: ExampleInput) -> list[Tensor]:
     """Return the tensors that a network in evaluation mode returns for an example.
 
-    Those of a sequence within another container are left out, since a cache, or the hidden states, have one for each
-    block. Raises ValueError if no tensor is left.
+    Tensors of a sequence within another container are left out, because a cache, or the hidden states, have one for
+    each block. Raises ValueError if no tensor is left.
     """
     with evaluation_mode(network), preserved_buffers(network), torch.random.fork_rng(), torch.no_grad():
         output = call_network(network, example)
@@ -94,8 +104,8 @@ def outputs(network: nn.Module, example: ExampleInput) -> list[Tensor]:
     return tensors
 
 
-def _compared(output: Any, within: bool = False) -> Iterator[Tensor]:
-    """Yield the tensors of an output, but for those of a sequence `within` another container."""
+def _compared(output: Any, *, within: bool = False) -> Iterator[Tensor]:
+    """Yield the tensors of an output; none of a sequence if `within`, which says that a container holds the output."""
     if is_dataclass(output) and not isinstance(output, Mapping):
         output = vars(output)
     if isinstance(output, Tensor):
@@ -106,35 +116,35 @@ def _compared(output: Any, within: bool = False) -> Iterator[Tensor]:
 
 
 def _pattern(name: str) -> str:
-    """Return the name of a parameter without the numbers of parts that are alike, such as experts."""
+    """Return the name of a parameter with each number as #: equal for layers that are alike, such as experts."""
     return re.sub(r"\d+", "#", name)
 
 
 def _noise(parameter: Tensor, generator: torch.Generator) -> Tensor:
-    """Return noise in the shape of a parameter that keeps the size of features in any precision."""
-    inputs = max(1, parameter.numel() // len(parameter)) if parameter.ndim > 1 else 1
-    noise = torch.randn(parameter.shape, generator=generator) / (2 * inputs**0.5)
+    """Return noise in the shape of a parameter, so small that features keep their size, in any precision."""
+    fan_in = max(1, parameter.numel() // len(parameter)) if parameter.ndim > 1 else 1
+    noise = torch.randn(parameter.shape, generator=generator) / (2 * fan_in**0.5)
     return noise.to(parameter.device, parameter.dtype)
 
 
 def _used_parameters(
-    network: nn.Module, block: nn.Module, example: ExampleInput, values: dict[str, Tensor]
+    network: nn.Module, block: nn.Module, example: ExampleInput, *, values: dict[str, Tensor]
 ) -> list[str]:
-    """Fill a block with values, and return the names of the parameters that its output depends on, in order of use."""
-    calls: dict[str, int] = {}
-    names = {part: name for name, part in block.named_modules()}
+    """Set a block's parameters to `values`; return the names of those that its output depends on, in order of use."""
+    calls: dict[str, int] = {}  # position of each module in the order of their first calls
+    names = {module: name for name, module in block.named_modules()}
 
-    def note(part: nn.Module, _: Any) -> None:
-        calls.setdefault(names[part], len(calls))
+    def note_call(module: nn.Module, _: Any) -> None:
+        calls.setdefault(names[module], len(calls))
 
-    hooks = [part.register_forward_pre_hook(note) for part in names]
+    hooks = [module.register_forward_pre_hook(note_call) for module in names]
     parameters = {name: block.get_parameter(name) for name in values}
     with torch.enable_grad():
         for name, parameter in parameters.items():
             parameter.detach().copy_(values[name])
             parameter.requires_grad_(True)
         try:
-            _, output = _run(network, block, example)
+            output = _run(network, block, example).output
         finally:
             for hook in hooks:
                 hook.remove()
@@ -143,7 +153,7 @@ def _used_parameters(
         gradients = torch.autograd.grad(output.sum(), list(parameters.values()), allow_unused=True)
 
     def position(name: str) -> int:
-        """Return when the part that has the parameter was called, or else the nearest one that has that part."""
+        """Return the position of the module that owns a parameter, or of its nearest parent that was called."""
         while "." in name:
             name = name.rpartition(".")[0]
             if name in calls:
@@ -151,42 +161,42 @@ def _used_parameters(
         return calls[""]
 
     used = [name for name, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
-    return sorted(used, key=position)  # those of one part stay in their order
+    return sorted(used, key=position)  # parameters of one module stay in their order
 
 
 def _with_gradient(
-    network: nn.Module, block: nn.Module, example: ExampleInput, parameters: dict[str, Tensor]
+    network: nn.Module, block: nn.Module, example: ExampleInput, *, parameters: dict[str, Tensor]
 ) -> list[str]:
-    """Return the names of those parameters that get a gradient other than zero from a random change of the output."""
+    """Return the names of those parameters of a block that get a gradient other than zero from one of its output."""
     if not parameters:
         return []
     generator = torch.Generator().manual_seed(NOISE_RNG_SEED)
     with torch.enable_grad():
         for parameter in parameters.values():
             parameter.requires_grad_(True)
-        _, output = _run(network, block, example)
-        change = torch.randn(output.shape, generator=generator).to(output)
-        gradients = torch.autograd.grad(output, list(parameters.values()), change, allow_unused=True)
-    return [name for name, x in zip(parameters, gradients, strict=True) if x is not None and x.any()]
+        output = _run(network, block, example).output
+        output_gradient = torch.randn(output.shape, generator=generator).to(output)
+        gradients = torch.autograd.grad(output, list(parameters.values()), output_gradient, allow_unused=True)
+    return [name for name, grad in zip(parameters, gradients, strict=True) if grad is not None and grad.any()]
 
 
 def _returns_input(network: nn.Module, block: nn.Module, example: ExampleInput) -> bool:
     """Return True if a block returns one of its inputs, bit for bit."""
     with torch.no_grad():
-        inputs, output = _run(network, block, example)
-    return any(torch.equal(x, output) for x in inputs if x.shape == output.shape)
+        call = _run(network, block, example)
+    return any(torch.equal(x, call.output) for x in call.inputs if x.shape == call.output.shape)
 
 
-def _run(network: nn.Module, block: nn.Module, example: ExampleInput) -> tuple[list[Tensor], Tensor]:
-    """Run a network until a block has run; return the inputs and the first output of the block."""
+def _run(network: nn.Module, block: nn.Module, example: ExampleInput) -> _BlockCall:
+    """Run a network until a block has run, and return this call. Raises ValueError if the block does not run."""
     inputs: list[Tensor] = []
-    found: list[Tensor] = []
+    output_tensors: list[Tensor] = []
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:
         inputs[:] = [x.detach().clone() for x in iter_tensors((args, kwargs)) if x.is_floating_point()]
 
     def behind(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        found[:] = list(iter_tensors(output))[:1]
+        output_tensors[:] = iter_tensors(output)
         raise _BlockHasRun
 
     hooks = [
@@ -196,8 +206,8 @@ def _run(network: nn.Module, block: nn.Module, example: ExampleInput) -> tuple[l
     try:
         call_network(network, example)
     except _BlockHasRun:
-        if found:
-            return inputs, found[0]
+        if output_tensors:
+            return _BlockCall(inputs, output_tensors[0])
     finally:
         for hook in hooks:
             hook.remove()

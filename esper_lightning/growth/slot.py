@@ -19,8 +19,7 @@ Layout = Literal["image", "sequence", "vector"]
 ABSENT: Literal["absent"] = "absent"
 """Layout of a padded slot, which only exists to equalise the number of slots: no seed can grow in it."""
 
-EXTRA_STATE = "_extra_state"
-"""Name that torch gives to a module's extra state in a state dict."""
+EXTRA_STATE = "_extra_state"  # name that torch gives to a module's extra state in a state dict
 
 
 class SeedSlot(nn.Module):
@@ -245,10 +244,7 @@ def new_seed(slot: SeedSlot, blueprint: str, *, generator: torch.Generator, birt
 
 
 class SlotHook:
-    """Forward hook that passes one tensor of a module's output through a slot.
-
-    It is an object and not a closure, so that a deep copy of the network uses its own copies of the slots.
-    """
+    """Forward hook that passes a tensor of an output through a slot; no closure, so that copies use their own slots."""
 
     def __init__(self, slot: SeedSlot, path: KeyPath, channels_last: bool) -> None:
         self.slot, self.path, self.channels_last = slot, path, channels_last

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain
 from numbers import Integral
 from types import CellType, FunctionType, MethodType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 from weakref import ref
 
 import numpy as np
@@ -38,7 +38,6 @@ Order = OrderName | str | Sequence[int]
 """Sources of the blocks of a list that has grown: by a name, as ranges (`"0-3, 2-5"`), or one by one."""
 
 Content = Literal["copy", "zero", "fresh"]
-
 State = Literal["copy", "reset"]
 
 FLAT_OPTIMIZERS = ("LBFGS", "ZeroRedundancyOptimizer")
@@ -53,8 +52,7 @@ STORAGE = {"_parameters", "_buffers", "_modules", "_compiled_call_impl"}
 FEWEST_FLAGS = 9
 """Fewest entries of a list in an optimizer, one for each parameter, by which it is not taken for other settings."""
 
-DEEPEST = 4
-"""Levels of nested containers and objects in which settings of a block are looked for."""
+DEEPEST = 4  # levels of nested containers and objects in which settings of a block are looked for
 
 
 def stack(
@@ -76,9 +74,8 @@ def stack(
     that its source has: buffers, extra state, modes, `requires_grad` and hooks, where a hook that holds a part of its
     block holds the copy's part. What blocks share with each other stays shared. Slots in a copy are its own, and empty.
     Indices that blocks know, such as `layer_idx`, and the configuration of the network follow. If the first backward
-    pass gives a new block no gradient, a warning says that it is not run. The guide is docs/guides/depth.md.
-
-    Raises ValueError, and changes nothing, if the list cannot grow.
+    pass gives a new block no gradient, a warning says that it is not run. Raises ValueError, and changes nothing, if
+    the list cannot grow. The guide is docs/guides/depth.md.
 
     Args:
         network: The network that runs the blocks, with its configuration.
@@ -86,7 +83,7 @@ def stack(
             leaves out the first block, and `to` and `order` count the others.
         to: Number of blocks afterwards; need not be a multiple of the present number. None: as `order` lists them.
         optimizer: Optimizer or optimizers with the blocks' parameters, whose groups new parameters join. An optimizer
-            within another one, as in SAM and Lookahead, is found. None: you make a new one.
+            within another one, as in SAM and Lookahead, is block_list. None: you make a new one.
         order: Source of each block afterwards, one by one from 0 on (`[0, 1, 1, 2, 3, 3]`), or as ranges with both
             ends (`"0-3, 2-5"`), in which each present block occurs, for the first time behind those before it. Or a
             name: `stack` (0 1 2 0 1 2), `interleave` (0 0 1 1 2 2), `last` (0 1 2 2 2 2) or `middle` (0 1 1 1 1 2).
@@ -102,10 +99,10 @@ def stack(
         freeze: `old`: new blocks alone learn, and all present parameters, shared ones too, have `requires_grad` False.
     """
     try:
-        found = find_blocks(network, blocks)
+        block_list = find_blocks(network, blocks)
     except ValueError as error:
         raise ValueError(f"{'' if str(error).startswith('stack: ') else 'stack: '}{error}") from None
-    count, listed = len(found.blocks), listed_order(order)
+    count, listed = len(block_list.blocks), listed_order(order)
     to = len(listed) if to is None and listed is not None else to
     if not isinstance(to, int) or to <= count:
         raise ValueError(f"stack: to must be a number of blocks above {count}, the present one, got {to!r}")
@@ -117,35 +114,36 @@ def stack(
         if example is None:
             raise ValueError("stack: zero='auto' needs example=, an input of the network")
         copied = next(source for i, source in enumerate(sources) if source in sources[:i])
-        zero = branch_ends(network, found.blocks[copied], example)
-    check_options(found.blocks, order=order, new=new, state=state, zero=zero)
+        zero = branch_ends(network, block_list.blocks[copied], example)
+    check_options(block_list.blocks, order=order, new=new, state=state, zero=zero)
     if freeze not in (None, "old"):
         raise ValueError(f"stack: freeze must be 'old' or None, got {freeze!r}")
     given: Any = [] if optimizer is None else optimizer
     optimizers: list[Optimizer] = list(given) if isinstance(given, list | tuple) else [given]
-    check_optimizers(optimizers, found.blocks)
-    fields = BlockFields(found)
+    check_optimizers(optimizers, block_list.blocks)
+    fields = BlockFields(block_list)
     per_block = any(field.per_block for field in fields.counts)
-    varying = [] if per_block else _varying(found, sources, {x[:2] for x in fields.indices})
+    index_names = {(field.part, field.name) for field in fields.indices}
+    varying = [] if per_block else _varying(block_list, sources, index_names)
     present = set(network.parameters())
-    added = deepen(found, sources, optimizers, new=new, state=state, zero=zero, example=example)
+    added = deepen(block_list, sources, optimizers, new=new, state=state, zero=zero, example=example)
     if freeze:
         for parameter in network.parameters():
             if parameter.is_floating_point():  # others cannot learn
                 parameter.requires_grad_(parameter not in present)
-    warn_without_gradients(found, added)
+    warn_without_gradients(block_list, added)
     if varying:
         warnings.warn(
-            f"{found.name!r}: blocks differ by their index in {', '.join(varying)}, which no state dict holds, and "
-            f"copies have that of their source; {type(network).__name__} built with {len(found.modules)} blocks may "
-            f"differ, so compare its outputs before you load the weights there",
+            f"{block_list.name!r}: blocks differ by their index in {', '.join(varying)}, which no state dict holds, "
+            f"and copies have that of their source; {type(network).__name__} built with {len(block_list.modules)} "
+            f"blocks may differ, so compare its outputs before you load the weights there",
             stacklevel=2,
         )
     return sources
 
 
 def deepen(
-    found: BlockList,
+    block_list: BlockList,
     order: Sequence[int],
     optimizers: Sequence[Optimizer],
     *,
@@ -155,53 +153,51 @@ def deepen(
     example: ExampleInput | None = None,
 ) -> list[nn.Module]:
     """Grow a list to the blocks whose sources `order` names, and return the new ones; see `stack`, which checks it."""
-    old, sources = list(found.modules), found.whole_order(order)
-    is_new = [source in sources[:i] for i, source in enumerate(sources)]
-    places = _places_of_copies(found, sources, is_new)
-    fields = BlockFields(found)
-    grown = [_copy_of(old[s], s, found) if n else old[s] for s, n in zip(sources, is_new, strict=True)]
-    added = [block for block, n in zip(grown, is_new, strict=True) if n]
-    before = [] if example is None else outputs(found.network, example)
-    emptied = set[int]().union(*(_refill(block, new, zero) for block in added))
+    old, sources = list(block_list.modules), block_list.whole_order(order)
+    is_copy = [source in sources[:i] for i, source in enumerate(sources)]
+    places_by_owner = _places_of_copies(block_list, sources, is_copy)
+    fields = BlockFields(block_list)
+    grown = [_copy_of(old[s], s, block_list) if copied else old[s] for s, copied in zip(sources, is_copy, strict=True)]
+    added = [block for block, copied in zip(grown, is_copy, strict=True) if copied]
+    outputs_before = [] if example is None else outputs(block_list.network, example)
+    refilled = set[int]().union(*(_refill(block, new, zero) for block in added))
     unchanged = False
     try:
         fields.fill(grown, sources)
-        behind = [] if example is None else outputs(found.network, example)
-        unchanged = len(before) == len(behind) and all(map(torch.equal, before, behind))
+        outputs_after = [] if example is None else outputs(block_list.network, example)
+        unchanged = len(outputs_before) == len(outputs_after) and all(map(torch.equal, outputs_before, outputs_after))
     finally:
         if not unchanged:  # the example may also make the grown network raise
             fields.restore()
     if not unchanged:
         raise ValueError(
-            f"stack: with {', '.join(zero)} of new blocks at zero {type(found.network).__name__} returns other outputs "
-            f"than before on the example; name the last layer of each residual branch in zero=, or use new='copy'"
+            f"stack: with {', '.join(zero)} of new blocks at zero {type(block_list.network).__name__} returns other "
+            f"outputs than before on the example; name the last layer of each residual branch in zero=, or use "
+            f"new='copy'"
         )
     origins = [old[source] for source in sources]
     for optimizer in optimizers_in(*optimizers):
         join_groups(optimizer, origins, grown)
         for origin, block in zip(origins, grown, strict=True):
-            pairs = [(p, block.get_parameter(name)) for name, p in origin.named_parameters()]
-            _move_state(optimizer, pairs, emptied, keep=state == "copy")
-    for owner, records in places:
-        attach_at(owner, records)
-    for i in [i for i, is_copy in enumerate(is_new) if is_copy]:
-        for name, part in grown[i].named_modules():
-            if isinstance(part, SeedSlot):
-                part.name = f"{found.name}.{i}.{name}"
+            pairs = [(parameter, block.get_parameter(name)) for name, parameter in origin.named_parameters()]
+            _move_state(optimizer, pairs, refilled=refilled, keep=state == "copy")
+    for owner, places in places_by_owner:
+        attach_at(owner, places)
+    for i, (block, copied) in enumerate(zip(grown, is_copy, strict=True)):
+        for name, module in block.named_modules() if copied else ():
+            if isinstance(module, SeedSlot):
+                module.name = f"{block_list.name}.{i}.{name}"
     return added
 
 
-def shorten(found: BlockList, to: int) -> None:
+def shorten(block_list: BlockList, to: int) -> None:
     """Remove the last blocks of a list, down to `to` blocks. Optimizers still hold their parameters."""
-    blocks, sources = list(found.modules), found.whole_order(range(to))
-    BlockFields(found).fill([blocks[source] for source in sources], sources)
+    blocks, sources = list(block_list.modules), block_list.whole_order(range(to))
+    BlockFields(block_list).fill([blocks[source] for source in sources], sources)
 
 
 def listed_order(order: Order) -> list[int] | None:
-    """Return the sources that an order lists, as ranges or one by one; None for a name.
-
-    Raises ValueError if it is none of these.
-    """
+    """Return the sources that an order lists, as ranges or one by one; None for a name. Raises ValueError otherwise."""
     if isinstance(order, str) and order in get_args(OrderName):
         return None
     if not isinstance(order, str):
@@ -243,37 +239,48 @@ def sources_of(count: int, to: int, order: Order) -> list[int]:
     return listed
 
 
-def _varying(found: BlockList, order: Sequence[int], indices: set[tuple[str, str]]) -> list[str]:
-    """Return what differs between the blocks of a list, outside of their state dicts, unless it goes on as it began.
+def _varying(block_list: BlockList, order: Sequence[int], index_names: set[tuple[str, str]]) -> list[str]:
+    """Return the names of attributes that copies have otherwise than blocks that the class would build at their place.
 
-    With windows in every second of four blocks, and `order` for the sources of eight, every second one of eight has
-    one. Indices themselves, `indices`, are left out.
+    These are attributes that no state dict holds, that differ between the present blocks, and whose pattern the grown
+    list does not continue. With windows in every second of four blocks, and `order` for the sources of eight, every
+    second one of eight has one. Attributes with a block's index, as (module, attribute) in `index_names`, are left out.
     """
-    blocks, names = found.blocks, []
-    named = [dict(block.named_modules()) for block in blocks]
-    for name in {name: None for parts in named for name in parts}:
-        parts = [parts.get(name) for parts in named]
-        present = [part for part in parts if part is not None]
-        kept = {key for part in present for key in part._buffers.keys() - part._non_persistent_buffers_set}
-        compared: dict[str, list[Any]] = {"": [type(part) for part in parts]}
-        for key in {key: None for part in present for key in (*vars(part), *part._buffers)}:
-            if not (key in STORAGE | kept or "hook" in key or key == "training" or (name, key) in indices):
-                compared[key] = [getattr(part, key, None) for part in parts]
-        for key, values in compared.items():
-            kinds = [next(k for k, other in enumerate(values) if _same(other, value)) for value in values]
-            period = next(p for p in range(1, len(kinds) + 1) if all(k == kinds[i % p] for i, k in enumerate(kinds)))
-            repeats = period == 1 or 2 * period <= len(kinds)
-            if not repeats or any(kinds[source] != kinds[i % period] for i, source in enumerate(order)):
-                names.append(".".join(filter(None, (name, key))) or "their class")
+    names = []
+    modules_of_blocks = [dict(block.named_modules()) for block in block_list.blocks]
+    for module_name in {name: None for modules in modules_of_blocks for name in modules}:  # in order
+        values_by_name = _values_outside_state_dicts([modules.get(module_name) for modules in modules_of_blocks])
+        for name, values in values_by_name.items():
+            if (module_name, name) not in index_names and not _continues(values, order):
+                names.append(".".join(filter(None, (module_name, name))) or "their class")
     return names
+
+
+def _values_outside_state_dicts(modules: Sequence[nn.Module | None]) -> dict[str, list[Any]]:
+    """Return for each attribute that no state dict holds its value in each module; the name "" stands for the class."""
+    present = [module for module in modules if module is not None]
+    saved = {name for module in present for name in module._buffers.keys() - module._non_persistent_buffers_set}
+    values: dict[str, list[Any]] = {"": [type(module) for module in modules]}
+    for name in {name: None for module in present for name in (*vars(module), *module._buffers)}:  # in order
+        if name not in STORAGE | saved | {"training"} and "hook" not in name:
+            values[name] = [getattr(module, name, None) for module in modules]
+    return values
+
+
+def _continues(values: Sequence[Any], order: Sequence[int]) -> bool:
+    """Return True if values of blocks repeat a pattern, at least twice, or are equal, and `order` continues this."""
+    kinds = [next(k for k, other in enumerate(values) if _same(other, value)) for value in values]
+    period = next(p for p in range(1, len(kinds) + 1) if all(kind == kinds[i % p] for i, kind in enumerate(kinds)))
+    repeats = period == 1 or 2 * period <= len(kinds)
+    return repeats and all(kinds[source] == kinds[i % period] for i, source in enumerate(order))
 
 
 def _same(a: Any, b: Any) -> bool:
     """Return True if two settings are equal, or of a kind that is not compared, such as functions and modules."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
-    parts = chain.from_iterable(x if isinstance(x, list | tuple) else [x] for x in (a, b))
-    return a is b or not all(isinstance(x, str | int | float | type | None) for x in parts) or a == b
+    entries = chain.from_iterable(value if isinstance(value, list | tuple) else [value] for value in (a, b))
+    return a is b or not all(isinstance(entry, str | int | float | type | None) for entry in entries) or a == b
 
 
 def check_options(blocks: Sequence[nn.Module], *, order: Order, new: str, state: str, zero: Sequence[str]) -> None:
@@ -322,15 +329,17 @@ def _zeroed(block: nn.Module, zero: Sequence[str]) -> list[str]:
     The whole name of a parameter stands for it alone: `out.weight` is not `attention.out.weight`.
     """
     names = [name for name, _ in block.named_parameters()]
-    ends = [end for end in zero if end not in names]
-    ways = {name: (f".{name}", f".{name.rpartition('.')[0]}") for name in names}
-    return [
-        name for name in names if name in zero or any(way.endswith(f".{end}") for end in ends for way in ways[name])
-    ]
+    endings = tuple(f".{end}" for end in zero if end not in names)
+
+    def is_named(name: str) -> bool:
+        layer = name.rpartition(".")[0]
+        return name in zero or f".{name}".endswith(endings) or f".{layer}".endswith(endings)
+
+    return [name for name in names if is_named(name)]
 
 
 def _refill(block: nn.Module, new: Content, zero: Sequence[str]) -> set[int]:
-    """Set layers of a new block to zero, or all of it to fresh values; return the identities of those parameters."""
+    """Set layers of a new block to zero, or all of it to fresh values; return the `id` of each changed parameter."""
     if new == "fresh":
         for name in _layers(block):
             block.get_submodule(name).reset_parameters()  # pyright: ignore[reportCallIssue]
@@ -349,33 +358,33 @@ def set_to_zero(block: nn.Module, zero: Sequence[str]) -> None:
 
 
 def _ids(block: nn.Module) -> set[int]:
-    """Return the identities of a block's modules, parameters and buffers."""
+    """Return the `id` of each module, parameter and buffer of a block."""
     return {id(x) for x in (*block.modules(), *block.parameters(), *block.buffers())}
 
 
-def _shared_with(block: nn.Module, found: BlockList) -> dict[int, Any]:
-    """Return what a copy of a block must not copy, by identity: a memo for `deepcopy`.
+def _shared_with(block: nn.Module, block_list: BlockList) -> dict[int, Any]:
+    """Return what a copy of a block must not copy, by `id`: a memo for `deepcopy`.
 
-    This is what the block has in common with other blocks of the list, and all else of the network that is no part of
-    the block, but that one of its attributes may refer to, such as a configuration.
+    This is what the block has in common with other blocks of the list, and all of the network outside of the block to
+    which one of its attributes may refer, such as a configuration.
     """
-    ids, parts = _ids(block), set(block.modules())
-    between = set().union(*(_ids(other) for other in found.modules if other is not block))
+    ids, modules = _ids(block), set(block.modules())
+    ids_of_others = set().union(*(_ids(other) for other in block_list.modules if other is not block))
     memo: dict[int, Any] = {}
-    for module in found.network.modules():
-        for x in (module, *module._parameters.values(), *module._buffers.values()):
-            if id(x) not in ids or id(x) in between:
-                memo[id(x)] = x
-        if module not in parts or id(module) in between:
+    for module in block_list.network.modules():
+        for member in (module, *module._parameters.values(), *module._buffers.values()):
+            if id(member) not in ids or id(member) in ids_of_others:
+                memo[id(member)] = member
+        if module not in modules or id(module) in ids_of_others:
             values = (value for name, value in vars(module).items() if name not in STORAGE and "hook" not in name)
             memo |= {id(value): value for value in values if id(value) not in ids}
     memo.pop(id(None), None)
     return memo
 
 
-def _copy_of(block: nn.Module, index: int, found: BlockList) -> nn.Module:
-    """Return a copy of a block with all that it has, and empty slots. Raises ValueError if it cannot be copied."""
-    memo = _shared_with(block, found)
+def _copy_of(block: nn.Module, index: int, block_list: BlockList) -> nn.Module:
+    """Return a copy of block `index` of a list, with empty slots. Raises ValueError if it cannot be copied."""
+    memo = _shared_with(block, block_list)
     ids = _ids(block) - memo.keys()
     memo |= _hooks_not_copied(block, ids)
     try:
@@ -387,7 +396,7 @@ def _copy_of(block: nn.Module, index: int, found: BlockList) -> nn.Module:
             if "hook" in attribute and isinstance(value, dict):
                 for key in [key for key, hook in value.items() if hook is pass_on]:
                     del value[key]
-            if id(value) not in memo and _holds(value, ids):
+            if id(value) not in memo and _refers_to(value, ids):
                 raise ValueError(
                     f"stack: {attribute} of {name or 'a block'} ({type(part).__name__}) holds a function that refers "
                     f"to block {index}, so that a copy would run the original; make it a method, or take the module "
@@ -403,15 +412,15 @@ def _copy_of(block: nn.Module, index: int, found: BlockList) -> nn.Module:
 def _hooks_not_copied(block: nn.Module, ids: set[int]) -> dict[int, Any]:
     """Return the entries of a memo for `deepcopy` by which hooks of a block are not copied.
 
-    A hook that holds no part of the block (`ids`) is shared. `pass_on` stands for those of slots and of sharding, which
-    each block has for itself, and the caller removes it.
+    A hook that refers to no part of the block is shared; `ids` has the `id` of each part. In place of the hooks of
+    slots and of sharding, which each block has for itself, the copy gets `pass_on`, and the caller removes it.
     """
     hooks = [hook for part in block.modules() for hook in hooks_of(part)]
     left_out = {id(hook) for hook in hooks if isinstance(hook, SlotHook) or _is_of_sharding(hook)}
     return {
         id(hook): pass_on if id(hook) in left_out else hook
         for hook in hooks
-        if id(hook) in left_out or not _holds(hook, ids)
+        if id(hook) in left_out or not _refers_to(hook, ids)
     }
 
 
@@ -421,10 +430,8 @@ def _is_of_sharding(hook: Any) -> bool:
 
 
 def _copy_extras(source: nn.Parameter, target: nn.Parameter, ids: set[int]) -> None:
-    """Give a new parameter the attributes of its source, and its hooks unless it has some of its own.
-
-    Raises ValueError if a hook refers to the block of the source, whose parts are `ids`.
-    """
+    """Give a new parameter the attributes and hooks of its source, unless it has such. Raises ValueError if a hook
+    refers to the block of the source, which has parts with these `ids`."""
     if target is source:
         return
     for name, value in vars(source).items():
@@ -434,7 +441,7 @@ def _copy_extras(source: nn.Parameter, target: nn.Parameter, ids: set[int]) -> N
         ("_post_accumulate_grad_hooks", target.register_post_accumulate_grad_hook),
     ):
         for hook in (getattr(source, table, None) or {}).values() if not getattr(target, table, None) else ():
-            if _holds(hook, ids):
+            if _refers_to(hook, ids):
                 raise ValueError(
                     "stack: a hook on a gradient refers to its own block or parameter, so that a copy would have that "
                     "of the original; let it take the gradient or the parameter as its argument"
@@ -443,9 +450,9 @@ def _copy_extras(source: nn.Parameter, target: nn.Parameter, ids: set[int]) -> N
                 add(hook)
 
 
-def _holds(value: Any, parts: set[int], depth: int = 0) -> bool:
-    """Return True if a value is, or refers to, one of the parts of a block; other modules are not looked into."""
-    if id(value) in parts:
+def _refers_to(value: Any, ids: set[int], depth: int = 0) -> bool:
+    """Return True if a value, within `depth` containers, is or refers to an object with one of the `ids`."""
+    if id(value) in ids:
         return True
     if depth == DEEPEST or isinstance(value, nn.Module | Tensor | type | str | int | float | None):
         return False
@@ -465,64 +472,62 @@ def _holds(value: Any, parts: set[int], depth: int = 0) -> bool:
         inner = [*filled, *(value.__defaults__ or ())]
     else:
         inner = getattr(value, "__dict__", {}).values()
-    return any(_holds(x, parts, depth + 1) for x in inner)
+    return any(_refers_to(content, ids, depth + 1) for content in inner)
 
 
 def _places_of_copies(
-    found: BlockList, sources: Sequence[int], is_new: Sequence[bool]
+    block_list: BlockList, sources: Sequence[int], is_copy: Sequence[bool]
 ) -> list[tuple[nn.Module, list[dict[str, Any]]]]:
-    """Return where slots are to be attached in new blocks, as in their sources, by the module that holds them.
-
-    Raises ValueError if a slot is attached in a block that would get another index.
-    """
-    names, old_names = numbered(found.modules, len(sources)), list(found.modules._modules)
-    added: list[tuple[nn.Module, list[dict[str, Any]]]] = []
-    for owner, path in found.owners():
-        records: list[dict[str, Any]] = []
-        for record in attached_places(owner):
-            for source, old_name in enumerate(old_names):
-                prefix = ".".join([*path, old_name])
-                if not f"{record['module']}.".startswith(f"{prefix}."):
-                    continue
-                for i in (i for i, s in enumerate(sources) if s == source):
-                    moved = f"{'.'.join([*path, names[i]])}{record['module'].removeprefix(prefix)}"
-                    if is_new[i]:
-                        records.append({**record, "module": moved, "slot": moved})
-                    elif i != source:
-                        raise ValueError(
-                            f"stack: slot {record['slot']!r} is in block {source}, which would become block {i}; grow "
-                            f"with order='stack' or 'last', or before slots are attached"
-                        )
-        added.append((owner, records))
-    return added
+    """Return by owner the places where copies get slots like their sources. Raises ValueError if a slot would move."""
+    new_names, old_names = numbered(block_list.modules, len(sources)), list(block_list.modules._modules)
+    places_by_owner: list[tuple[nn.Module, list[dict[str, Any]]]] = []  # an owner is a module with attached slots
+    for owner, path in block_list.owners():
+        old_prefixes = [".".join([*path, name]) for name in old_names]
+        new_prefixes = [".".join([*path, name]) for name in new_names]
+        places: list[dict[str, Any]] = []
+        for place in attached_places(owner):
+            module = place["module"]
+            within = (k for k, prefix in enumerate(old_prefixes) if f"{module}.".startswith(f"{prefix}."))
+            block = next(within, None)  # index of the block that has the slot; None: the slot is not in the list
+            for i in [i for i, source in enumerate(sources) if source == block]:
+                name = f"{new_prefixes[i]}{module.removeprefix(old_prefixes[sources[i]])}"
+                if is_copy[i]:
+                    places.append({**place, "module": name, "slot": name})
+                elif i != block:
+                    raise ValueError(
+                        f"stack: slot {place['slot']!r} is in block {block}, which would become block {i}; grow "
+                        f"with order='stack' or 'last', or before slots are attached"
+                    )
+        places_by_owner.append((owner, places))
+    return places_by_owner
 
 
-def warn_without_gradients(found: BlockList, added: Sequence[nn.Module]) -> None:
-    """Warn after the first backward pass through a list if it has given a new block no gradient."""
-    new = [(i, block) for i, block in enumerate(found.modules) if any(block is other for other in added)]
-    owner = {id(p): i for i, block in new for p in block.parameters()}
-    waiting = [p for _, block in new for p in block.parameters() if p.requires_grad]
-    old = [p for p in found.modules.parameters() if p.requires_grad and id(p) not in owner]
-    old = old or [p for p in found.network.parameters() if p.requires_grad and id(p) not in owner]
-    indices = {id(p): i for i, block in enumerate(found.modules) for p in block.parameters()}
-    expected = {indices.get(id(p), -1) for p in old}
+def warn_without_gradients(block_list: BlockList, added: Sequence[nn.Module]) -> None:
+    """Warn after the first backward pass through a list if it has given a block of `added` no gradient."""
+    index_of = {id(p): i for i, block in enumerate(block_list.modules) for p in block.parameters()}
+    new_blocks = {i: block for i, block in enumerate(block_list.modules) if any(block is other for other in added)}
+    new_index_of = {id(p): i for i, block in new_blocks.items() for p in block.parameters()}
+    new = [p for block in new_blocks.values() for p in block.parameters() if p.requires_grad]
+    old = [p for p in block_list.modules.parameters() if p.requires_grad and id(p) not in new_index_of]
+    old = old or [p for p in block_list.network.parameters() if p.requires_grad and id(p) not in new_index_of]
+    expected = {index_of.get(id(p), -1) for p in old}  # blocks that a whole pass reaches; -1: outside of the list
     reached: set[int] = set()
 
     def judge(gradients: Sequence[Tensor | None]) -> None:
-        reached.update(indices.get(id(p), -1) for p, x in zip(watched, gradients, strict=True) if x is not None)
+        reached.update(index_of.get(id(p), -1) for p, grad in zip(watched, gradients, strict=True) if grad is not None)
         if not expected <= reached:  # a part of a pass, such as the backward pass of one checkpointed block
             return
         handle.remove()
-        idle = sorted({owner[id(p)] for p in waiting} - reached)
+        idle = sorted({new_index_of[id(p)] for p in new} - reached)
         if idle:
             warnings.warn(
-                f"{found.name!r} has grown, but its new blocks {', '.join(map(str, idle))} got no gradient in the "
-                f"first backward pass: the forward pass of {type(found.network).__name__} does not run them",
+                f"{block_list.name!r} has grown, but its new blocks {', '.join(map(str, idle))} got no gradient in the "
+                f"first backward pass: the forward pass of {type(block_list.network).__name__} does not run them",
                 stacklevel=2,
             )
 
-    watched = (*waiting, *old)
-    if waiting:
+    watched = (*new, *old)
+    if new:
         handle = torch.autograd.graph.register_multi_grad_hook(watched, judge)
 
 
@@ -550,78 +555,97 @@ def check_optimizers(optimizers: Sequence[Optimizer], blocks: Iterable[nn.Module
         kind = type(optimizer).__name__
         if kind in FLAT_OPTIMIZERS:
             raise ValueError(f"stack: {kind} cannot take new parameters; use SGD, Adam or AdamW")
-        shapes = [[p.shape for p in group["params"]] for group in optimizer.param_groups]
-        attributes = {k: v for k, v in vars(optimizer).items() if k != "param_groups" and not isinstance(v, Optimizer)}
-        known = ("params", "param_names")
-        in_groups = [{k: v for k, v in group.items() if k not in known} for group in optimizer.param_groups]
-        for name, value in chain(attributes.items(), *(group.items() for group in in_groups)):
-            if any(value is table for table in _tables(optimizer)):
-                continue
-            of_value = [x.shape for x in iter_tensors(value)]
-            alike = of_value and (of_value in shapes or of_value == list(chain(*shapes)))
-            flags = isinstance(value, list) and len(value) == len(held) >= FEWEST_FLAGS
-            ids = isinstance(value, set | frozenset | list | tuple) and any(x in held for x in value if type(x) is int)
-            if alike or flags or ids or _holds(value, set(held)):
-                raise ValueError(
-                    f"stack: {kind} keeps something for each parameter in {name!r}, where new ones cannot be added; "
-                    f"grow with the optimizer that it wraps, or make a new one afterwards"
-                )
+        name = next(_kept_per_parameter(optimizer, set(held)), None)
+        if name is not None:
+            raise ValueError(
+                f"stack: {kind} keeps something for each parameter in {name!r}, where new ones cannot be added; "
+                f"grow with the optimizer that it wraps, or make a new one afterwards"
+            )
+
+
+def _kept_per_parameter(optimizer: Optimizer, held: set[int]) -> Iterator[str]:
+    """Yield the names of attributes and options, but for states, that keep something for each parameter in `held`."""
+    shapes = [[p.shape for p in group["params"]] for group in optimizer.param_groups]
+    attributes = {k: v for k, v in vars(optimizer).items() if k != "param_groups" and not isinstance(v, Optimizer)}
+    options = [{**group, "params": None, "param_names": None} for group in optimizer.param_groups]
+    for name, value in chain(attributes.items(), *(group.items() for group in options)):
+        if any(value is table for table in _tables(optimizer)):
+            continue
+        value_shapes = [x.shape for x in iter_tensors(value)]
+        has_shapes = value_shapes and (value_shapes in shapes or value_shapes == list(chain(*shapes)))
+        is_flags = isinstance(value, list) and len(value) == len(held) >= FEWEST_FLAGS
+        is_ids = isinstance(value, set | frozenset | list | tuple) and any(x in held for x in value if type(x) is int)
+        if has_shapes or is_flags or is_ids or _refers_to(value, held):
+            yield name
 
 
 def _tables(optimizer: Optimizer) -> list[dict[Any, Any]]:
-    """Return the states that an optimizer keeps by parameter."""
+    """Return the dictionaries in which an optimizer keeps states by parameter: `state`, and others of its class."""
     attributes = [value for value in vars(optimizer).values() if value is not optimizer.state]
     by_parameter = (x for x in attributes if isinstance(x, dict) and any(isinstance(key, Tensor) for key in x))
     return [optimizer.state, *by_parameter]
 
 
-def _move_state(optimizer: Optimizer, pairs: Iterable[tuple[Tensor, Tensor]], emptied: set[int], *, keep: bool) -> None:
-    """Give the second parameter of each pair the optimizer's state of the first one, or none.
+def _move_state(
+    optimizer: Optimizer, pairs: Iterable[tuple[Tensor, Tensor]], *, refilled: set[int], keep: bool
+) -> None:
+    """Give the second parameter of each pair, the target, the optimizer's state of the first one; none without `keep`.
 
-    Those that hold other values than their source, whose identities are `emptied`, have none: a state may hold values
-    of the parameter, as in schedule-free optimizers.
+    Targets with other values than their source, whose `id` is in `refilled`, get none: a state may hold values of the
+    parameter, as in schedule-free optimizers.
     """
     for source, target in pairs:
         for table in _tables(optimizer) if target is not source else ():
             table.pop(target, None)
-            if keep and source in table and id(target) not in emptied:
+            if keep and source in table and id(target) not in refilled:
                 table[target] = copy.deepcopy(map_tensors(table[source], Tensor.detach))
 
 
+class _Position(NamedTuple):
+    """Where a parameter is in a grown list."""
+
+    block: int  # index of its block, or of the first one if blocks share it
+    name: str  # within the block
+
+
 def join_groups(optimizer: Optimizer, origins: list[nn.Module], grown: list[nn.Module]) -> None:
-    """Put the parameters of new blocks into the groups of their sources, and name them if parameters have names."""
-    positions: dict[int, tuple[int, str]] = {}
-    for i in reversed(range(len(grown))):  # a parameter that blocks share is at the first of them
-        positions |= {id(p): (i, name) for name, p in grown[i].named_parameters()}
-    before: dict[int, int] = {}
+    """Put parameters of new blocks of the `grown` list into the groups of their sources, with names if these have some.
+
+    `origins` has the source of each block: for a block that is not new, the block itself.
+    """
+    positions: dict[int, _Position] = {}  # by id
+    for i in reversed(range(len(grown))):  # from the last block on, so that a shared parameter is at the first one
+        positions |= {id(parameter): _Position(i, name) for name, parameter in grown[i].named_parameters()}
+    former_index: dict[int, int] = {}  # of each source, by id
     for block in origins:
-        before.setdefault(id(block), len(before))
+        former_index.setdefault(id(block), len(former_index))
     for group in optimizer.param_groups:
         params, names = group["params"], group.get("param_names")
-        known = [positions[id(p)] for p in params if id(p) in positions]
-        block_by_block = [i for i, _ in known] == sorted(i for i, _ in known)
-        if names is not None:
-            for k, parameter in enumerate(params):
-                if id(parameter) in positions:
-                    i, name = positions[id(parameter)]
-                    names[k] = _renamed(names[k], name, before[id(grown[i])], i)
-        order = {id(p): k for k, p in enumerate(params)}  # of parameters within a block, as the user has them
+        blocks_in_order = [positions[id(p)].block for p in params if id(p) in positions]
+        block_by_block = blocks_in_order == sorted(blocks_in_order)  # else all weights, then all biases, say
+        for k, parameter in enumerate(params):
+            if names is not None and id(parameter) in positions:
+                i, name = positions[id(parameter)]
+                names[k] = _renamed(names[k], name, before=former_index[id(grown[i])], after=i)
+        order = {id(p): k for k, p in enumerate(params)}  # new parameters follow in the order of their sources
         for i, (origin, block) in enumerate(zip(origins, grown, strict=True)):
             named = sorted(origin.named_parameters(), key=lambda pair: order.get(id(pair[1]), 0))
             for name, source in named if block is not origin else ():
                 target = block.get_parameter(name)
                 if target is source or not any(source is p for p in params) or any(target is p for p in params):
                     continue
-                ahead = [positions.get(id(p), (len(grown), "")) for p in params]
-                index = 1 + max(k for k, (j, n) in enumerate(ahead) if j <= i and (block_by_block or n == name))
+                index = 0  # behind the last parameter of this or an earlier block; of this name, if not block by block
+                for k, position in enumerate(positions.get(id(p)) for p in params):
+                    if position and position.block <= i and (block_by_block or position.name == name):
+                        index = k + 1
                 if names is not None:
-                    origin_index = next(k for k, p in enumerate(params) if p is source)
-                    names.insert(index, _renamed(names[origin_index], name, positions[id(source)][0], i))
+                    source_name = next(names[k] for k, p in enumerate(params) if p is source)
+                    names.insert(index, _renamed(source_name, name, before=positions[id(source)].block, after=i))
                 params.insert(index, target)
 
 
-def _renamed(name: str, in_block: str, before: int, after: int) -> str:
-    """Return `blocks.5.weight` for `blocks.2.weight`, where block 2 has become block 5."""
+def _renamed(name: str, in_block: str, *, before: int, after: int) -> str:
+    """Return `blocks.5.weight` for `blocks.2.weight`, where block 2 has become block 5; `in_block` is `weight`."""
     end = f"{before}.{in_block}"
     return f"{name.removesuffix(end)}{after}.{in_block}" if name.endswith(end) else f"{name}.{after}"
 
@@ -629,101 +653,117 @@ def _renamed(name: str, in_block: str, before: int, after: int) -> str:
 # Blocks that a class has built for a list that begins with fewer.
 
 
+class _TakeOver(NamedTuple):
+    """What a block, the target, takes over from another one, its source; objects are known by their `id`."""
+
+    memo: dict[int, Any]  # for `deepcopy`: what is not copied, and the target's parts in place of the source's
+    ids: set[int]  # modules, parameters and buffers that the source shares with no other block
+    newly_shared: set[int]  # those that blocks share only since the network was built
+    kept: set[int]  # modules, parameters and buffers of the target that stay as they are
+    matched: set[int]  # modules of the source that have a counterpart in the target
+    filled: dict[int, nn.Parameter]  # parameter of the target that has the values of one of the source
+    pairs: list[tuple[nn.Parameter, nn.Parameter]]  # parameters of the source, and those of the target
+
+
 class BuiltBlocks:
     """The blocks that a class has built for a list, which holds only the first ones while the network is shallow.
 
-    Each block keeps the index for which it was built, with what the class gave it there: buffers that no state dict
-    holds, and settings. Growth gives it the weights and the state of its source, and whatever has changed in
-    the source since the blocks were built, such as hooks, rates of dropout, flags and modes.
+    Each block keeps the index for which it was built, with its settings and the buffers that no state dict holds.
+    Growth gives it the weights and the state of its source, and whatever has changed in the source since the blocks
+    were built, such as hooks, rates of dropout, flags and modes.
     """
 
-    def __init__(self, found: BlockList) -> None:
-        self.found = found
-        self.whole = list(found.modules)
-        self._fields = BlockFields(found)
-        parts = [part for block in self.whole for part in block.modules()]
-        self._settings = {
-            id(part): {name: _frozen(value) for name, value in vars(part).items() if name not in STORAGE}
-            for part in parts
+    def __init__(self, block_list: BlockList) -> None:
+        self.block_list = block_list
+        self.blocks = list(block_list.modules)  # all that the class has built, with those that are skipped
+        self._fields = BlockFields(block_list)
+        # As the class has built them, by the `id` of each module: settings, names of children and parameters, classes.
+        modules = [module for block in self.blocks for module in block.modules()]
+        self._built_settings = {
+            id(module): {name: _frozen(value) for name, value in vars(module).items() if name not in STORAGE}
+            for module in modules
         }
-        self._names = {id(part): {*part._modules, *part._parameters} for part in parts}
-        self._classes = {id(part): type(part) for part in parts}
-        # What no checkpoint holds is compared by its values: a network that is moved or cast has other tensors.
-        self._buffers = {
-            (id(part), name): buffer.clone()
-            for part in parts
-            for name, buffer in part._buffers.items()
-            if buffer is not None and name in part._non_persistent_buffers_set
-        }
-        self._shared = {
-            key for key, number in Counter(chain.from_iterable(map(_ids, self.whole))).items() if number > 1
-        }
+        self._built_names = {id(module): {*module._modules, *module._parameters} for module in modules}
+        self._built_classes = {id(module): type(module) for module in modules}
+        # Buffers that no checkpoint holds are compared by values: a network that is moved or cast has other tensors.
+        self._built_buffers: dict[tuple[int, str], Tensor] = {}
+        for module in modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name in module._non_persistent_buffers_set:
+                    self._built_buffers[id(module), name] = buffer.clone()
+        holders = Counter(chain.from_iterable(map(_ids, self.blocks)))
+        self._built_shared = {key for key, number in holders.items() if number > 1}  # ids of what blocks share
 
     @property
     def depth(self) -> int:
-        """Number of blocks in the list now, without those that are left out."""
-        return len(self.found.modules) - self.found.before - self.found.behind
+        """Number of blocks in the list now, without those that are skipped."""
+        return len(self.block_list.modules) - self.block_list.skip_first - self.block_list.skip_last
 
     @property
     def most(self) -> int:
-        """Number of blocks that the class has built, without those that are left out."""
-        return self.before_end - self.found.before
+        """Number of blocks that the class has built, without those that are skipped."""
+        return self.end - self.block_list.skip_first
 
     @property
-    def before_end(self) -> int:
-        """Index behind the last block that is not left out."""
-        return len(self.whole) - self.found.behind
+    def end(self) -> int:
+        """Index in `blocks` behind the last block that is not skipped."""
+        return len(self.blocks) - self.block_list.skip_last
 
     def spare(self, to: int) -> list[nn.Module]:
         """Return the blocks that are not in the list yet, and will be when it has grown to `to` blocks."""
-        present = list(self.found.modules)
-        return [b for b in (self.whole[i] for i in self._indices(to)) if not any(b is other for other in present)]
+        present = set(map(id, self.block_list.modules))
+        return [self.blocks[i] for i in self._indices(to) if id(self.blocks[i]) not in present]
 
     def _inside(self) -> set[int]:
-        """Return the identities of all parts of all blocks."""
-        return {id(part) for block in self.whole for part in block.modules()}
+        """Return the `id` of each module in a block."""
+        return {id(module) for block in self.blocks for module in block.modules()}
+
+    def _outside(self) -> list[nn.Module]:
+        """Return the modules of the network that are in no block."""
+        inside = self._inside()
+        return [module for module in self.block_list.network.modules() if id(module) not in inside]
 
     def count_parameters(self, depths: Iterable[int]) -> dict[int, int]:
-        """Return the number of parameters of the network by numbers of blocks in the list."""
-        inside = self._inside()
-        rest = [p for part in self.found.network.modules() if id(part) not in inside for p in part._parameters.values()]
+        """Return the number of parameters of the network for each number of blocks in the list."""
+        outside = [p for module in self._outside() for p in module._parameters.values() if p is not None]
         counts: dict[int, int] = {}
         for depth in depths:
-            blocks = [self.whole[i] for i in self._indices(depth)]
-            every = {id(p): p for p in (*rest, *(p for b in blocks for p in b.parameters())) if p is not None}
-            counts[depth] = sum(p.numel() for p in every.values())
+            blocks = nn.ModuleList(self.blocks[i] for i in self._indices(depth))
+            distinct = {id(p): p for p in (*outside, *blocks.parameters())}
+            counts[depth] = sum(p.numel() for p in distinct.values())
         return counts
 
     def run_elsewhere(self) -> str:
-        """Return where the network holds a block beside the list, which it then runs at any depth; empty if nowhere."""
-        blocks = {id(block) for block in self.whole}
+        """Return the attribute outside of the list that holds a block, which then runs at any depth; empty if none."""
+        blocks = {id(block) for block in self.blocks}
         inside = self._inside()
-        for name, part in self.found.network.named_modules():
-            if part is self.found.modules or id(part) in inside:
+        for module_name, module in self.block_list.network.named_modules():
+            if module is self.block_list.modules or id(module) in inside:
                 continue
-            for key, value in {**vars(part), **part._modules}.items():
-                held = value.values() if isinstance(value, Mapping) else value
-                held = held if isinstance(held, list | tuple | ValuesView) else [value]
-                if key not in STORAGE and any(id(x) in blocks for x in held):
-                    return repr(".".join(filter(None, (name, key))))
+            for name, value in {**vars(module), **module._modules}.items():
+                entries = value.values() if isinstance(value, Mapping) else value
+                entries = entries if isinstance(entries, list | tuple | ValuesView) else [value]
+                if name not in STORAGE and any(id(entry) in blocks for entry in entries):
+                    return repr(".".join(filter(None, (module_name, name))))
         return ""
 
     def check_present(self) -> None:
         """Raise ValueError if the list has other blocks than those that its class has built."""
         indices = self._indices(self.depth) if self.depth <= self.most else []
-        if [id(block) for block in self.found.modules] != [id(self.whole[i]) for i in indices]:
+        if [id(block) for block in self.block_list.modules] != [id(self.blocks[i]) for i in indices]:
             raise ValueError(
-                f"stack: blocks of {self.found.name!r} were replaced or added after setup, so that new ones would lack "
-                f"what they have; change them in __init__, setup or configure_model"
+                f"stack: blocks of {self.block_list.name!r} were replaced or added after setup, so that new ones would "
+                f"lack what they have; change them in __init__, setup or configure_model"
             )
 
     def show(self, depth: int) -> None:
-        """Let the list hold the first `depth` blocks, and the network know that it does."""
+        """Let the list hold the first `depth` blocks, and set indices and the network's settings accordingly."""
         indices = self._indices(depth)
-        self._fields.fill([self.whole[i] for i in indices], indices)
+        self._fields.fill([self.blocks[i] for i in indices], indices)
 
     def _indices(self, depth: int) -> list[int]:
-        return [*range(self.found.before + depth), *range(len(self.whole) - self.found.behind, len(self.whole))]
+        """Return the index in `blocks` of each block in a list of `depth` blocks, with those that are skipped."""
+        return [*range(self.block_list.skip_first + depth), *range(self.end, len(self.blocks))]
 
     def grow(
         self,
@@ -736,31 +776,31 @@ class BuiltBlocks:
         zero: Sequence[str] = (),
     ) -> list[int]:
         """Grow to `to` blocks, with the options of `stack`, and return the indices of copies in the whole list."""
-        found, old = self.found, list(self.found.modules)
+        block_list, old = self.block_list, list(self.block_list.modules)
         self.check_present()
-        sources = found.whole_order(sources_of(self.depth, to, order))
-        targets = [self.whole[i] for i in self._indices(to)]
-        check_optimizers(optimizers, found.blocks)
+        sources = block_list.whole_order(sources_of(self.depth, to, order))
+        targets = [self.blocks[i] for i in self._indices(to)]
+        check_optimizers(optimizers, block_list.blocks)
         every = optimizers_in(*optimizers)
-        inside = self._inside()
-        rest = [part for part in found.network.modules() if id(part) not in inside]
-        outside = {id(x) for part in rest for x in (*part._parameters.values(), *part._buffers.values())}
+        outside = set[int]()  # parameters and buffers of the network that are in no block, by `id`
+        for module in self._outside():
+            outside.update(map(id, (*module._parameters.values(), *module._buffers.values())))
         present = outside.union(*map(_ids, old))
-        holders = Counter(chain(outside, *map(_ids, self.whole)))
+        holders = Counter(chain(outside, *map(_ids, self.blocks)))
         filled: set[int] = set()
         # From the last block on: no block is filled before those that take over its present content.
         for i in reversed(range(len(targets))):
             source, target = old[sources[i]], targets[i]
             if source is target:
                 continue
-            is_new = sources[i] in sources[:i]
-            # What other blocks share with this one stays as it is, and so does what the network has already.
-            moved = i < len(old) and old[i] is target
-            kept = filled | {key for key in _ids(target) if (holders[key] > 1 if moved else key in present)}
+            is_copy = sources[i] in sources[:i]
+            # A block of the list keeps what it shares with others; a spare one keeps what the network has already.
+            is_in_list = i < len(old) and old[i] is target
+            kept = filled | {key for key in _ids(target) if (holders[key] > 1 if is_in_list else key in present)}
             pairs = self._take_over(target, source, kept)
-            emptied = _refill(target, new, zero) if is_new else set[int]()
+            refilled = _refill(target, new, zero) if is_copy else set[int]()
             for optimizer in every:
-                _move_state(optimizer, pairs, emptied, keep=not is_new or state == "copy")
+                _move_state(optimizer, pairs, refilled=refilled, keep=not is_copy or state == "copy")
             filled |= _ids(target)
         for optimizer in every:
             join_groups(optimizer, [old[source] for source in sources], targets)
@@ -770,125 +810,139 @@ class BuiltBlocks:
     def _take_over(
         self, target: nn.Module, source: nn.Module, kept: set[int]
     ) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Give a block the content of its source, but for what `kept` names; return the parameters of both in pairs."""
-        memo = _shared_with(source, self.found)
-        ids, late = _ids(source) - memo.keys(), (_ids(source) & memo.keys()) - self._shared
-        memo |= {key: x for key, x in computed_tensors(source).items() if key not in memo}
-        matched = list(self._matched(source, target, late))
-        counterparts = {id(part) for part, _ in matched}
-        for part, other in matched:
-            memo[id(part)] = other
-            memo |= {
-                id(p): other._parameters[name] for name, p in part._parameters.items() if name in other._parameters
-            }
+        """Give a block the content of its source, but for objects whose `id` is `kept`; return parameters in pairs."""
+        memo = _shared_with(source, self.block_list)
+        ids = _ids(source) - memo.keys()
+        newly_shared = (_ids(source) & memo.keys()) - self._built_shared
+        memo |= {key: tensor for key, tensor in computed_tensors(source).items() if key not in memo}
+        matched = list(self._matched(source, target, newly_shared))
+        for module, other in matched:
+            memo[id(module)] = other
+            for name, parameter in module._parameters.items():
+                if name in other._parameters:
+                    memo[id(parameter)] = other._parameters[name]
         memo |= _hooks_not_copied(source, ids)
-        pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
-        taken: dict[int, nn.Parameter] = {}
-        for part, other in matched:
-            if isinstance(part, SeedSlot) or id(other) in kept:
+        matched_ids = {id(module) for module, _ in matched}
+        takeover = _TakeOver(memo, ids, newly_shared, kept, matched=matched_ids, filled={}, pairs=[])
+        for module, other in matched:
+            if isinstance(module, SeedSlot) or id(other) in kept:
                 continue
-            self._take_settings(other, part, memo, ids)
-            was_there = self._names.get(id(part), set())
-            for name, child in part._modules.items():
-                if child is None or child is other._modules.get(name) or id(child) in counterparts:
-                    continue
-                if id(child) in late:
-                    other._modules[name] = child
-                elif name not in was_there or self._classes.get(id(child)) is not type(child):
-                    other._modules[name] = copied = copy_module(child, memo)
-                    pairs += [(p, copied.get_parameter(key)) for key, p in child.named_parameters()]
-            for name, parameter in part._parameters.items():
-                filled = other._parameters.get(name)
-                if parameter is None or filled is parameter or id(filled) in kept:
-                    continue
-                if id(parameter) in late or id(parameter) in taken:  # in the latter case it has two names in the block
-                    other._parameters[name] = parameter if id(parameter) in late else taken[id(parameter)]
-                    continue
-                if filled is None or filled.shape != parameter.shape:
-                    other._parameters[name] = filled = copy.deepcopy(parameter)
-                if hasattr(filled, "device_mesh"):  # a DTensor, whose storage its sharding holds
-                    filled.detach().copy_(parameter.detach())
-                else:
-                    filled.data = parameter.detach().clone()
-                filled.grad = None
-                filled.requires_grad_(parameter.requires_grad)
-                _copy_extras(parameter, filled, ids)
-                taken[id(parameter)] = filled
-                pairs.append((parameter, filled))
-            for name, buffer in part._buffers.items():
-                built = other._buffers.get(name)
-                if buffer is None or built is buffer or id(built) in kept:
-                    continue
-                if built is None:
-                    other._buffers[name] = buffer.detach().clone()
-                elif name in part._non_persistent_buffers_set and not self._has_changed(part, name):
-                    built.data = built.to(buffer.device, buffer.dtype)  # as the class has it there
-                else:
-                    built.data = buffer.detach().clone()
-            for gone, there in ((other._modules, part._modules), (other._parameters, part._parameters)):
-                for name in (gone.keys() - there.keys()) & was_there:
-                    del gone[name]
-            if type(part).get_extra_state is not nn.Module.get_extra_state:
-                other.set_extra_state(copy.deepcopy(part.get_extra_state(), memo))
-        return pairs
+            built_names = self._built_names.get(id(module), set())
+            self._take_settings(other, module, takeover)
+            self._take_children(other, module, takeover)
+            self._take_parameters(other, module, takeover)
+            self._take_buffers(other, module, kept)
+            for taken, given in ((other._modules, module._modules), (other._parameters, module._parameters)):
+                for name in (taken.keys() - given.keys()) & built_names:  # removed since the class built it
+                    del taken[name]
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                other.set_extra_state(copy.deepcopy(module.get_extra_state(), memo))
+        return takeover.pairs
 
-    def _matched(self, source: nn.Module, target: nn.Module, late: set[int]) -> Iterator[tuple[nn.Module, nn.Module]]:
-        """Yield the modules of two blocks that have the same name in both.
+    def _take_children(self, target: nn.Module, source: nn.Module, takeover: _TakeOver) -> None:
+        """Give a module the children of its source that were added or replaced since the class has built it."""
+        built_names = self._built_names.get(id(source), set())
+        for name, child in source._modules.items():
+            if child is None or child is target._modules.get(name) or id(child) in takeover.matched:
+                continue
+            if id(child) in takeover.newly_shared:
+                target._modules[name] = child
+            elif name not in built_names or self._built_classes.get(id(child)) is not type(child):
+                target._modules[name] = copied = copy_module(child, takeover.memo)
+                takeover.pairs.extend((p, copied.get_parameter(key)) for key, p in child.named_parameters())
 
-        Left out, with all below them, are modules that both blocks hold, those that became shared after the network
-        was built (`late`), and those that were replaced since by one of another type than the target has.
+    def _take_parameters(self, target: nn.Module, source: nn.Module, takeover: _TakeOver) -> None:
+        """Give a module the values, the flags `requires_grad` and the hooks of its source's parameters."""
+        for name, parameter in source._parameters.items():
+            present = target._parameters.get(name)
+            if parameter is None or present is parameter or id(present) in takeover.kept:
+                continue
+            if id(parameter) in takeover.newly_shared:
+                target._parameters[name] = parameter
+                continue
+            if id(parameter) in takeover.filled:  # the parameter has two names in the block
+                target._parameters[name] = takeover.filled[id(parameter)]
+                continue
+            if present is None or present.shape != parameter.shape:
+                target._parameters[name] = present = copy.deepcopy(parameter)
+            if hasattr(present, "device_mesh"):  # a DTensor, whose storage its sharding holds
+                present.detach().copy_(parameter.detach())
+            else:
+                present.data = parameter.detach().clone()
+            present.grad = None
+            present.requires_grad_(parameter.requires_grad)
+            _copy_extras(parameter, present, takeover.ids)
+            takeover.filled[id(parameter)] = present
+            takeover.pairs.append((parameter, present))
+
+    def _take_buffers(self, target: nn.Module, source: nn.Module, kept: set[int]) -> None:
+        """Give a module the buffers of its source, but for those that no state dict holds and that have not changed."""
+        for name, buffer in source._buffers.items():
+            present = target._buffers.get(name)
+            if buffer is None or present is buffer or id(present) in kept:
+                continue
+            if present is None:
+                target._buffers[name] = buffer.detach().clone()
+            elif name in source._non_persistent_buffers_set and not self._has_changed(source, name):
+                present.data = present.to(buffer.device, buffer.dtype)  # with the values that the class gave it
+            else:
+                present.data = buffer.detach().clone()
+
+    def _matched(self, source: nn.Module, target: nn.Module, shared: set[int]) -> Iterator[tuple[nn.Module, nn.Module]]:
+        """Yield the modules of two blocks that have the same name in both: that of the source, and that of the target.
+
+        Left out, with all below them, are modules that both blocks hold, those that blocks share only since the network
+        was built (`shared`), and those that were replaced since by one of another type than the target has.
         """
         if source is target:
             return
         yield source, target
         for name, child in source._modules.items():
             other = target._modules.get(name)
-            if child is None or other is None or id(child) in late:
+            if child is None or other is None or id(child) in shared:
                 continue
-            if self._classes.get(id(child)) is type(child) or type(other) is type(child):
-                yield from self._matched(child, other, late)
+            if self._built_classes.get(id(child)) is type(child) or type(other) is type(child):
+                yield from self._matched(child, other, shared)
 
-    def _has_changed(self, part: nn.Module, name: str) -> bool:
+    def _has_changed(self, module: nn.Module, name: str) -> bool:
         """Return True if a buffer that no state dict holds has other values than the class gave it."""
-        now, then = part._buffers[name], self._buffers.get((id(part), name))
-        if now is None or then is None or now.shape != then.shape:
+        now, built = module._buffers[name], self._built_buffers.get((id(module), name))
+        if now is None or built is None or now.shape != built.shape:
             return True
-        then = then.to(now.device)
-        return not (torch.equal(now, then.to(now.dtype)) or torch.equal(now.to(then.dtype), then))
+        built = built.to(now.device)
+        return not (torch.equal(now, built.to(now.dtype)) or torch.equal(now.to(built.dtype), built))
 
-    def _take_settings(self, target: nn.Module, source: nn.Module, memo: dict[int, Any], ids: set[int]) -> None:
-        """Give a part of a block the attributes of its source that have changed since the class has built it.
-
-        Raises ValueError if one cannot be copied, or refers to the block of the source, whose parts are `ids`.
-        """
-        built, present = self._settings.get(id(source), {}), vars(target)
-        before = self._settings.get(id(target), {})
+    def _take_settings(self, target: nn.Module, source: nn.Module, takeover: _TakeOver) -> None:
+        """Give a module its source's attributes that changed since they were built. Raises ValueError if it cannot."""
+        source_built, present = self._built_settings.get(id(source), {}), vars(target)
+        target_built = self._built_settings.get(id(target), {})
         for name, value in vars(source).items():
             if name in STORAGE or name.startswith(SHARDING):
                 continue
-            # A block that moves leaves its own changes behind.
-            left = name in present and name in before and before[name] != _frozen(present[name])
-            changed = left or name == "training" or name not in built or built[name] != _frozen(value)
-            if not (changed or ("hook" in name and not present.get(name))):
+            # A target that was in the list, and has changed there itself, takes the setting of its source, too.
+            target_changed = name in present and name in target_built and target_built[name] != _frozen(present[name])
+            source_changed = name == "training" or name not in source_built or source_built[name] != _frozen(value)
+            lacks_hooks = "hook" in name and not present.get(name)
+            if not (target_changed or source_changed or lacks_hooks):
                 continue
             try:
-                copied = copy.deepcopy(value, memo)
+                copied = copy.deepcopy(value, takeover.memo)
             except COPY_ERRORS as error:
                 raise ValueError(f"stack: {name} of {type(source).__name__} cannot be copied: {error}") from error
             if isinstance(value, dict) and "hook" in name:
                 tables = [table for key, table in present.items() if key.endswith("_hooks")]
-                kept = {key for table in tables for key, hook in table.items() if _is_of_sharding(hook)}
+                of_sharding = {key for table in tables for key, hook in table.items() if _is_of_sharding(hook)}
                 copied = type(value)(
-                    [(key, hook) for key, hook in present.get(name, {}).items() if key in kept]
+                    [(key, hook) for key, hook in present.get(name, {}).items() if key in of_sharding]
                     + [(key, hook) for key, hook in copied.items() if hook is not pass_on]
                 )
-            if _holds(copied, ids):
+            if _refers_to(copied, takeover.ids):
                 raise ValueError(
                     f"stack: {name} of {type(source).__name__} holds a function that refers to its own block, so that "
                     f"a new block would run that one; make it a method, or take the module as its argument"
                 )
             present[name] = copied
-        for name in built.keys() - vars(source).keys():
+        for name in source_built.keys() - vars(source).keys():
             present.pop(name, None)
 
 

@@ -512,7 +512,7 @@ def test_the_policy_sees_a_training_as_it_sees_a_host_of_its_own_training() -> N
             depth = len(env.network.blocks)
             left = env.targets_per_parameter(sizes[depth]) * sizes[depth]
             now = progress(share=env.tick / 6, depth=depth, first=1, most=4, targets_left=left, parameters=sizes)
-            places = plan._places(now)
+            places = plan._as_pool(now)
             torch.testing.assert_close(places.observation.features[0], rows)
             assert torch.equal(places.masks.slot[0], masks)
         pool.step(act(action, WAIT))

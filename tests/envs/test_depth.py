@@ -133,7 +133,7 @@ def play_deep(executor: str, kind: str) -> list[Tensor]:
                     step = pool.step(act(*rows))
                 seen += [*tensors(pool), *step.metrics, step.observation[0].clone()]
                 seen += [torch.tensor([list(stats) for env in pool.envs for stats in gradients(env)])]
-        depths = {tuple(len(slot.found.blocks) for slot in depth_slots_of(env)) for env in pool.envs}
+        depths = {tuple(len(slot.block_list.blocks) for slot in depth_slots_of(env)) for env in pool.envs}
         assert len(depths) > 1 or ticks < 20, "hosts differ in depth"
     return seen
 
@@ -190,7 +190,7 @@ def test_copies_have_the_optimizer_state_and_flops_of_their_sources(kind: str) -
     inputs = pool.data.validation.inputs[:1]
     for slot in depth_slots_of(env):
         env.growing.germinate(slot.name, "stack")
-        source, grown = slot.found.blocks[slot.begin - 1], slot.grown[-1]
+        source, grown = slot.block_list.blocks[slot.begin - 1], slot.grown[-1]
         for ours, theirs in zip(grown.parameters(), source.parameters(), strict=True):
             state, of_source = env.optimizer.state[ours], env.optimizer.state[theirs]
             assert of_source and torch.equal(ours, theirs)

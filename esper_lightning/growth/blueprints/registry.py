@@ -84,10 +84,7 @@ def default_blueprints(layout: str) -> list[str]:
 
 
 def find_blueprint(name: str) -> str:
-    """Return the name of the blueprint with a name or an import path, whose module is then imported.
-
-    Raises ValueError, with a suggestion, if there is none.
-    """
+    """Return the name of the blueprint with a name or an import path. Raises ValueError, with a suggestion, if none."""
     if "." not in name:
         check_blueprint_name(name)
         return name

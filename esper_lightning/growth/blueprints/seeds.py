@@ -17,16 +17,13 @@ from esper_lightning.growth.blueprints.registry import register
 MIN_INNER, MIN_SQUEEZE = 8, 4
 """Minimum number m of inner channels of a bottleneck, and of the squeeze, whose input is only C means."""
 
-SMALL_RANK, LARGE_RANK = 8, 32
-"""Inner width of the two kinds of lora, independent of the feature's width."""
+SMALL_RANK, LARGE_RANK = 8, 32  # inner width of the two kinds of lora, independent of the feature's width
 
 
 class Residual(nn.Module):
-    """Residual block x + body(x).
+    """Residual block x + body(x), where the layers of the body together keep the shape of their input.
 
-    Args:
-        body: Layers whose joint output has the shape of their input. The last one, which may stand within
-            `nn.Sequential`, is linear (or a convolution), and is zeroed for birth "identity".
+    The last layer, also within `nn.Sequential`, is linear or a convolution, and is zeroed for birth "identity".
     """
 
     def __init__(self, *body: nn.Module) -> None:
@@ -55,11 +52,7 @@ def _last_layer(body: nn.Module) -> nn.Module:
 
 
 class LearnedNorm(nn.Module):
-    """Learned interpolation from x to its normalisation: x + tanh(scale)·(norm(x) - x).
-
-    Args:
-        norm: Normalisation that keeps the shape of its input.
-    """
+    """Learned interpolation from x to its normalisation, which keeps the shape: x + tanh(scale)·(norm(x) - x)."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -231,11 +224,7 @@ def gated(width: int) -> nn.Module:
 
 
 class CausalAttention(nn.Module):
-    """Causal scaled dot-product attention without projections: [B, T, 3C], queries, keys, values, to [B, T, C].
-
-    Args:
-        heads: Number of heads H, which must divide C.
-    """
+    """Causal attention of H heads without projections: [B, T, 3C], queries, keys, values, to [B, T, C]; H divides C."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
