@@ -262,7 +262,7 @@ class TamiyoModule(LightningModule):
         """Return the metrics of the critic on one rollout, by name, given values and returns of its steps [steps]."""
         # Both metrics depend on differences alone. Torchmetrics subtracts a squared mean from a mean of squares, which
         # would cancel in float32 if the mean of the returns were not removed first.
-        _, offset, _ = self.ranks.moments(targets)
+        offset = self.ranks.moments(targets).mean
         self.critic_metrics.reset()
         self.critic_metrics.update(values - offset, targets - offset)
         return {name: value.item() for name, value in self.critic_metrics.compute().items()}

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,14 @@ def share_machine(processes: int) -> None:
     """Note, for this process and those that it starts, how many processes of the run share the machine's cores."""
     if processes > 1:
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(processes))
+
+
+class Moments(NamedTuple):
+    """Statistics of vectors of one shape."""
+
+    number: int
+    mean: Tensor
+    var: Tensor  # uncorrected: the mean of the squared deviations
 
 
 class Ranks:
@@ -107,10 +115,10 @@ class Ranks:
         # The value of the second term is 0.
         return values if self.world == 1 else self.sum(values) + self.world * (values - values.detach())
 
-    def moments(self, values: Tensor) -> tuple[int, Tensor, Tensor]:
-        """Return count, mean and uncorrected variance of vectors [n, …] over all ranks; n may differ and may be 0."""
+    def moments(self, values: Tensor) -> Moments:
+        """Return the statistics of vectors [n, …] over all ranks; their number n may differ and may be 0."""
         if self.world == 1 and len(values):
-            return len(values), values.mean(0), values.var(0, correction=0)
+            return Moments(len(values), values.mean(0), values.var(0, correction=0))
         # Two passes: a mean of squares minus the square of the mean would cancel.
         precise = values.double()
         count = precise.new_full((1,), len(values))
@@ -118,7 +126,7 @@ class Ranks:
         total = sums[0].clamp(min=1.0)
         mean = (sums[1:] / total).view(values.shape[1:])
         squares = self.sum((precise - mean).square().sum(0).reshape(-1)).view(values.shape[1:])
-        return int(sums[0]), mean.to(values.dtype), (squares / total).to(values.dtype)
+        return Moments(int(sums[0]), mean.to(values.dtype), (squares / total).to(values.dtype))
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         """Return the rows of all environments on every rank, given those of this rank's environments."""
@@ -152,7 +160,7 @@ class Ranks:
     def wait_for_first(self) -> None:
         """Wait on every rank until rank 0 calls this, too, for as long as a week: a group gives up after minutes."""
         if self.world > 1:
-            group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
+            group: Any = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
             dist.barrier(group=group)
             dist.destroy_process_group(group)
 

@@ -29,7 +29,7 @@ def rollout(loop: RolloutCollector) -> Rollout:
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
 def test_the_minibatches_of_an_epoch_hold_every_environment_once(rollout: Rollout, parts: int) -> None:
     marked = rollout._replace(steps=rollout.steps._replace(log_prob=torch.arange(5.0).expand(6, 5)))
-    minibatches = list(marked.minibatches(epochs=3, parts=parts, generator=torch.Generator().manual_seed(0)))
+    minibatches = list(marked.minibatches(epochs=3, groups=parts, generator=torch.Generator().manual_seed(0)))
 
     assert len(minibatches) == 3 * parts
     assert all(minibatch.steps.log_prob.shape[0] == 6 for minibatch in minibatches), "sequences stay whole"
