@@ -53,7 +53,8 @@ def mean_interval(values: np.ndarray) -> Interval:
 def resampled_means(table: np.ndarray) -> np.ndarray:  # [S, H] -> [resamples]
     """Return means of resampled tables; tables of one shape get the same training seeds and hosts."""
     random = np.random.default_rng(RNG_SEED)
-    seeds, hosts = (
+    # Frequency of each training seed, then of each host, in each resample, as fractions: [resamples, S or H].
+    seed_weights, host_weights = (
         random.multinomial(size, np.full(size, 1.0 / size), RESAMPLES) / size for size in table.shape
-    )  # [resamples, S], [resamples, H]: frequency of each training seed and host, as fractions
-    return ((seeds @ table) * hosts).sum(1)
+    )
+    return ((seed_weights @ table) * host_weights).sum(1)
