@@ -70,12 +70,7 @@ STAGES = {
 }
 """Colour and mark of each stage."""
 
-OPS = {
-    "WAIT": ("#f2f2f2", "·"),
-    "GERMINATE": ("#74c476", "+"),
-    "CULL": ("#f4a6a6", "×"),
-    "FOSSILIZE": ("#9ecae1", "F"),
-}
+OPS = {"WAIT": ("#f2f2f2", "·"), "GERMINATE": ("#74c476", "+"), "CULL": ("#f4a6a6", "×"), "FOSSILIZE": ("#9ecae1", "F")}
 """Colour and mark of each op."""
 
 LINE_COLOURS = ["#3182bd", "#e6550d", "#31a354", "#756bb1", "#d6616b", "#8c6d31", "#17becf", "#969696"]

@@ -15,7 +15,7 @@ from esper_lightning.runtime.machine import PhaseClock
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """Join records of several pools: tensors and lists by concatenation, other records part by part."""
+    """Join records of several pools: tensors and lists by concatenation, dicts and other records field by field."""
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat(list(parts))

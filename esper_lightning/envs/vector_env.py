@@ -30,7 +30,7 @@ def check_rng_seed(setting: str, rng_seed: int) -> None:
 
 
 def episode_rng_seeds(run_rng_seed: int, purpose: int, episode: int, *, n_envs: int) -> list[int]:
-    """Return RNG seeds of `n_envs` episodes."""
+    """Return the RNG seed of each environment's episode, given the number of the `episode` in the run."""
     drawn = np.random.SeedSequence([run_rng_seed, purpose, episode]).generate_state(n_envs, np.uint64)
     return [int(rng_seed) >> 2 << 1 | purpose for rng_seed in drawn]
 

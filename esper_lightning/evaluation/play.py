@@ -152,10 +152,7 @@ def play_static(pool: HostPool, name: str, grown: Outcome, *, rng_seeds: Sequenc
     if all(env.training.flops is not None for env in pool.envs):
         return [static]
     limits = affordable_ticks(static, grown.flops)
-    return [
-        static,
-        play_episode(pool, f"{name}, equal FLOPs", controller, rng_seeds=rng_seeds, tick_limits=limits),
-    ]
+    return [static, play_episode(pool, f"{name}, equal FLOPs", controller, rng_seeds=rng_seeds, tick_limits=limits)]
 
 
 def affordable_ticks(static: Outcome, spent_flops: np.ndarray) -> list[int]:

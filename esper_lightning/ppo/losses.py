@@ -242,15 +242,10 @@ def empty_sums(policy: Policy, minibatch: Rollout) -> TermSums:
     """Return the sums of a minibatch without steps: this rank averages gradients of 0 with those of the others."""
     zero = torch.stack([(parameter * 0.0).sum() for parameter in policy.parameters()]).sum()
     constant = zero.detach()
+    summed = {name: zero if name in ("policy", "value", "entropy") else constant for name in SUMMED_TERMS}
+    ratios = {"ratio_low": constant + torch.inf, "ratio_high": constant - torch.inf, "ratio": minibatch.steps.log_prob}
     by_head = constant.expand(len(policy.heads.sizes))
-    terms = PPOTerms(
-        **{name: zero if name in ("policy", "value", "entropy") else constant for name in SUMMED_TERMS},
-        ratio_low=constant + torch.inf,
-        ratio_high=constant - torch.inf,
-        head_entropy=by_head,
-        head_choice_share=by_head,
-        ratio=minibatch.steps.log_prob,  # [T, 0]
-    )
+    terms = PPOTerms(**summed, **ratios, head_entropy=by_head, head_choice_share=by_head)
     return TermSums(terms, unforced=constant, active=constant)
 
 

@@ -60,7 +60,7 @@ class Ranks:
                 )
         self.rank, self.world = rank, world
         self.sizes, self.total = list(sizes), sum(sizes)
-        self.own = self.own_of(rank)
+        self.own = self.own_of(rank)  # numbers of this rank's environments
         self._cpu_group: Any = None
         self._own_on: dict[torch.device, Tensor] = {}  # `own` on each device: its upload would wait for a GPU
 
@@ -87,13 +87,13 @@ class Ranks:
         """Return rows of all environments in their order, given those of every rank along `axis`."""
         if len(parts) == 1:
             return parts[0]
-        arriving = [env for rank in range(self.world) for env in self.own_of(rank)]
-        places = sorted(range(self.total), key=arriving.__getitem__)
+        envs = [env for rank in range(self.world) for env in self.own_of(rank)]  # environment of each row
+        order = sorted(range(self.total), key=envs.__getitem__)
         if isinstance(parts[0], list):
             rows = [row for part in parts for row in part]
-            return [rows[place] for place in places]
+            return [rows[i] for i in order]
         tensors: list[Any] = list(parts)
-        return torch.cat(tensors, axis).index_select(axis, torch.tensor(places, device=tensors[0].device))
+        return torch.cat(tensors, axis).index_select(axis, torch.tensor(order, device=tensors[0].device))
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of tensors of the same shape over all ranks."""

@@ -14,14 +14,7 @@ from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.lifecycle import SeedEvent
 from esper_lightning.growth.stages import LIVE, Stage
 from esper_lightning.runtime.ranks import Ranks
-from esper_lightning.telemetry.events import (
-    SCHEMA,
-    Contributed,
-    Event,
-    GateRefused,
-    HostsMeasured,
-    Started,
-)
+from esper_lightning.telemetry.events import SCHEMA, Contributed, Event, GateRefused, HostsMeasured, Started
 
 HOST = np.dtype(
     [
@@ -171,12 +164,7 @@ class SeedStats(NamedTuple):
 
 
 def count_seed(
-    seed: SeedEvent,
-    sums: SeedStats,
-    last_contributions: np.ndarray,
-    *,
-    slots: Sequence[str],
-    blueprints: Sequence[str],
+    seed: SeedEvent, sums: SeedStats, last_contributions: np.ndarray, *, slots: Sequence[str], blueprints: Sequence[str]
 ) -> None:
     """Add a seed that has germinated, or whose fate was decided, to sums [B, K].
 
