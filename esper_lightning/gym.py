@@ -115,7 +115,6 @@ class GrowthVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         return np.concatenate(heads, 1)
 
     def _begin(self, hosts: Sequence[int]) -> None:
-        """Start an episode of these hosts."""
         self.pool.reset_hosts(hosts, [draw_rng_seed(self._generators[i], TRAINING) for i in hosts])
 
     def _observe(self) -> np.ndarray:  # [N, features]

@@ -95,7 +95,12 @@ class EsperCLI(LightningCLI):
         self.config = parser.parse_args(args)
         config = self.config.get(str(self.config.get("subcommand")), self.config)
         if config.get("ckpt_path") in ("last", "best"):
-            config.ckpt_path = find_checkpoint(config.ckpt_path, Path(config.trainer.default_root_dir or "runs"))
+            name, root = config.ckpt_path, Path(config.trainer.default_root_dir or "runs")
+            found = [*root.rglob(f"{CHECKPOINTS_FOLDER}/{name}.ckpt")]
+            if not found:
+                text = f"there is no run with a {name}.ckpt below {str(root)!r}; name a checkpoint"
+                raise ValueError(f"ckpt_path {name}: {text}")
+            config.ckpt_path = str(max(found, key=lambda path: path.stat().st_mtime_ns))  # the newest
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing: the settings of a checkpoint would replace those that the user has given."""
@@ -156,14 +161,6 @@ def run_logger(root: str | Path, checkpoint: str | Path | None = None) -> Tensor
         run = Path(checkpoint).absolute().parents[1]
         root, version = run.parent, run.name
     return TensorBoardLogger(root, name="", version=version)
-
-
-def find_checkpoint(name: str, root: Path) -> str:
-    """Return the path of the newest checkpoint `last` or `best` below a folder. Raises ValueError if there is none."""
-    found = [*root.rglob(f"{CHECKPOINTS_FOLDER}/{name}.ckpt")]
-    if not found:
-        raise ValueError(f"ckpt_path {name}: there is no run with a {name}.ckpt below {str(root)!r}; name a checkpoint")
-    return str(max(found, key=lambda path: path.stat().st_mtime_ns))
 
 
 def make_cli(args: list[str], **settings: Any) -> EsperCLI:
@@ -264,10 +261,7 @@ def grow(config: str, controller: str, *, out: str = "runs/grown") -> None:
 
 
 def write_grown(pool: HostPool, bare_host: nn.Module, folder: Path) -> None:
-    """Write the grown network of a pool of one host in all forms, and its test scores in each of them.
-
-    `bare_host` is the host as it was before the training; it takes the weights of the grown network.
-    """
+    """Write the grown network of a pool of one host in all forms, with test scores; `bare_host` takes its weights."""
     env = pool.envs[0]
     network = fossilized_copy(env)
     test = pool.data.test.to(env.device).variant(env.context.variant_index).to(torch.device("cpu")).batch()
@@ -339,17 +333,12 @@ def report(runs: Sequence[str | Path] = (), *, out: str | Path = "report.html") 
         from esper_lightning.cli.run_report import write_page
     except ImportError as error:
         raise ValueError(f"report: {error.name} is missing; pip install 'esper-lightning[report]'") from None
-    folders = [Path(run) for run in runs] or [newest_run(Path("runs"))]
+    files = [*Path("runs").rglob(EVENTS_FILE), *Path("runs").rglob(STACK_FILE)]
+    if not runs and not files:
+        raise ValueError("report: there is no run below 'runs'; name the folder of one")
+    folders = [Path(run) for run in runs] or [max(files, key=lambda path: path.stat().st_mtime_ns).parent]
     write_page(folders, Path(out), changed_settings)
     print_status(f"written to {out}: {', '.join(map(str, folders))}")
-
-
-def newest_run(root: Path) -> Path:
-    """Return the newest run of this package below a folder. Raises ValueError if there is none."""
-    found = [*root.rglob(EVENTS_FILE), *root.rglob(STACK_FILE)]
-    if not found:
-        raise ValueError(f"report: there is no run below {str(root)!r}; name the folder of one")
-    return max(found, key=lambda path: path.stat().st_mtime_ns).parent
 
 
 def changed_settings(config: Mapping[str, Any]) -> str:

@@ -69,8 +69,7 @@ def expand(
     if not 1 <= every <= count:
         raise ValueError(f"expand: every must be 1 to {count}, the number of blocks, got {every}")
     # Source of each block of the new list: the present block that it is, or is a copy of.
-    sources = [i for i in range(count) for _ in range(2 if (i + 1) % every == 0 else 1)]
-    order = found.whole_order(sources)
+    order = found.whole_order([i for i in range(count) for _ in range(2 if (i + 1) % every == 0 else 1)])
 
     def build(depth: int) -> Any:
         """Return a network with so many blocks and random weights."""
@@ -113,11 +112,11 @@ def expand(
 
 def _left_out(folder: str, names: list[str]) -> set[str]:
     """Return which files and folders of a folder are not copied: weights, folders with weights, hidden ones."""
-
-    def has_weights(path: Path) -> bool:
-        return any(file.suffix in WEIGHTS for file in (path, *path.rglob("*")))
-
-    return {name for name in names if name == INDEX or name.startswith(".") or has_weights(Path(folder, name))}
+    left_out = {name for name in names if name == INDEX or name.startswith(".")}
+    for path in (Path(folder, name) for name in names):
+        if any(file.suffix in WEIGHTS for file in (path, *path.rglob("*"))):
+            left_out.add(path.name)
+    return left_out
 
 
 def _check_outputs(small: Any, deeper: Any, blocks: str, zero: Sequence[str], example: ExampleInput | None) -> None:

@@ -42,21 +42,14 @@ from esper_lightning.telemetry.observer import SeedStats, count_seed
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 
-MAX_POINTS = 400
-"""Most points of a line: more cannot be told apart at the width of a page."""
-
-MAX_ROLLED_BACK = 3
-"""Most episodes with a rollback that are shown, the latest ones."""
+MAX_POINTS, MAX_METRICS, MAX_ROLLED_BACK = 400, 6, 3
+"""Most points of a line, metrics of a network of the user's, and latest episodes with a rollback that are shown."""
 
 CURVES = {"objective": ("rollout/objective", "val/objective"), "score": ("rollout/score",)}
 """Curves of a policy's training: lines by the title of their chart."""
 
 HOST_FAULTS = {"rolled_back", "gradient_health", "dead_seeds"}
 """Anomalies of the hosts, from which no policy can learn."""
-
-MAX_METRICS = 6
-"""Most metrics of a network of the user's that are shown."""
-
 
 STAGES = {
     "DORMANT": ("#ffffff", ""),
@@ -254,7 +247,6 @@ def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def distinct(names: Iterable[str]) -> list[str]:
-    """Return the names in their order, each once."""
     return list(dict.fromkeys(names))
 
 
@@ -610,7 +602,6 @@ def timeline(
 
 
 def plot(rows: Sequence[Row]) -> Any:
-    """Return an empty chart of these rows."""
     return alt.Chart(alt.Data(values=list(rows)))
 
 
@@ -639,14 +630,11 @@ def curve(
     ticks: int | None = None,
     shown: str | None = None,
 ) -> Any:
-    """Return the chart of lines over a common axis.
+    """Return the chart of lines over a common axis, given `points` with `x`, `y` and `series`, the name of the line.
 
-    Args:
-        points: Rows with `x`, `y` and the name of the line, `series`.
-        x, y: Titles of the axes.
-        marks: Rows with `x` and a text `what`, for vertical lines.
-        ticks: Ticks of an episode, for the horizontal axis of `timeline`. None: an axis of numbers.
-        shown: Name of a parameter by which the page moves a vertical line. None: no such line.
+    `x` and `y` are the titles of the axes. `marks`, with `x` and a text `what`, are vertical lines. `ticks` of an
+    episode give the horizontal axis of `timeline`; None: an axis of numbers. The page moves a vertical line by the
+    parameter called `shown`; None: there is no such line.
     """
     names = distinct(point["series"] for point in points)
     axis = alt.Axis(labelAngle=0, labelOverlap=True) if ticks else alt.Axis(format="~s")

@@ -342,12 +342,8 @@ def list_candidates(pool: Hosts, config: ClimbingConfig, host: int = 0) -> list[
     slot_order = range(len(slots))[:: -1 if config.last_slot_first else 1]
     pairs = [(k, b) for b in chosen for k in slot_order if growable[k][b]]
     sign = {"listed": 0, "cheapest": 1, "dearest": -1}[config.order]  # with 0 the order of `pairs` stays
-
-    def priority(pair: tuple[int, int]) -> int:
-        k, b = pair
-        return sign * slots[k].seed_parameters(pool.space.blueprint[b])
-
-    return sorted(pairs, key=priority)
+    parameters = {(k, b): slots[k].seed_parameters(pool.space.blueprint[b]) for k, b in pairs}
+    return sorted(pairs, key=lambda pair: sign * parameters[pair])
 
 
 def fastest_tempo(pool: Hosts) -> tuple[int, int]:

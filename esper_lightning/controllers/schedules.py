@@ -48,7 +48,6 @@ class Schedule(NamedTuple):
 
 
 def write_schedule(schedule: Schedule, path: str | Path) -> None:
-    """Write the schedule to a JSON file, replacing an existing one."""
     entries = [{name: value for name, value in e._asdict().items() if value is not None} for e in schedule.entries]
     document = {"format": FORMAT_VERSION, "slots": list(schedule.slots), "entries": entries}
     replace_file(Path(path), lambda draft: draft.write_text(json.dumps(document, indent=1) + "\n"))

@@ -84,7 +84,6 @@ class ActionConfig:
             raise ValueError(f"actions.tempos needs at least one tempo of at least 1 host epoch, got {self.tempos}")
 
     def make_space(self, slots: list[str], blueprints: list[str]) -> "ActionSpace":
-        """Return the action space of a host with these slots and blueprints."""
         return ActionSpace([op.name for op in Op], slots, blueprints, list(self.tempos))
 
 
@@ -107,7 +106,6 @@ class ActionSpace(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Number of choices of each head."""
         return {head: len(choices) for head, choices in zip(HEADS, self, strict=True)}
 
     def zeros(self, n_envs: int, device: torch.device) -> Action:

@@ -150,13 +150,9 @@ def measure_flops(host: nn.Module, sample: ExampleInput) -> HostFlops:
         return count_flops(host, lambda: call_network(host, sample))
     except ValueError:  # BatchNorm without running statistics takes two samples at least
         of_two = count_flops(host, lambda: call_network(host, repeat_rows(sample, 1, 2)))
-        return HostFlops(
-            host=of_two.host // 2,
-            positions=of_two.positions,
-            behind={name: flops // 2 for name, flops in of_two.behind.items()},
-            blocks={name: flops // 2 for name, flops in of_two.blocks.items()},
-            targets=max(1, of_two.targets // 2),
-        )
+        behind = {name: flops // 2 for name, flops in of_two.behind.items()}
+        blocks, targets = {name: flops // 2 for name, flops in of_two.blocks.items()}, max(1, of_two.targets // 2)
+        return HostFlops(of_two.host // 2, of_two.positions, behind, blocks=blocks, targets=targets)
 
 
 @contextmanager

@@ -36,7 +36,6 @@ def episode_rng_seeds(run_rng_seed: int, purpose: int, episode: int, *, n_envs: 
 
 
 def draw_rng_seed(generator: np.random.Generator, purpose: int) -> int:
-    """Draw the RNG seed of an episode."""
     return int(generator.integers(2**62)) << 1 | purpose
 
 
@@ -132,7 +131,6 @@ class ChoiceSpace:
         )
 
     def split_mask(self, possible: Tensor) -> dict[str, Tensor]:  # [..., C] -> [..., choices] by head
-        """Split flags into the masks of the heads."""
         return dict(zip(self.sizes, possible.split(list(self.sizes.values()), -1), strict=True))
 
     def forced(self, possible: Tensor) -> Tensor:  # [..., C] -> [...]

@@ -152,7 +152,6 @@ class ComparisonResult(NamedTuple):
         return self.reference.values("objective") - other.values("objective")
 
     def mean_lead(self, other: Entry) -> Interval:
-        """Return the mean lead over `other` with its interval."""
         return mean_interval(self.lead(other))
 
 
@@ -199,8 +198,7 @@ class Comparison:
             **{name: make_controller(name) for name in self.user_controllers},
         }
 
-    def includes(self, name: str) -> bool:
-        """Return True if the comparison includes this controller."""
+    def includes(self, name: str) -> bool:  # the controller with this name
         return self.config.against is None or name in self.config.against
 
     def check(self, data: HostPoolData) -> None:
@@ -243,11 +241,8 @@ class Comparison:
     ) -> ComparisonResult:
         """Run the comparison on hosts of one task (None: the first), in new pools.
 
-        Args:
-            data: Data module that makes the pools.
-            policies: Trained policies, one per training seed. Empty: rules and schedules are compared alone.
-            rivals: Policies that `against` names, each with a row.
-            task: Name of the task.
+        There is one of the `policies` per training seed, or none: then rules and schedules are compared alone. Each of
+        the `rivals`, policies that `against` names, has a row.
         """
         config = self.config
         if not policies and (derived := [name for name in config.against or () if name in (REPLAYED, YOKED)]):

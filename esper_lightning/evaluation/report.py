@@ -50,9 +50,8 @@ def compare(
     """Run the comparison on hosts of each task, print and write the results, and return them by task.
 
     The `trained` policy is compared unless the settings name other ones. The files are written to `folder`, or, with
-    several tasks, to a subfolder for each task. `settings` of the run are saved in `evaluation.json`.
-
-    Raises ValueError if the settings do not fit the hosts.
+    several tasks, to a subfolder for each task. `settings` of the run are saved in `evaluation.json`. Raises
+    ValueError if the settings do not fit the hosts.
     """
     if config.hosts == 0:
         raise ValueError("model.evaluation.hosts is 0, so there is nothing to compare; give at least 2")

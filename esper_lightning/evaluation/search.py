@@ -67,7 +67,8 @@ def search(
     distribution; None: of all.
     """
     contexts = contexts or pool.env_factory.context_distribution.contexts
-    sampler = ScheduleSampler(pool, config.seed, horizon=longest_horizon(pool, contexts))
+    horizon = max(context.horizon or pool.config.horizon for context in contexts)
+    sampler = ScheduleSampler(pool, config.seed, horizon=horizon)
     episodes = config.steps // (pool.n_envs * pool.config.horizon)  # of the whole pool
     racing = Racing(pool, config.seed, contexts, episodes=episodes)
     reserve = round(LAST_SHARE * episodes)
@@ -155,25 +156,20 @@ def final_objectives(pool: HostPool, controller: Controller, rng_seeds: Sequence
     return steps[-1].metrics.objective.tolist()
 
 
-def longest_horizon(pool: HostPool, contexts: Sequence[Context]) -> int:
-    """Return the number of ticks of the longest episode in any of the contexts."""
-    return max(context.horizon or pool.config.horizon for context in contexts)
-
-
 def check_budget(config: SearchConfig, pool: HostPool, n_envs: int) -> None:
     """Raise ValueError if the budget is too small to play one schedule on one host per context, or episodes too short.
 
     A search runs `n_envs` environments side by side.
     """
     contexts = pool.env_factory.context_distribution.contexts
-    episodes = -(-len(contexts) // n_envs)  # of the whole pool, rounded up
-    least = episodes * n_envs * pool.config.horizon
+    least = -(-len(contexts) // n_envs) * n_envs * pool.config.horizon  # whole episodes of the pool, rounded up
     if config.steps < least:
         raise ValueError(
             f"search.steps is {config.steps}; to see one schedule on a host of each context, {n_envs} hosts side by "
             f"side, takes {least}"
         )
-    latest_germinations(pool.config, longest_horizon(pool, contexts))  # raises ValueError if there is none
+    horizon = max(context.horizon or pool.config.horizon for context in contexts)
+    latest_germinations(pool.config, horizon)  # raises ValueError if there is none
 
 
 def latest_germinations(config: EnvConfig, horizon: int) -> dict[str, int]:
@@ -205,7 +201,6 @@ class ScheduleSampler:
         self.latest_germination = latest_germinations(pool.config, horizon)
 
     def draw(self) -> Schedule:
-        """Return a random schedule."""
         slots = self.random.sample(list(self.growable), self.random.randint(1, len(self.growable)))
         return self._schedule([self._draw_seed(slot) for slot in slots])
 
@@ -219,10 +214,7 @@ class ScheduleSampler:
         return self._schedule(seeds) if any(seeds) else self.draw()
 
     def fill(self, schedules: Sequence[Schedule], number: int) -> list[Schedule]:
-        """Return `number` different schedules: these and crossovers of them, or random ones if there are none.
-
-        After 20 attempts for each there may be fewer.
-        """
+        """Return up to `number` different schedules: these and crossovers of them, or random ones if there are none."""
         filled = list(schedules)
         for _ in range(20 * number):
             new = self.crossover(*self.random.choices(schedules, k=2)) if schedules else self.draw()

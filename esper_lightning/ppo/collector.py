@@ -170,9 +170,9 @@ class RolloutCollector:
             if self.final_values is not None:
                 self.starts.logical_or_(step.truncated)
                 if step.final is not None:
-                    last, privileged = step.final
-                    no_starts = torch.zeros_like(self.starts)
-                    self.final_values[index].copy_(self._estimate_value(last, privileged, starts=no_starts))
+                    final, privileged = step.final
+                    final_values = self._estimate_value(final, privileged, starts=torch.zeros_like(self.starts))
+                    self.final_values[index].copy_(final_values)
         self.ticks += 1
         self.last_step = step
         self.reward_terms[index] = step.terms
@@ -187,10 +187,7 @@ class RolloutCollector:
         return observation._replace(features=features), critic_features
 
     def _estimate_value(self, observation: Any, privileged: Tensor | None, *, starts: Tensor) -> Tensor:  # [N]
-        """Return V of the states that the last actions led to, in units of the return.
-
-        Where `starts` [N] bool is True, an episode has begun, and the recurrent state is reset first.
-        """
+        """Return V of the states after the last actions in units of the return; `starts` [N] bool resets the memory."""
         observation, privileged = self._normalised(observation, privileged)
         hidden, _ = self.policy.encode_step(observation, self.state, starts)
         return self.value_norm.inverse(self.policy.estimate_value(hidden, privileged))

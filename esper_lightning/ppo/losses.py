@@ -166,10 +166,7 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor) -> Tensor:
 
 
 def value_loss(values: Tensor, old: Tensor, targets: Tensor, *, clip: float | None) -> Tensor:
-    """Return half the squared error per step.
-
-    With `clip` it is the larger one of two errors: of the value, and of the value limited to `old` ± `clip`.
-    """
+    """Return half the squared error per step; with `clip`, at least the one of the value limited to `old` ± `clip`."""
     error = (values - targets).square()
     if clip is not None:
         error = torch.max(error, (old + (values - old).clamp(-clip, clip) - targets).square())
@@ -206,12 +203,11 @@ class TermSums(NamedTuple):
     """Terms of a minibatch with sums over steps in place of means, and the numbers of steps that make means of them."""
 
     terms: PPOTerms
-    unforced: Tensor  # [] number of steps whose action was not forced: a forced one teaches the policy nothing
-    active: Tensor  # [] number of steps whose episode had not ended
+    unforced: Tensor  # [] steps whose action was not forced: a forced one teaches the policy nothing
+    active: Tensor  # [] steps whose episode had not ended
 
 
-SUMMED_TERMS = ("policy", "value", "entropy", "kl", "kl_k1", "clip_fraction")
-"""Scalars of `PPOTerms` that are means over steps."""
+SUMMED_TERMS = ("policy", "value", "entropy", "kl", "kl_k1", "clip_fraction")  # scalars that are means over steps
 
 
 def ppo_terms(policy: Policy, minibatch: Rollout, config: PPOConfig, ranks: Ranks = ALONE) -> PPOTerms:

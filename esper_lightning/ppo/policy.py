@@ -75,7 +75,6 @@ class PolicyShape(NamedTuple):
         return RowSizes(self.features, self.slot_features, self.blueprint_features) if self.slot_features else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sizes as plain data, for a checkpoint."""
         space = self.space._asdict() if isinstance(self.space, ActionSpace) else asdict(self.space)
         return self._asdict() | {"space": space}
 
@@ -203,10 +202,7 @@ class HostHeads(nn.Module):
         return HostDistribution(self(hidden), masks)
 
     def decide(self, hidden: Hidden, masks: Masks) -> Action:
-        """Return the most likely action of each host, [N].
-
-        To save time, heads that depend on the slot are computed for the chosen slot alone.
-        """
+        """Return the most likely action of each host, [N]; to save time, with later heads of the chosen slot alone."""
         core, slots, blueprints = hidden.core, self.encode_slots(hidden), hidden.blueprints
         assert blueprints is not None, "hidden features of hosts have them"
         chosen: dict[str, Tensor] = {}  # index of the choice of each head, [N]
@@ -263,10 +259,7 @@ def use_ieee_float32() -> None:
 
 
 def pool_rows(rows: Tensor, present: Tensor) -> Tensor:  # [..., n, C] -> [..., 2·C]
-    """Return mean and maximum over the rows that are `present` [..., n], 1 or 0; both are 0 if no row is.
-
-    No element of `rows` may be negative: absent rows count as 0 in the maximum.
-    """
+    """Return mean and maximum over the non-negative rows that are `present` [..., n], 1 or 0; both are 0 if none is."""
     kept = rows * present.unsqueeze(-1)
     mean = kept.sum(-2) / present.sum(-1, keepdim=True).clamp(min=1)
     return torch.cat([mean, kept.amax(-2)], -1)

@@ -52,7 +52,6 @@ class RunningMeanStd(nn.Module):
         return ((x - self.mean) / self.deviation).clamp(-self.clip, self.clip)
 
     def inverse(self, x: Tensor) -> Tensor:
-        """Return normalised values on their original scale."""
         return x * self.deviation + self.mean
 
     @property

@@ -119,7 +119,6 @@ def import_installed() -> None:
 
 
 def is_of_this_package(made: Any) -> bool:
-    """Return True if a class or function is defined in this package."""
     return made.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
@@ -155,7 +154,6 @@ def suggest_name(name: str, available: Sequence[str]) -> str:
 
 
 def config_paths() -> list[Path]:
-    """Return the paths of all configs of the package."""
     return sorted(CONFIGS.glob("*.yaml"))
 
 

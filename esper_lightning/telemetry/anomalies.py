@@ -194,10 +194,7 @@ class AnomalyDetector:
         return changes
 
     def _with_derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of an update and those that rules derive from several of them or from earlier updates.
-
-        The entropy of a head that rarely had a choice is left out.
-        """
+        """Return the metrics with those derived from several, without the entropy of heads that rarely had a choice."""
         values = dict(metrics)
         for name in metrics:
             kind, _, head = name.partition(".")
