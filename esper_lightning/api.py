@@ -110,10 +110,11 @@ def grow(
     batches = loader_of(training), loader_of(validation)
 
     def train(name: str, network: nn.Module, decider: str | Decider, max_steps: int = -1) -> tuple[Grow, list[float]]:
+        """Train a network, for `max_steps` batches (-1: all epochs); return its callback and the accuracy by epoch."""
         seed_everything(rng_seed, verbose=False)
         network.train()  # Lightning keeps the mode that it finds, and in evaluation mode no seed would learn
         module = _Classifier(network, loss, lr)
-        growing = Grow(
+        callback = Grow(
             slots,
             network="network",
             blueprints=blueprints,
@@ -127,7 +128,7 @@ def grow(
         off: dict[str, Any] = dict.fromkeys(
             ("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
         )
-        trainer = Trainer(accelerator=accelerator, devices=1, callbacks=[growing], logger=logger, **limits, **off)
+        trainer = Trainer(accelerator=accelerator, devices=1, callbacks=[callback], logger=logger, **limits, **off)
         handler = signal.getsignal(signal.SIGINT)
         try:
             trainer.fit(module, *batches)
@@ -143,21 +144,21 @@ def grow(
             raise ValueError(
                 f"grow: the training has diverged: weights or loss are not finite; lower lr, which is {lr:g}"
             )
-        return growing, module.accuracy
+        return callback, module.accuracy
 
     original = copy_module(network) if controls else network
-    growing, accuracy = train("grown", network, controller)
-    filled = {name: slot for name, slot in growing.growing.slots.items() if slot.stage in OCCUPIED}
-    seeds = {name: f"{slot.blueprint} {slot.stage.name}" for name, slot in filled.items()}
-    curves: dict[str, list[float]] = {}
+    callback, accuracy = train("grown", network, controller)
+    occupied = {name: slot for name, slot in callback.growing.slots.items() if slot.stage in OCCUPIED}
+    seeds = {name: f"{slot.blueprint} {slot.stage.name}" for name, slot in occupied.items()}
+    curves: dict[str, list[float]] = {}  # validation accuracy of each control
     if controls:
-        for name, decider in growing.controls.items():
+        for name, decider in callback.controls.items():
             print_status(f"control: {name}")
             _, curves[name] = train(name, copy_module(original), decider)
-            limit, equal = growing.affordable_batches[name], f"{name}, equal FLOPs"
-            if limit != growing.batches_seen:  # they are equal where nothing has grown
-                print_status(f"control: {equal}")
-                _, curves[equal] = train(equal, copy_module(original), decider, max_steps=limit)
+            affordable, equal_name = callback.affordable_batches[name], f"{name}, equal FLOPs"
+            if affordable != callback.batches_seen:  # they are equal where nothing has grown
+                print_status(f"control: {equal_name}")
+                _, curves[equal_name] = train(equal_name, copy_module(original), decider, max_steps=affordable)
         for name, values in {"grown": accuracy, **curves}.items():
             print_status(f"{name}: validation accuracy {values[-1]:.4f}")
     return GrownNetwork(network, accuracy, seeds, curves)

@@ -5,6 +5,7 @@ Importing this module registers one id for each shipped config of one task, as `
 """
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,9 @@ class GrowthVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         """Start an episode in every environment. A single seed s stands for s, s + 1 …; None continues a generator."""
         if isinstance(seed, int | np.integer):
             seed = [int(seed) + i for i in range(self.num_envs)]
-        for i, own in enumerate([None] * self.num_envs if seed is None else seed):
-            if own is not None:
-                self._generators[i] = seeding.np_random(int(own))[0]
+        for i, env_seed in enumerate([None] * self.num_envs if seed is None else seed):
+            if env_seed is not None:
+                self._generators[i] = seeding.np_random(int(env_seed))[0]
         self._begin(range(self.num_envs))
         return self._observe(), self._info()
 
@@ -84,15 +85,15 @@ class GrowthVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         terminated = rolled_back | at_horizon if self.pool.config.reward.horizon_is_end else rolled_back
         ended = terminated | at_horizon
         verdicts = {verdict.host: str(verdict) for verdict in step.verdicts}
-        of_step = {
+        info_of_step = {
             "action_possible": np.array(possible),
             "verdict": np.array([verdicts.get(i, "") for i in range(self.num_envs)], dtype=object),
         }
-        observation, info = self._observe(), self._info(**of_step)
+        observation, info = self._observe(), self._info(**info_of_step)
         if ended.any():
             final = {"final_obs": observation, "_final_obs": ended, "final_info": info, "_final_info": ended}
             self._begin(ended.nonzero()[0].tolist())
-            observation, info = self._observe(), self._info(**of_step) | final
+            observation, info = self._observe(), self._info(**info_of_step) | final
         return observation, step.metrics.reward.double().numpy(), terminated, at_horizon & ~terminated, info
 
     def action_masks(self) -> np.ndarray:  # [N, sum of choices] bool
@@ -114,7 +115,6 @@ class GrowthVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         return np.concatenate(heads, 1)
 
     def _begin(self, hosts: Sequence[int]) -> None:
-        """Start an episode of these hosts."""
         self.pool.reset_hosts(hosts, [draw_rng_seed(self._generators[i], TRAINING) for i in hosts])
 
     def _observe(self) -> np.ndarray:  # [N, features]
@@ -139,15 +139,15 @@ class GrowthVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
 
 
 def observation_names(pool: HostPool) -> list[str]:
-    """Return the name of each number of an observation."""
-    host, slot, _ = pool.rows
-    names, space = pool.feature_names, pool.space
-    of_slot = [name.removeprefix("slot.") for name in names[host : host + slot]]
-    of_blueprint = [name.removeprefix("blueprint.") for name in names[host + slot :]]
+    """Return the name of each number of an observation, in their order; see `GrowthVectorEnv._observe`."""
+    names, space, end_of_host = pool.feature_names, pool.space, pool.rows.host
+    end_of_slot = end_of_host + pool.rows.slot
+    of_slot = [name.removeprefix("slot.") for name in names[end_of_host:end_of_slot]]
+    of_blueprint = [name.removeprefix("blueprint.") for name in names[end_of_slot:]]
     return [
-        *names[:host],
-        *(f"{place}.{name}" for place in space.slot for name in of_slot),
-        *(f"{place}.{kind}.{name}" for place in space.slot for kind in space.blueprint for name in of_blueprint),
+        *names[:end_of_host],
+        *(f"{slot}.{name}" for slot, name in product(space.slot, of_slot)),
+        *(".".join(parts) for parts in product(space.slot, space.blueprint, of_blueprint)),
     ]
 
 
@@ -164,13 +164,13 @@ def make_vector_env(config: str | Path, num_envs: int = 1) -> GrowthVectorEnv:
 
 def register_configs() -> None:
     """Register `DigitsFamily-v0` for `digits_family.yaml`, so each shipped config of one task, and `Growth-v0`."""
-    kwargs: dict[str, dict[str, str]] = {"Growth": {}}
+    kwargs_by_name: dict[str, dict[str, str]] = {"Growth": {}}
     for config in (path.stem for path in config_paths()):
         if config not in CONFIGS_OF_SEVERAL_TASKS:
-            kwargs["".join(word.capitalize() for word in config.split("_"))] = {"config": config}
-    for name, own in kwargs.items():
+            kwargs_by_name["".join(word.capitalize() for word in config.split("_"))] = {"config": config}
+    for name, kwargs in kwargs_by_name.items():
         entry = f"{__name__}:{make_vector_env.__name__}"
-        gymnasium.register(f"esper_lightning/{name}-v0", vector_entry_point=entry, kwargs=own)
+        gymnasium.register(f"esper_lightning/{name}-v0", vector_entry_point=entry, kwargs=kwargs)
 
 
 register_configs()

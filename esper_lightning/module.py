@@ -185,7 +185,8 @@ class TamiyoModule(LightningModule):
         rollouts = self.trainer.current_epoch  # that are over
         if rollouts == 0 or self._share == 0.0:
             return 0.0
-        return min(1.0, rollouts / max(1, round(rollouts / self._share) - 1))
+        expected_rollouts = round(rollouts / self._share)  # of the whole training
+        return min(1.0, rollouts / max(1, expected_rollouts - 1))
 
     def training_step(self, tick: int, batch_idx: int) -> None:
         # The trainer's autocast must not reach hosts or policy: the probability ratio would no longer start at 1.
@@ -215,7 +216,7 @@ class TamiyoModule(LightningModule):
         before = nn.utils.parameters_to_vector(parameters).detach().clone()
         all_terms: list[PPOTerms] = []
         grad_norms: list[Tensor] = []
-        all_finite: list[Tensor] = []  # [] bool for each minibatch: False if it was skipped
+        finite_flags: list[Tensor] = []  # [] bool for each minibatch: False if it was skipped
         for minibatch in rollout.minibatches(
             config.epochs, config.minibatches, self.collector.generator, usable=summary.usable, ranks=self.ranks
         ):
@@ -229,11 +230,10 @@ class TamiyoModule(LightningModule):
             self.manual_backward(loss)  # averages the gradients of all ranks
             grad_norms.append(nn.utils.clip_grad_norm_(parameters, config.max_grad_norm))
             # The norm before clipping is squared, as Adam squares gradients. All ranks see the same numbers.
-            finite = (loss.detach() + grad_norms[-1].square()).isfinite()
-            all_finite.append(finite)
-            skip_unless(finite, optimizer.optimizer)
+            finite_flags.append((loss.detach() + grad_norms[-1].square()).isfinite())
+            skip_unless(finite_flags[-1], optimizer.optimizer)
             optimizer.step()
-        finite = torch.stack(all_finite).tolist() if all_finite else []
+        finite = torch.stack(finite_flags).tolist() if finite_flags else []
         for is_finite in finite:
             self.skips_in_a_row = 0 if is_finite else self.skips_in_a_row + 1
             if self.skips_in_a_row == MAX_SKIPS:
@@ -262,7 +262,7 @@ class TamiyoModule(LightningModule):
         """Return the metrics of the critic on one rollout, by name, given values and returns of its steps [steps]."""
         # Both metrics depend on differences alone. Torchmetrics subtracts a squared mean from a mean of squares, which
         # would cancel in float32 if the mean of the returns were not removed first.
-        _, offset, _ = self.ranks.moments(targets)
+        offset = self.ranks.moments(targets).mean
         self.critic_metrics.reset()
         self.critic_metrics.update(values - offset, targets - offset)
         return {name: value.item() for name, value in self.critic_metrics.compute().items()}

@@ -96,7 +96,12 @@ class EsperCLI(LightningCLI):
         self.config = parser.parse_args(args)
         config = self.config.get(str(self.config.get("subcommand")), self.config)
         if config.get("ckpt_path") in ("last", "best"):
-            config.ckpt_path = find_checkpoint(config.ckpt_path, Path(config.trainer.default_root_dir or "runs"))
+            name, root = config.ckpt_path, Path(config.trainer.default_root_dir or "runs")
+            found = [*root.rglob(f"{CHECKPOINTS_FOLDER}/{name}.ckpt")]
+            if not found:
+                text = f"there is no run with a {name}.ckpt below {str(root)!r}; name a checkpoint"
+                raise ValueError(f"ckpt_path {name}: {text}")
+            config.ckpt_path = str(max(found, key=lambda path: path.stat().st_mtime_ns))  # the newest
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing: the settings of a checkpoint would replace those that the user has given."""
@@ -114,7 +119,7 @@ class EsperCLI(LightningCLI):
             config.num_nodes = int(os.environ["WORLD_SIZE"]) // config.devices
         if config.logger in (None, True):
             config.logger = run_logger(config.default_root_dir or "runs", self._get(self.config_init, "ckpt_path"))
-        if not sys.stdout.isatty() and not any(isinstance(one, ProgressBar) for one in config.callbacks):
+        if not sys.stdout.isatty() and not any(isinstance(known, ProgressBar) for known in config.callbacks):
             config.enable_progress_bar = False  # bars fill a file with lines
         try:
             return super().instantiate_trainer(**kwargs)
@@ -140,13 +145,13 @@ class EsperCLI(LightningCLI):
 
 def last_of_each_class(callbacks: Sequence[Any]) -> list[Any]:
     """Return the callbacks without those of this package that a later one of the same class replaces."""
-    last = {type(one): one for one in callbacks}
-    return [one for one in callbacks if one is last[type(one)] or not is_of_this_package(type(one))]
+    last = {type(callback): callback for callback in callbacks}
+    return [known for known in callbacks if known is last[type(known)] or not is_of_this_package(type(known))]
 
 
 def governor_of(trainer: Any) -> GovernorConfig | None:
-    """Return the rules of the Governor among the callbacks of a trainer."""
-    return next((one.rules for one in trainer.callbacks if isinstance(one, Governor)), None)
+    """Return the rules of the Governor among the callbacks of a trainer. None: there is no Governor."""
+    return next((callback.rules for callback in trainer.callbacks if isinstance(callback, Governor)), None)
 
 
 def run_logger(root: str | Path, checkpoint: str | Path | None = None) -> TensorBoardLogger:
@@ -157,14 +162,6 @@ def run_logger(root: str | Path, checkpoint: str | Path | None = None) -> Tensor
         run = Path(checkpoint).absolute().parents[1]
         root, version = run.parent, run.name
     return TensorBoardLogger(root, name="", version=version)
-
-
-def find_checkpoint(name: str, root: Path) -> str:
-    """Return the path of the newest checkpoint `last` or `best` below a folder. Raises ValueError if there is none."""
-    found = [*root.rglob(f"{CHECKPOINTS_FOLDER}/{name}.ckpt")]
-    if not found:
-        raise ValueError(f"ckpt_path {name}: there is no run with a {name}.ckpt below {str(root)!r}; name a checkpoint")
-    return str(max(found, key=lambda path: path.stat().st_mtime_ns))
 
 
 def make_cli(args: list[str], **settings: Any) -> EsperCLI:
@@ -207,8 +204,8 @@ def load_config(config: str | Path, *overrides: str) -> EsperCLI:
 
 def from_config(config: str | Path, *overrides: str) -> tuple[TamiyoModule, HostPoolData]:
     """Return the module and the data module of a config; see `load_config`."""
-    made = load_config(config, *overrides)
-    return made.model, made.datamodule
+    cli = load_config(config, *overrides)
+    return cli.model, cli.datamodule
 
 
 def fossilized_copy(env: HostEnv) -> nn.Module:
@@ -232,25 +229,25 @@ def grow(config: str, controller: str, *, out: str = "runs/grown") -> None:
             schedule (.json), a trained policy (.ckpt or .safetensors), or `tamiyo`, the one of the package.
         out: Folder to write to.
     """
-    made = load_config(config)
-    data, rules = made.datamodule, Comparison(made.model.evaluation).make_controllers()
-    data.build(made.trainer.strategy.root_device)
-    data.set_governor(governor_of(made.trainer))
-    chosen = rules.get(controller)
-    if chosen is None:
-        chosen = find_controller(controller, "--controller", others=list(rules), device=data.pool.device)
-    pool = data.make_pool(1, observation=chosen.observation if isinstance(chosen, LearnedController) else None)
+    cli = load_config(config)
+    data, rules = cli.datamodule, Comparison(cli.model.evaluation).make_controllers()
+    data.build(cli.trainer.strategy.root_device)
+    data.set_governor(governor_of(cli.trainer))
+    grower = rules.get(controller)
+    if grower is None:
+        grower = find_controller(controller, "--controller", others=list(rules), device=data.pool.device)
+    pool = data.make_pool(1, observation=grower.observation if isinstance(grower, LearnedController) else None)
     (rng_seed,) = episode_rng_seeds(data.seed, EVALUATION, 0, n_envs=1)
     folder = Path(out)
     pool.reset([rng_seed])
-    before, epochs, ranks = fossilized_copy(pool.envs[0]), count(1), Ranks((1,))
+    bare_host, epochs, ranks = fossilized_copy(pool.envs[0]), count(1), Ranks((1,))
     observer = Observer(pool.space.slot, pool.space.blueprint, horizon=pool.horizon, n_envs=1)
     (folder / FOLDED_FOLDER).mkdir(parents=True, exist_ok=True)
     (folder / EVENTS_FILE).unlink(missing_ok=True)
     log = EventLog(folder / EVENTS_FILE)
     log.write([started(pool, tick=0, hosts=1)])
 
-    def tell(step: StepResult) -> None:
+    def record_epoch(step: StepResult) -> None:
         events, epoch = "".join(f"; {event}" for event in step.events), next(epochs)
         log.write(observer.update(join([observe(pool, step, epoch)], ranks)))
         print_status(
@@ -258,14 +255,14 @@ def grow(config: str, controller: str, *, out: str = "runs/grown") -> None:
             f"{step.metrics.parameters[0]} parameters{events}"
         )
 
-    play_episode(pool, controller, chosen, rng_seeds=[rng_seed], on_step=tell)
+    play_episode(pool, controller, grower, rng_seeds=[rng_seed], on_step=record_epoch)
     log.close()
-    write_grown(pool, before, folder)
+    write_grown(pool, bare_host, folder)
     print_status(f"written to {out}")
 
 
-def write_grown(pool: HostPool, before: nn.Module, folder: Path) -> None:
-    """Write the grown network of a pool of one, and test scores after each step; `before` is the bare host."""
+def write_grown(pool: HostPool, bare_host: nn.Module, folder: Path) -> None:
+    """Write the grown network of a pool of one host in all forms, with test scores; `bare_host` takes its weights."""
     env = pool.envs[0]
     network = fossilized_copy(env)
     test = pool.data.test.to(env.device).variant(env.context.variant_index).to(torch.device("cpu")).batch()
@@ -280,20 +277,20 @@ def write_grown(pool: HostPool, before: nn.Module, folder: Path) -> None:
     def measure(step: str, network: nn.Module) -> None:
         outputs, parameters = predict(network), count_parameters(network)
         measures = pool.task.measure(outputs, test.targets)
-        score, loss = (part.double().mean().item() for part in (measures.score, measures.loss))
+        score, loss = (values.double().mean().item() for values in (measures.score, measures.loss))
         rows.append([step, score, loss, parameters, (outputs.double() - expected.double()).abs().max().item()])
         print_status(f"{step}: test score {score:.4f}, {parameters} parameters")
 
-    measure("before training", before)
+    measure("before training", bare_host)
     measure("grown", network)
     save(network, folder / NETWORK_FILE)
-    load(before, folder / NETWORK_FILE)
-    measure(f"loaded from {NETWORK_FILE}", before)
+    load(bare_host, folder / NETWORK_FILE)
+    measure(f"loaded from {NETWORK_FILE}", bare_host)
     export(network, samples, folder / PROGRAM_FILE, "pt2")
     measure(f"program {PROGRAM_FILE}", torch.export.load(folder / PROGRAM_FILE).module())
     for fate in fold(network, samples):
-        told = f"folded into {fate.target_layer}" if fate.target_layer else f"not folded: {fate.reason}"
-        print_status(f"{fate.slot}: {told}")
+        result = f"folded into {fate.target_layer}" if fate.target_layer else f"not folded: {fate.reason}"
+        print_status(f"{fate.slot}: {result}")
     save(network, folder / FOLDED_FOLDER / NETWORK_FILE)
     export(network, samples, folder / FOLDED_FOLDER / PROGRAM_FILE, "pt2")
     measure("folded", network)
@@ -337,17 +334,12 @@ def report(runs: Sequence[str | Path] = (), *, out: str | Path = "report.html") 
         from esper_lightning.cli.run_report import write_page
     except ImportError as error:
         raise ValueError(f"report: {error.name} is missing; pip install 'esper-lightning[report]'") from None
-    folders = [Path(run) for run in runs] or [newest_run(Path("runs"))]
+    files = [*Path("runs").rglob(EVENTS_FILE), *Path("runs").rglob(STACK_FILE)]
+    if not runs and not files:
+        raise ValueError("report: there is no run below 'runs'; name the folder of one")
+    folders = [Path(run) for run in runs] or [max(files, key=lambda path: path.stat().st_mtime_ns).parent]
     write_page(folders, Path(out), changed_settings)
     print_status(f"written to {out}: {', '.join(map(str, folders))}")
-
-
-def newest_run(root: Path) -> Path:
-    """Return the newest run of this package below a folder. Raises ValueError if there is none."""
-    found = [*root.rglob(EVENTS_FILE), *root.rglob(STACK_FILE)]
-    if not found:
-        raise ValueError(f"report: there is no run below {str(root)!r}; name the folder of one")
-    return max(found, key=lambda path: path.stat().st_mtime_ns).parent
 
 
 def changed_settings(config: Mapping[str, Any]) -> str:

@@ -55,21 +55,21 @@ def expand(
     if missing:
         raise ValueError(f"expand: {folder!r} lacks {', '.join(missing)}; write it by save_pretrained")
     config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    auto = next(iter(getattr(config, "auto_map", {}).keys() - {"AutoConfig"}), None)
-    make: Any = getattr(transformers, (config.architectures or [""])[0], None)
-    if make is None and auto is None:
+    network_class: Any = getattr(transformers, (config.architectures or [""])[0], None)
+    auto_class = next(iter(getattr(config, "auto_map", {}).keys() - {"AutoConfig"}), None)  # for code in the folder
+    if network_class is None and auto_class is None:
         raise ValueError(f"expand: {source / 'config.json'} names no class of transformers in architectures")
-    with torch.device("meta"):
-        if make is None:
-            network = getattr(transformers, str(auto)).from_config(config, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):  # without weights
+        if network_class is None:
+            network = getattr(transformers, str(auto_class)).from_config(config, trust_remote_code=trust_remote_code)
         else:
-            network = make(config)
+            network = network_class(config)
     found = find_blocks(network, blocks)
     count, fields = len(found.blocks), BlockFields(found)
     if not 1 <= every <= count:
         raise ValueError(f"expand: every must be 1 to {count}, the number of blocks, got {every}")
-    # The present block that each block of the new list is, or is a copy of: every `every`-th one twice.
-    order = found.whole_order([i for i in range(count) for _ in range(1 + int((i + 1) % every == 0))])
+    # Source of each block of the new list: the present block that it is, or is a copy of.
+    order = found.whole_order([i for i in range(count) for _ in range(2 if (i + 1) % every == 0 else 1)])
 
     def build(depth: int) -> Any:
         """Return a network with so many blocks and random weights."""
@@ -95,23 +95,28 @@ def expand(
     try:
         shutil.copytree(source, draft, ignore=_left_out)
         names = numbered(found.modules, len(order))
-        places = {name: [names[i] for i, s in enumerate(order) if s == k] for k, name in enumerate(names)}
-        _write_weights(sorted(files), draft, list_name, {name: new for name, new in places.items() if new}, zeroed)
+        new_names: dict[str, list[str]] = {names[i]: [] for i in order}
+        for name, i in zip(names, order, strict=True):
+            new_names[names[i]].append(name)
+        _write_weights(sorted(files), draft, list_name, new_names=new_names, zero=zeroed)
         network.config.save_pretrained(draft)
         draft.rename(target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    new = [i for i, k in enumerate(order) if k in order[:i]]
+    copies = [i for i, source_index in enumerate(order) if source_index in order[:i]]
     print_status(
-        f"written to {out}: {len(order)} blocks; {', '.join(map(str, new))} are new, and return their input until "
+        f"written to {out}: {len(order)} blocks; {', '.join(map(str, copies))} are new, and return their input until "
         f"{', '.join(zero)} are trained"
     )
 
 
 def _left_out(folder: str, names: list[str]) -> set[str]:
     """Return which files and folders of a folder are not copied: weights, folders with weights, hidden ones."""
-    with_weights = {name for name in names for x in (Path(name), *Path(folder, name).rglob("*")) if x.suffix in WEIGHTS}
-    return {name for name in names if name in with_weights or name == INDEX or name.startswith(".")}
+    left_out = {name for name in names if name == INDEX or name.startswith(".")}
+    for path in (Path(folder, name) for name in names):
+        if any(file.suffix in WEIGHTS for file in (path, *path.rglob("*"))):
+            left_out.add(path.name)
+    return left_out
 
 
 def _check_outputs(small: Any, deeper: Any, blocks: str, zero: Sequence[str], example: ExampleInput | None) -> None:
@@ -133,15 +138,16 @@ def _check_outputs(small: Any, deeper: Any, blocks: str, zero: Sequence[str], ex
             if parameter.is_floating_point():
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     found, grown = find_blocks(small, blocks), find_blocks(deeper, blocks)
-    rest = {name: x for name, x in small.state_dict().items() if not name.startswith(f"{found.name}.")}
-    shapes = {(name, x.shape) for name, x in deeper.state_dict().items() if not name.startswith(f"{found.name}.")}
-    differing = shapes ^ {(name, x.shape) for name, x in rest.items()}
+    outside = {name: x for name, x in small.state_dict().items() if not name.startswith(f"{found.name}.")}
+    shapes = {(name, x.shape) for name, x in outside.items()}
+    deeper_tensors = deeper.state_dict().items()
+    differing = shapes ^ {(name, x.shape) for name, x in deeper_tensors if not name.startswith(f"{found.name}.")}
     if differing:
         raise ValueError(
             f"expand: with another number of blocks {type(small).__name__} has another {min(differing)[0]}, outside of "
             f"them, so that a copy of blocks does not expand it"
         )
-    deeper.load_state_dict(rest, strict=False)
+    deeper.load_state_dict(outside, strict=False)
     for block, source in zip(grown.modules, found.whole_order([0, 0, 1]), strict=True):
         block.load_state_dict(found.modules[source].state_dict())
     set_to_zero(grown.blocks[1], zero)
@@ -155,73 +161,81 @@ def _check_outputs(small: Any, deeper: Any, blocks: str, zero: Sequence[str], ex
 
 
 def _names_in_files(small: Any, deeper: Any, blocks: str, zero: Sequence[str]) -> tuple[str, set[str]]:
-    """Return how files of weights call a list of blocks, and the parameters of a block that are to be zero.
+    """Return the name of a list of blocks in files of weights, and the names in a block of the tensors to set to zero.
 
     transformers may write other names than the network has, and joined or split parameters. So a network with two
-    blocks and one with three are written, with zeros in those parameters alone.
+    blocks and one with three are written, with zeros in the layers `zero` alone.
     """
-    written: list[dict[str, bool]] = []  # of each network, whether a tensor is zero
+    written: list[dict[str, bool]] = []  # for each network, whether a tensor of its files is zero, by name
     for network in (small, deeper):
         found = find_blocks(network, blocks)
         for parameter in network.parameters():
             nn.init.ones_(parameter)
         for block in found.blocks:
             set_to_zero(block, zero)
+        is_zero: dict[str, bool] = {}
         with TemporaryDirectory() as folder:
             network.save_pretrained(folder)
-            tensors = [load_file(file) for file in Path(folder).glob("*.safetensors")]
-        written.append({key: not bool(tensor.any()) for part in tensors for key, tensor in part.items()})
-    first, *_, last = numbered(found.modules, len(found.modules))[found.before : found.before + 3]
-    paths, ends = set(), set()
-    for key in written[1].keys() - written[0].keys():
+            for file in Path(folder).glob("*.safetensors"):
+                is_zero |= {key: not bool(tensor.any()) for key, tensor in load_file(file).items()}
+        written.append(is_zero)
+    is_zero, is_zero_deeper = written
+    # A tensor of the third block has a name that differs from one of the first block in the block's name alone.
+    first, *_, third = numbered(found.modules, len(found.modules))[found.before : found.before + 3]
+    list_names, zeroed = set(), set()
+    for key in is_zero_deeper.keys() - is_zero.keys():
         parts = key.split(".")
-        for i in (i for i, part in enumerate(parts) if part == last):
-            if ".".join([*parts[:i], first, *parts[i + 1 :]]) in written[0]:
-                paths.add(".".join(parts[:i]))
-                ends |= {".".join(parts[i + 1 :])} if written[1][key] else set()
-    (path,) = paths
-    return path, ends
+        for i in (i for i, part in enumerate(parts) if part == third):
+            if ".".join([*parts[:i], first, *parts[i + 1 :]]) in is_zero:
+                list_names.add(".".join(parts[:i]))
+                if is_zero_deeper[key]:
+                    zeroed.add(".".join(parts[i + 1 :]))
+    (list_name,) = list_names
+    return list_name, zeroed
 
 
 def _write_weights(
-    files: Sequence[Path], folder: Path, blocks: str, places: Mapping[str, list[str]], zero: set[str]
+    files: Sequence[Path], folder: Path, blocks: str, *, new_names: Mapping[str, list[str]], zero: set[str]
 ) -> None:
-    """Write files of weights anew, with each block under its new names; the first is itself, the others are copies.
+    """Copy files of weights to a folder, with more blocks.
 
-    Raises ValueError if the files hold other blocks than `places` names, or lack a parameter of `zero`.
+    `new_names` are, by the name of each present block, its own new name and the names of its copies, whose tensors
+    `zero` are set to zero. Raises ValueError if the files hold other blocks, or lack a tensor of `zero`.
     """
     parts = blocks.split(".")  # files may leave out the first ones: `h.0` stands for `transformer.h.0`
-    lists = "|".join(re.escape(".".join(parts[i:])) for i in range(len(parts)))
-    in_block = re.compile(rf"({lists})\.([^.]+)\.(.+)")
-    seen: dict[str, set[str]] = {}
-    where: dict[str, str] = {}
-    size = 0
+    list_names = "|".join(re.escape(".".join(parts[i:])) for i in range(len(parts)))
+    in_block = re.compile(rf"({list_names})\.([^.]+)\.(.+)")
+    tensors_of_block: dict[str, set[str]] = {}
+    file_of_tensor: dict[str, str] = {}
+    size = 0  # of all tensors in bytes
     for file in files:
         tensors: dict[str, Tensor] = {}
         with safe_open(file, "pt") as opened:
             metadata = opened.metadata()
             for key in opened.keys():  # noqa: SIM118  # it is no mapping
                 tensor, match = opened.get_tensor(key), in_block.fullmatch(key)
-                if match is None or match[2] not in places:
+                if match is None or match[2] not in new_names:
                     tensors[key] = tensor
                     continue
-                path, name, rest = match.groups()
-                seen.setdefault(name, set()).add(rest)
-                tensors[f"{path}.{places[name][0]}.{rest}"] = tensor
-                fill = torch.zeros_like if rest in zero else torch.clone
-                tensors |= {f"{path}.{copied}.{rest}": fill(tensor) for copied in places[name][1:]}
+                list_name, block, name = match.groups()
+                tensors_of_block.setdefault(block, set()).add(name)
+                new_name, *copies = new_names[block]
+                tensors[f"{list_name}.{new_name}.{name}"] = tensor
+                fill = torch.zeros_like if name in zero else torch.clone
+                tensors |= {f"{list_name}.{copied}.{name}": fill(tensor) for copied in copies}
         save_file(tensors, folder / file.name, metadata)
-        where |= dict.fromkeys(tensors, file.name)
+        file_of_tensor |= dict.fromkeys(tensors, file.name)
         size += sum(tensor.nbytes for tensor in tensors.values())
-    if seen.keys() != places.keys() or any(not zero <= seen[name] for name, new in places.items() if len(new) > 1):
+    copied_blocks = [block for block, names in new_names.items() if len(names) > 1]
+    if tensors_of_block.keys() != new_names.keys() or not all(zero <= tensors_of_block[b] for b in copied_blocks):
         raise ValueError(
-            f"expand: the files do not hold blocks {', '.join(places)} of {blocks!r} with {', '.join(sorted(zero))}; "
-            f"load them by from_pretrained and write them by save_pretrained"
+            f"expand: the files do not hold blocks {', '.join(new_names)} of {blocks!r} with "
+            f"{', '.join(sorted(zero))}; load them by from_pretrained and write them by save_pretrained"
         )
     index = files[0].with_name(INDEX)
     if index.is_file():
         metadata = json.loads(index.read_text())["metadata"] | {"total_size": size}
-        text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(where.items()))}, indent=2)
+        text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(file_of_tensor.items()))}, indent=2)
         (folder / INDEX).write_text(f"{text}\n")
 
 

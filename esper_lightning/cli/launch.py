@@ -43,7 +43,9 @@ class OneLineParser(ArgumentParser):
 def configs() -> None:
     """List the configs that come with the package, with their purpose."""
     for path in config_paths():
-        print(f"{path.stem:18} {path.read_text(encoding='utf-8').partition('# Purpose: ')[2].partition(chr(10))[0]}")
+        text = path.read_text(encoding="utf-8")
+        purpose = text.partition("# Purpose: ")[2].partition("\n")[0]
+        print(f"{path.stem:18} {purpose}")
 
 
 def init(config: str) -> None:

@@ -9,7 +9,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,21 +42,14 @@ from esper_lightning.telemetry.observer import SeedStats, count_seed
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 
-MAX_POINTS = 400
-"""Most points of a line: more cannot be told apart at the width of a page."""
-
-MAX_ROLLED_BACK = 3
-"""Most episodes with a rollback that are shown, the latest ones."""
+MAX_POINTS, MAX_METRICS, MAX_ROLLED_BACK = 400, 6, 3
+"""Most points of a line, metrics of a network of the user's, and latest episodes with a rollback that are shown."""
 
 CURVES = {"objective": ("rollout/objective", "val/objective"), "score": ("rollout/score",)}
 """Curves of a policy's training: lines by the title of their chart."""
 
 HOST_FAULTS = {"rolled_back", "gradient_health", "dead_seeds"}
 """Anomalies of the hosts, from which no policy can learn."""
-
-MAX_METRICS = 6
-"""Most metrics of a network of the user's that are shown."""
-
 
 STAGES = {
     "DORMANT": ("#ffffff", ""),
@@ -70,12 +63,7 @@ STAGES = {
 }
 """Colour and mark of each stage."""
 
-OPS = {
-    "WAIT": ("#f2f2f2", "·"),
-    "GERMINATE": ("#74c476", "+"),
-    "CULL": ("#f4a6a6", "×"),
-    "FOSSILIZE": ("#9ecae1", "F"),
-}
+OPS = {"WAIT": ("#f2f2f2", "·"), "GERMINATE": ("#74c476", "+"), "CULL": ("#f4a6a6", "×"), "FOSSILIZE": ("#9ecae1", "F")}
 """Colour and mark of each op."""
 
 LINE_COLOURS = ["#3182bd", "#e6550d", "#31a354", "#756bb1", "#d6616b", "#8c6d31", "#17becf", "#969696"]
@@ -136,7 +124,8 @@ def write_page(folders: Sequence[Path], out: Path, changed_settings: Callable[[M
     runs = [read_run(folder) for folder in folders]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"ends": format_ends, "chart": embed, "worth": worth}
-    environment.globals |= {part.__name__: part for part in (lead, anomalies, facts, cost, hosts, blocks, worth_rows)}
+    functions = (lead, anomalies, facts, cost, hosts, blocks, worth_rows)
+    environment.globals |= {function.__name__: function for function in functions}
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     text = template.render(
         title=" and ".join(run.name for run in runs),
@@ -198,13 +187,16 @@ def read_growth(path: Path, run: Run) -> None:
         return
     stats = SeedStats(*np.zeros((len(SeedStats._fields), len(started.blueprints), len(started.slots))))
     last_contributions = np.full((started.hosts, len(started.slots)), np.nan)
-    seeds: dict[int, dict[str, tuple[str, str]]] = defaultdict(dict)  # of the present rollout, by host and slot
+    # Of the present rollout, by host: stage and blueprint of the seed in each slot, and the moments so far.
+    seeds: dict[int, dict[str, tuple[str, str]]] = defaultdict(dict)
     episodes: dict[int, Episode] = {}
-    causes: dict[int, str] = {}
+    causes: dict[int, str] = {}  # of rollbacks since the last moment, by host
 
-    def record(rollout: int, rows: Iterable[Sequence[Any]]) -> None:
-        for host, numbers in enumerate(rows):
-            moment = Moment(*numbers, slots=dict(seeds[host]), rollback=causes.get(host, ""))
+    def add_moments(rollout: int, *columns: Sequence[Any]) -> None:
+        """Add a moment for each host, given the values of all hosts: op, score, loss, objective and parameters."""
+        for host, (op, score, loss, objective, parameters) in enumerate(zip(*columns, strict=True)):
+            seeds_of_host, cause = dict(seeds[host]), causes.get(host, "")
+            moment = Moment(op, score, loss, objective, parameters, slots=seeds_of_host, rollback=cause)
             episodes.setdefault(host, Episode(rollout, host, [])).moments.append(moment)
         causes.clear()
 
@@ -223,17 +215,17 @@ def read_growth(path: Path, run: Run) -> None:
                 rollout, ticks_before = divmod(event.tick - 1, started.horizon)
                 if ticks_before == 0:
                     episodes = {}
-                record(rollout + 1, zip(*event[1:], strict=True))
+                add_moments(rollout + 1, event.op, event.score, event.loss, event.objective, event.parameters)
                 if ticks_before == started.horizon - 1:
-                    struck = [e for e in episodes.values() if any(moment.rollback for moment in e.moments)]
-                    run.rolled_back = [*run.rolled_back, *struck][-MAX_ROLLED_BACK:]
+                    with_rollback = [one for one in episodes.values() if any(tick.rollback for tick in one.moments)]
+                    run.rolled_back = [*run.rolled_back, *with_rollback][-MAX_ROLLED_BACK:]
                     seeds.clear()
             case HostVerdict() | Validated() | AnomalyChanged():
                 run.events[type(event)].append(event)
                 if isinstance(event, HostVerdict):
                     causes[event.host] = event.cause
                 elif isinstance(event, Validated):
-                    record(1, [("", event.metrics.get(started.score), None, None, event.parameters)])
+                    add_moments(1, [""], [event.metrics.get(started.score)], [None], [None], [event.parameters])
     run.started, run.seeds, run.episodes = started, stats, list(episodes.values())
 
 
@@ -242,7 +234,8 @@ def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     scalars: dict[str, list[tuple[int, float]]] = {}
     if any(folder.glob("events.out.tfevents.*")):
         board = EventAccumulator(str(folder), size_guidance={"scalars": 10 * MAX_POINTS}).Reload()
-        scalars = {tag: [(e.step, e.value) for e in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
+        for tag in board.Tags()["scalars"]:
+            scalars[tag] = [(point.step, point.value) for point in board.Scalars(tag)]
     for row in read_rows(folder / "metrics.csv"):
         for tag in row.keys() - {"step", "epoch"}:
             if row[tag]:
@@ -254,7 +247,6 @@ def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def distinct(names: Iterable[str]) -> list[str]:
-    """Return the names in their order, each once."""
     return list(dict.fromkeys(names))
 
 
@@ -271,46 +263,49 @@ def lead(run: Run) -> str:
     """Return in a sentence how a comparison ended; empty if there was none."""
     if not run.summary:
         return ""
-    (name, first), *others = run.summary["controllers"].items()
+    (name, results), *others = run.summary["controllers"].items()
     relations: dict[str, list[str]] = {"ahead of": [], "level with": [], "behind": []}
-    for other, row in others:
-        low, high = row["ahead"]["low"], row["ahead"]["high"]
-        is_level = None in (low, high) or low <= 0.0 <= high
-        relations["level with" if is_level else "ahead of" if low > 0.0 else "behind"].append(other)
-    said = [f"{name}: objective {format_ends(first['objective'])} on test data"]
-    said += [f"{relation} {' / '.join(names)}" for relation, names in relations.items() if names]
+    for other, results_of_other in others:
+        low, high = results_of_other["ahead"]["low"], results_of_other["ahead"]["high"]
+        relation = "level with"
+        if None not in (low, high) and not low <= 0.0 <= high:
+            relation = "ahead of" if low > 0.0 else "behind"
+        relations[relation].append(other)
+    clauses = [f"{name}: objective {format_ends(results['objective'])} on test data"]
+    clauses += [f"{relation} {' / '.join(names)}" for relation, names in relations.items() if names]
     if HOST_FAULTS & raised(run).keys():
-        said.append("the comparison tells little until what went wrong is mended")
-    return "; ".join(said) + "."
+        clauses.append("the comparison tells little until what went wrong is mended")
+    return "; ".join(clauses) + "."
 
 
 def anomalies(run: Run) -> Iterator[dict[str, Any]]:
-    """Yield each rule that was raised: its name, the first update, and what it says; states of one rule together."""
+    """Yield each rule that was raised, for the template: its name, the first measured value, cause and settings."""
     # Hosts that diverge come first: whatever else is seen may follow from it.
     for rule, changes in sorted(raised(run).items(), key=lambda pair: pair[0] != "rolled_back"):
-        parts = distinct(change.name.partition(".")[2] for change in changes)
         first = changes[0]
         measured = "not finite" if first.value is None else f"{first.value:.3g}"
+        # One rule may be raised for several heads or blueprints, whose names follow the rule's.
+        suffixes = distinct(change.name.partition(".")[2] for change in changes)
         yield {
             "rule": rule,
-            "told": f"{measured} where the bound is {first.threshold:.3g}, after rollout {first.update}",
-            "cause": first.cause.replace(parts[0], ", ".join(parts)) if parts[0] else first.cause,
+            "measured": f"{measured} where the bound is {first.threshold:.3g}, after rollout {first.update}",
+            "cause": first.cause.replace(suffixes[0], ", ".join(suffixes)) if suffixes[0] else first.cause,
             "settings": ", ".join(name + present(run.config, name) for name in first.settings),
         }
 
 
 def present(config: Mapping[str, Any], name: str) -> str:
-    """Return ` (now 0.6)` for a setting of a config, by its path; empty if it has none there."""
+    """Return ` (now 0.6)` for a setting of a config, by its path; empty if the config lacks the setting."""
     value: Any = config
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+    for key in name.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
     if isinstance(value, Mapping):
-        value = {key: part for key, part in value.items() if part}
+        value = {key: nested for key, nested in value.items() if nested}
     return "" if value is None or value == {} else f" (now {json.dumps(value)})"
 
 
 def facts(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield what ran."""
+    """Yield name and value of each fact about what ran: command, machine, length, and size of the network."""
     if record := run.record:
         yield "command", " ".join([Path(record["command"][0]).name, *record["command"][1:]])
         if record["seed"] is not None:
@@ -326,8 +321,8 @@ def facts(run: Run) -> Iterator[tuple[str, str]]:
     elif validations:
         first, last = validations[0], validations[-1]
         yield "seconds of training", f"{last.seconds:.0f} since the process began"
-        begun = min([first.parameters, *(change.parameters for change in run.events[Stacked])])
-        yield "parameters", f"{begun:,} at first, {last.parameters:,} at last"
+        least = min([first.parameters, *(change.parameters for change in run.events[Stacked])])
+        yield "parameters", f"{least:,} at first, {last.parameters:,} at last"
         if last.flops:
             unit = "" if run.events[Stacked] else " for one sample in each batch"
             yield "training FLOPs", f"{last.flops:.4g}{unit}"
@@ -343,15 +338,27 @@ def format_ends(interval: Mapping[str, float | None]) -> str:
 
 
 def cost(run: Run) -> Any:
-    """Return the chart of score against training FLOPs."""
+    """Return the chart of score against training FLOPs, on a logarithmic axis, with intervals both ways."""
     rows = []
-    for name, row in run.summary["controllers"].items():
-        x, y = row["flops"], row["score"]
-        if None not in (*x.values(), *y.values()) and x["low"] > 0:
-            ends = {"x": x["mean"], "x_low": x["low"], "x_high": x["high"]}
-            ends |= {"y": y["mean"], "y_low": y["low"], "y_high": y["high"]}
-            rows.append({"name": name, **ends})
-    return scatter(rows, x="training FLOPs of a host", y="test score")
+    for name, results in run.summary["controllers"].items():
+        flops, score = results["flops"], results["score"]
+        if None not in (*flops.values(), *score.values()) and flops["low"] > 0:
+            x = {"x": flops["mean"], "x_low": flops["low"], "x_high": flops["high"]}
+            rows.append({"name": name, **x, "y": score["mean"], "y_low": score["low"], "y_high": score["high"]})
+    names = [row["name"] for row in rows]
+    scale = alt.Scale(type="log", nice=False, padding=12)
+    base = plot(rows).encode(
+        x=alt.X("x:Q", title="training FLOPs of a host", scale=scale, axis=alt.Axis(format="~s", tickCount=4)),
+        y=alt.Y("y:Q", title="test score", scale=alt.Scale(zero=False)),
+        color=alt.Color("name:N", title=None, scale=colours_of(names)),
+        tooltip=["name:N", alt.Tooltip("x:Q", format=".4~s"), alt.Tooltip("y:Q", format=".4f")],
+    )
+    shape = alt.Shape("name:N", title=None, scale=shapes_of(names))
+    return alt.layer(
+        base.mark_rule(opacity=0.6).encode(y="y_low:Q", y2="y_high:Q"),
+        base.mark_rule(opacity=0.6).encode(x=alt.X("x_low:Q", scale=scale), x2="x_high:Q"),
+        base.mark_point(size=80, strokeWidth=2).encode(shape=shape),
+    ).properties(height=280, width="container")
 
 
 def hosts(run: Run) -> list[dict[str, Any]]:
@@ -360,13 +367,13 @@ def hosts(run: Run) -> list[dict[str, Any]]:
     if run.events[Validated] or not episodes:  # a network of the user's
         has_seeds = run.started is not None and run.started.blueprints
         return [host_view(run, "the network", episode) for episode in episodes if has_seeds]
-    last = [episode.moments[-1].objective for episode in episodes]
-    ranked = np.argsort([-np.inf if objective is None else objective for objective in last], kind="stable")
+    objectives = [episode.moments[-1].objective for episode in episodes]
+    ranked = np.argsort([-np.inf if objective is None else objective for objective in objectives], kind="stable")
     typical = {"worst": ranked[0], "median": ranked[len(ranked) // 2], "best": ranked[-1]}
-    shown = [(f"{title} host of rollout {episodes[i].rollout}", episodes[i]) for title, i in typical.items()]
-    others = [episode for episode in run.rolled_back if episode not in [episode for _, episode in shown]]
-    shown += [(f"rolled back in rollout {episode.rollout}", episode) for episode in others]
-    return [host_view(run, title, episode) for title, episode in shown]
+    titled = [(f"{rank} host of rollout {episodes[i].rollout}", episodes[i]) for rank, i in typical.items()]
+    others = [episode for episode in run.rolled_back if episode not in [shown for _, shown in titled]]
+    titled += [(f"rolled back in rollout {episode.rollout}", episode) for episode in others]
+    return [host_view(run, title, episode) for title, episode in titled]
 
 
 def host_view(run: Run, title: str, episode: Episode) -> dict[str, Any]:
@@ -378,9 +385,10 @@ def host_view(run: Run, title: str, episode: Episode) -> dict[str, Any]:
     states = [[moment.slots.get(slot, ("DORMANT", "")) for slot in slots] for moment in moments]
     ticks = max(len(moments), started.horizon if ops else 1)
     rollbacks = {tick: moment.rollback for tick, moment in enumerate(moments, 1) if moment.rollback}
-    label = started.score or "score"
+    score_name = started.score or "score"
 
     def curve_of(columns: Mapping[str, str], y: str, description: str, **look: Any) -> str:
+        """Return the chart of fields of `Moment`, each with the name of its line, over ticks."""
         points = [
             {"x": tick, "y": value, "series": series}
             for column, series in columns.items()
@@ -394,19 +402,21 @@ def host_view(run: Run, title: str, episode: Episode) -> dict[str, Any]:
         for event in run.events[Contributed]
         for slot, points in zip(event.slot, event.points, strict=True)
     ]
-    seeds = curve(contributions, x="tick", y="points", ticks=len(run.events[Validated]))
-    life = timeline(ops, states, slots, ticks=ticks, rolled_back=rollbacks)
+    points_of_seeds = curve(contributions, x="tick", y="points", ticks=len(run.events[Validated]))
+    stages = timeline(ops, states, slots, ticks=ticks, rolled_back=rollbacks)
     marks = [{"x": tick, "what": cause} for tick, cause in rollbacks.items()]
-    behind = [started.flops, *started.behind.values(), 0]
-    shares = [100 * (a - b) / max(1, started.flops) for a, b in pairwise(behind)]
+    scores = {"score": score_name, "objective": "objective"}
+    # Of the host's FLOPs, those before the first slot, between two slots, and behind the last one.
+    flops_left = [started.flops, *started.behind.values(), 0]
+    shares = [100 * (left - left_behind) / max(1, started.flops) for left, left_behind in pairwise(flops_left)]
     return {
         "title": f"{title}: host {episode.host}" if ops else title,
-        "told": tell(moments, label),
-        "timeline": embed(life, f"Stages of the slots of {title}"),
-        "curve": curve_of({"score": label, "objective": "objective"}, label, f"{label} of {title}", shown="tick"),
+        "summary": describe_end(moments, score_name),
+        "timeline": embed(stages, f"Stages of the slots of {title}"),
+        "curve": curve_of(scores, score_name, f"{score_name} of {title}", shown="tick"),
         "slots": slots,
         "shares": [f"{share:.0f} %" for share in shares],
-        "contributions": embed(seeds, "contribution of the seed in each slot") if contributions else None,
+        "contributions": embed(points_of_seeds, "contribution of the seed in each slot") if contributions else None,
         "loss": curve_of({"loss": "loss"}, "loss", "validation loss", marks=marks) if marks else None,
         "states": json.dumps(states),
         "parameters": json.dumps([moment.parameters for moment in moments]),
@@ -415,7 +425,7 @@ def host_view(run: Run, title: str, episode: Episode) -> dict[str, Any]:
 
 
 def worth_rows(run: Run) -> list[dict[str, Any]]:
-    """Return what the blueprints that were tried were worth in each slot; points are None where none were measured."""
+    """Return a row for each blueprint in each slot: seeds, share kept, mean contribution in points (None: unknown)."""
     rows, stats = [], run.seeds
     if run.started is None or stats is None:
         return []
@@ -427,17 +437,20 @@ def worth_rows(run: Run) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (row["blueprint"], row["slot"]))
 
 
-def tell(moments: Sequence[Moment], label: str) -> str:
-    """Return in a sentence how an episode ended."""
+def describe_end(moments: Sequence[Moment], score_name: str) -> str:
+    """Return in a few sentences how an episode ended."""
     last = moments[-1]
     kept = [f"{blueprint} in {slot}" for slot, (stage, blueprint) in last.slots.items() if stage == "FOSSILIZED"]
     tried = [f"{blueprint} in {slot}" for slot, (stage, blueprint) in last.slots.items() if Stage[stage] in LIVE]
-    said = [f"Kept at the end: {', '.join(kept) or 'nothing'}."]
-    said += [f"Still on trial, and not counted: {', '.join(tried)}."] if tried else []
-    for name, value in ((label, last.score), ("objective", last.objective)):
-        said += [] if value is None else [f"{name} {value:.3f}."]
-    said += [f"Rolled back at tick {t}: {m.rollback}." for t, m in enumerate(moments, 1) if m.rollback]
-    return " ".join(said)
+    sentences = [f"Kept at the end: {', '.join(kept) or 'nothing'}."]
+    if tried:
+        sentences.append(f"Still on trial, and not counted: {', '.join(tried)}.")
+    measured = {score_name: last.score, "objective": last.objective}
+    sentences += [f"{name} {value:.3f}." for name, value in measured.items() if value is not None]
+    for tick, moment in enumerate(moments, 1):
+        if moment.rollback:
+            sentences.append(f"Rolled back at tick {tick}: {moment.rollback}.")
+    return " ".join(sentences)
 
 
 def blocks(run: Run) -> dict[str, Any] | None:
@@ -446,17 +459,17 @@ def blocks(run: Run) -> dict[str, Any] | None:
     if not changes or not validations:
         return None
     names = distinct(change.blocks for change in changes)
-    most = {change.blocks: change.after for change in changes}  # of the last change: lists only grow
+    most = {change.blocks: change.after for change in changes}  # by list, of its last change: lists only grow
     first = {change.blocks: change.before for change in reversed(changes)}
-    depths = [
-        first | {change.blocks: change.after for change in changes if change.tick < validation.step}
-        for validation in validations
-    ]
+    depths = []  # number of blocks of each list, for each validation
+    for validation in validations:
+        depth = first | {change.blocks: change.after for change in changes if change.tick < validation.step}
+        depths.append([depth[name] for name in names])
     return {
         "lists": [(name, most[name]) for name in names],
-        "depths": json.dumps([[of_list[name] for name in names] for of_list in depths]),
+        "depths": json.dumps(depths),
         "steps": json.dumps([validation.step for validation in validations]),
-        "told": [f"{e.blocks}: {e.before} → {e.after} at step {e.tick:,}" for e in changes],
+        "changes": [f"{one.blocks}: {one.before} → {one.after} at step {one.tick:,}" for one in changes],
         "validations": len(validations),
     }
 
@@ -470,21 +483,21 @@ def metrics_of(runs: Sequence[Run]) -> list[str]:
 
 
 def curves_of(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
-    """Yield title and chart of each curve, with a line for each run."""
+    """Yield description and chart of each curve, over steps and, if they are known, over training FLOPs."""
     metrics = metrics_of(runs)
     is_of_policy = not metrics and any(tag in run.scalars for run in runs for tags in CURVES.values() for tag in tags)
     names = metrics or distinct(tag for run in runs for tag in run.scalars)
     groups = CURVES if is_of_policy else {name: (name,) for name in names[:MAX_METRICS]}
     for title, tags in groups.items():
-        having = [run for run in runs if any(points_of(run, tag, "step") for tag in tags)]
-        has_flops = all(points_of(run, tag, "training FLOPs") for run in having for tag in tags)
+        measuring = [run for run in runs if any(points_of(run, tag, "step") for tag in tags)]
+        has_flops = all(points_of(run, tag, "training FLOPs") for run in measuring for tag in tags)
         for axis in ("step", "training FLOPs") if has_flops else ("step",):
             points, marks = [], []
+            for run, tag in product(runs, tags):
+                name = " ".join([run.name] * (len(runs) > 1) + [tag] * (len(tags) > 1)) or tag
+                line = points_of(run, tag, axis)
+                points += [{"x": x, "y": y, "series": name} for x, y in line[:: max(1, len(line) // MAX_POINTS)]]
             for run in runs:
-                for tag in tags:
-                    name = " ".join([*([run.name] if len(runs) > 1 else []), *([tag] if len(tags) > 1 else [])]) or tag
-                    line = points_of(run, tag, axis)
-                    points += [{"x": x, "y": y, "series": name} for x, y in line[:: max(1, len(line) // MAX_POINTS)]]
                 for event in run.events[Stacked]:
                     if (x := position(run, event.tick, axis)) is not None:
                         marks.append({"x": x, "what": f"{run.name}: {event.blocks} {event.before} → {event.after}"})
@@ -495,18 +508,19 @@ def curves_of(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
 
 
 def points_of(run: Run, tag: str, axis: str) -> Sequence[tuple[float, float]]:
-    """Return the line of a metric over steps or FLOPs; empty if it is not known there."""
-    measured = [(v, y) for v in run.events[Validated] if (y := v.metrics.get(tag)) is not None]
+    """Return the points (x, y) of a metric over steps or FLOPs; empty if it was not measured, or FLOPs are unknown."""
+    measured = [event for event in run.events[Validated] if event.metrics.get(tag) is not None]
     if axis == "step":
-        return [(v.step, y) for v, y in measured] or run.scalars.get(tag, [])
-    return [(v.flops, y) for v, y in measured if v.flops > 0]
+        return [(event.step, event.metrics[tag]) for event in measured] or run.scalars.get(tag, [])
+    return [(event.flops, event.metrics[tag]) for event in measured if event.flops > 0]
 
 
 def position(run: Run, step: int, axis: str) -> float | None:
-    """Return the place of a step on an axis."""
+    """Return the place of a step on an axis, `step` or `training FLOPs`. None: FLOPs are unknown."""
     if axis == "step":
         return step
-    steps, flops = ([getattr(v, name) for v in run.events[Validated]] for name in ("step", "flops"))
+    validations = run.events[Validated]
+    steps, flops = [event.step for event in validations], [event.flops for event in validations]
     return float(np.interp(step, [0, *steps], [0.0, *flops])) if any(flops) else None
 
 
@@ -522,9 +536,10 @@ def differences(runs: Sequence[Run]) -> Iterator[tuple[str, str, str]]:
                 interval = mean_interval(paired)._asdict()
                 yield other.name, f"objective of {controller}, {len(hosts)} hosts, paired", format_ends(interval)
         for name in metrics_of(runs):
-            a, b = points_of(first, name, "step"), points_of(other, name, "step")
-            if a and b:
-                yield other.name, f"last {name}", f"{a[-1][1]:.4g} − {b[-1][1]:.4g} = {a[-1][1] - b[-1][1]:+.4g}"
+            our_points, their_points = points_of(first, name, "step"), points_of(other, name, "step")
+            if our_points and their_points:
+                (_, a), (_, b) = our_points[-1], their_points[-1]
+                yield other.name, f"last {name}", f"{a:.4g} − {b:.4g} = {a - b:+.4g}"
 
 
 def outcomes_by_host(run: Run) -> dict[tuple[str, str], float]:
@@ -563,11 +578,12 @@ def timeline(
     `ops` are empty if they are not known; `stages` are stage and blueprint in each slot, after each tick.
     """
     rows, looks = [*(["action"] if ops else []), *slots], {**STAGES, **OPS}
-    cells = [
-        {"tick": tick, "row": row, "state": state, "blueprint": blueprint, "mark": looks[state][1]}
-        for tick, of_slots in enumerate(stages, 1)
-        for row, (state, blueprint) in zip(rows, [*((op, "") for op in ops[tick - 1 : tick]), *of_slots], strict=True)
-    ]
+    cells = []
+    for tick, of_slots in enumerate(stages, 1):
+        of_op = [(op, "") for op in ops[tick - 1 : tick]]
+        for row, (state, blueprint) in zip(rows, [*of_op, *of_slots], strict=True):
+            _, mark = looks[state]
+            cells.append({"tick": tick, "row": row, "state": state, "blueprint": blueprint, "mark": mark})
     seen = [name for name in looks if any(cell["state"] == name for cell in cells)]
     x = alt.X("tick:O", title="tick", axis=alt.Axis(labelAngle=0, labelOverlap=True), scale=ordinal(ticks))
     y = alt.Y("row:N", sort=rows, title=" ")  # as wide as a title
@@ -586,7 +602,6 @@ def timeline(
 
 
 def plot(rows: Sequence[Row]) -> Any:
-    """Return an empty chart of these rows."""
     return alt.Chart(alt.Data(values=list(rows)))
 
 
@@ -615,17 +630,20 @@ def curve(
     ticks: int | None = None,
     shown: str | None = None,
 ) -> Any:
-    """Return lines over a common axis: points have `x`, `y` and `series`; `x` and `y` are the titles of the axes.
+    """Return the chart of lines over a common axis, given `points` with `x`, `y` and `series`, the name of the line.
 
-    `marks`, with `x` and `what`, are vertical lines. `ticks` of an episode give the axis of `timeline`; None: it is a
-    number. The page moves a vertical line by the parameter called `shown`.
+    `x` and `y` are the titles of the axes. `marks`, with `x` and a text `what`, are vertical lines. `ticks` of an
+    episode give the horizontal axis of `timeline`; None: an axis of numbers. The page moves a vertical line by the
+    parameter called `shown`; None: there is no such line.
     """
     names = distinct(point["series"] for point in points)
     axis = alt.Axis(labelAngle=0, labelOverlap=True) if ticks else alt.Axis(format="~s")
-    at = alt.X("x:O" if ticks else "x:Q", title=x, axis=axis, scale=ordinal(ticks) if ticks else alt.Scale(zero=False))
+    position = alt.X(
+        "x:O" if ticks else "x:Q", title=x, axis=axis, scale=ordinal(ticks) if ticks else alt.Scale(zero=False)
+    )
     legend = alt.Legend(symbolType="stroke") if len(names) > 1 else None
     lines = plot(points).encode(
-        x=at,
+        x=position,
         y=alt.Y("y:Q", title=y, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=4)),
         color=alt.Color("series:N", title=None, sort=names, legend=legend, scale=colours_of(names)),
         strokeDash=alt.StrokeDash("series:N", sort=names, legend=None),
@@ -634,11 +652,11 @@ def curve(
     layers = [lines.mark_line(point={"size": 18} if len(points) <= 60 * len(names) else False)]
     if marks:
         rule = plot(marks).mark_rule(strokeDash=[2, 2], color="#888", strokeWidth=2)
-        layers.append(rule.encode(x=at, tooltip="what:N"))
+        layers.append(rule.encode(x=position, tooltip="what:N"))
     if shown:
         chosen = alt.param(name=shown, value=ticks)
-        place = alt.Chart(alt.sequence(1, (ticks or 0) + 1, as_="x")).mark_rule(color="currentColor", opacity=0.6)
-        layers.append(place.encode(x=at).transform_filter(f"datum.x == {shown}").add_params(chosen))
+        line = alt.Chart(alt.sequence(1, (ticks or 0) + 1, as_="x")).mark_rule(color="currentColor", opacity=0.6)
+        layers.append(line.encode(x=position).transform_filter(f"datum.x == {shown}").add_params(chosen))
     return alt.layer(*layers).properties(height=150, width="container")
 
 
@@ -658,24 +676,3 @@ def worth(rows: Sequence[Row]) -> Any:
         )
         .properties(height=24 * len(blueprints), width="container")
     )
-
-
-def scatter(rows: Sequence[Row], *, x: str, y: str) -> Any:
-    """Return means with intervals both ways, on a logarithmic horizontal axis.
-
-    Rows have `name`, `x`, `x_low`, `x_high`, `y`, `y_low` and `y_high`.
-    """
-    names = [row["name"] for row in rows]
-    scale = alt.Scale(type="log", nice=False, padding=12)
-    base = plot(rows).encode(
-        x=alt.X("x:Q", title=x, scale=scale, axis=alt.Axis(format="~s", tickCount=4)),
-        y=alt.Y("y:Q", title=y, scale=alt.Scale(zero=False)),
-        color=alt.Color("name:N", title=None, scale=colours_of(names)),
-        tooltip=["name:N", alt.Tooltip("x:Q", format=".4~s"), alt.Tooltip("y:Q", format=".4f")],
-    )
-    shape = alt.Shape("name:N", title=None, scale=shapes_of(names))
-    return alt.layer(
-        base.mark_rule(opacity=0.6).encode(y="y_low:Q", y2="y_high:Q"),
-        base.mark_rule(opacity=0.6).encode(x=alt.X("x_low:Q", scale=scale), x2="x_high:Q"),
-        base.mark_point(size=80, strokeWidth=2).encode(shape=shape),
-    ).properties(height=280, width="container")

@@ -20,38 +20,19 @@ from esper_lightning.runtime.serialization import excerpt
 class Hosts(Protocol):
     """Attributes of N growing networks that controllers read: those of a pool, or of a training of your own."""
 
-    @property
-    def n_envs(self) -> int: ...
-
-    @property
-    def observation(self) -> Observation: ...
-
-    @property
-    def masks(self) -> Masks: ...
-
-    @property
-    def episode_starts(self) -> Tensor: ...  # [N] bool
+    n_envs: int
+    observation: Observation
+    masks: Masks
+    masks_on_cpu: Masks
+    episode_starts: Tensor  # [N] bool
+    space: ActionSpace
+    growable: Tensor  # [K, blueprints] bool, whatever an episode offers
+    config: EnvConfig
+    feature_names: list[str]
+    device: torch.device
 
     @property
     def envs(self) -> Sequence[GrowthRecord]: ...
-
-    @property
-    def space(self) -> ActionSpace: ...
-
-    @property
-    def masks_on_cpu(self) -> Masks: ...
-
-    @property
-    def growable(self) -> Tensor: ...  # [K, blueprints] bool, whatever an episode offers
-
-    @property
-    def config(self) -> EnvConfig: ...
-
-    @property
-    def feature_names(self) -> list[str]: ...
-
-    @property
-    def device(self) -> torch.device: ...
 
 
 class Controller(Protocol):
@@ -111,9 +92,9 @@ class TrainingHosts(NamedTuple):
 class LearnedController:
     """Takes the policy's most likely action: the most likely op, then the most likely choice of each further head.
 
-    `normalise` makes the features that the network knows of raw ones. `training` are the hosts of its training, with
-    which those of an episode are compared. None: they are the same. `source`, a path, and `training_seed` (None:
-    unknown) tell policies from each other.
+    `normalise` turns raw features into those that the network knows. `training` describes the hosts of the policy's
+    training, which those of an episode must be like. None: they are the same hosts. `source`, a path, and
+    `training_seed` (None: unknown) identify the policy.
     """
 
     def __init__(
@@ -147,8 +128,8 @@ class LearnedController:
     @torch.no_grad()
     def act(self, pool: Hosts) -> Action:
         # As in training, a rollback begins a new trajectory and resets the recurrent state.
-        seen = Observation(self.normalise(pool.observation.features))
-        hidden, self.state = self.policy.encode_step(seen, self.state, pool.episode_starts)
+        observation = Observation(self.normalise(pool.observation.features))
+        hidden, self.state = self.policy.encode_step(observation, self.state, pool.episode_starts)
         return self.policy.heads.decide(hidden, pool.masks)
 
     def state_dict(self) -> dict[str, Any]:

@@ -67,14 +67,14 @@ class StaticController(WaitOnly):
 
     def reset(self, pool: Hosts) -> None:
         for env, topology in zip(pool.envs, self.topologies, strict=True):
-            for name, blueprint in topology:
-                env.growing.germinate(name, blueprint)
-                slot = env.growing.slots[name]
+            for seed in topology:
+                env.growing.germinate(seed.slot, seed.blueprint)
+                slot = env.growing.slots[seed.slot]
                 if isinstance(slot, DepthSlot):  # weights as the host gives them to its blocks
                     for block in slot.grown:
                         initialise(block, env.growing.generator)
-                    if (of_host := getattr(env.growing.module, "initialise", None)) is not None:
-                        of_host(env.growing.generator)
+                    if (initialise_host := getattr(env.growing.module, "initialise", None)) is not None:
+                        initialise_host(env.growing.generator)
                     continue
                 slot.start_ramp(Ramp())
                 for stage in STAGES_TO_FOSSILIZED:
@@ -98,12 +98,10 @@ class RandomValid:
 
 
 class Rule(ABC):
-    """Controller that chooses one host's action after the other.
-
-    `memories` is all that it remembers, plain values by host.
-    """
+    """Controller that chooses one host's action after the other."""
 
     memories: list[dict[str, Any]]
+    """All that the rule remembers of each host, as plain values."""
 
     def act(self, pool: Hosts) -> Action:
         return to_action([self.choose(pool, host, memory) for host, memory in enumerate(self.memories)], pool.device)
@@ -153,8 +151,8 @@ class Heuristic(Rule):
         )
         for k, slot in enumerate(env.slots):
             contribution, least = env.records[k].contribution, env.lifecycle.min_contribution
-            is_worth = contribution is not None and (contribution > 0.0 if least is None else contribution >= least)
-            if allowed[Op.FOSSILIZE][k] and is_worth:
+            is_useful = contribution is not None and (contribution > 0.0 if least is None else contribution >= least)
+            if allowed[Op.FOSSILIZE][k] and is_useful:
                 return Op.FOSSILIZE, k
             if allowed[Op.CULL][k]:
                 change = score - memory["score_before"][k]
@@ -207,13 +205,13 @@ class Periodic(Rule):
         self.memories = [{"tick": 0, "slot": 0, "blueprint": 0} for _ in pool.envs]
 
     def choose(self, pool: Hosts, host: int, memory: dict[str, Any]) -> tuple[int, ...]:
-        slots, tick = range(len(pool.space.slot)), pool.envs[host].tick
-        for k in slots:
+        n_slots, tick = len(pool.space.slot), pool.envs[host].tick
+        for k in range(n_slots):
             if is_possible(pool, host, make_action(Op.FOSSILIZE, k)):
                 return make_action(Op.FOSSILIZE, k)
         if tick < memory["tick"]:
             return WAIT_ACTION
-        for k in ((memory["slot"] + step) % len(slots) for step in slots):
+        for k in ((memory["slot"] + offset) % n_slots for offset in range(n_slots)):
             for offset in range(len(self.blueprints)):
                 position = (memory["blueprint"] + offset) % len(self.blueprints)
                 action = make_action(Op.GERMINATE, k, self.blueprints[position], tempo=self.tempo)
@@ -262,8 +260,9 @@ class HillClimbing(Rule):
     def reset(self, pool: Hosts) -> None:
         # Hosts of a family may differ in widths alone: seeds are then tried in the order of the first host.
         masks = pool.masks_on_cpu.blueprint
-        alike = bool((masks == masks[:1]).all())
-        self.candidates = [list_candidates(pool, self.config, 0 if alike else host) for host in range(pool.n_envs)]
+        grow_alike = bool((masks == masks[:1]).all())
+        hosts = [0 if grow_alike else host for host in range(pool.n_envs)]
+        self.candidates = [list_candidates(pool, self.config, host) for host in hosts]
         self.tempo, ticks = fastest_tempo(pool)
         self.ticks_to_judge = min_ticks_to_judge(pool.config.lifecycle, ticks)
         self.memories = [{"tried": []} for _ in pool.envs]  # (slot, blueprint) of the seeds that have been tried
@@ -277,11 +276,12 @@ class HillClimbing(Rule):
             is_blended = slot.stage is Stage.PROBATIONARY and env.growing.evidence(slot.name).alpha == 1.0
             if not is_blended or env.records[k].contribution is None:
                 continue
-            # A seed that is worth its rent is overdue, too, if the gate asks for more.
-            is_overdue = slot.ticks_in_stage >= self.config.patience
-            for op in [Op.FOSSILIZE] * (net_gain(env, k) > 0.0) + [Op.CULL] * is_overdue:
-                if is_possible(pool, host, action := make_action(op, k)):
-                    return action
+            fossilize, cull = make_action(Op.FOSSILIZE, k), make_action(Op.CULL, k)
+            if net_gain(env, k) > 0.0 and is_possible(pool, host, fossilize):
+                return fossilize
+            # Also a seed that is worth its rent, if the gate asks for more.
+            if slot.ticks_in_stage >= self.config.patience and is_possible(pool, host, cull):
+                return cull
         if len(live) >= self.config.at_once or env.tick >= env.horizon - self.ticks_to_judge:
             return WAIT_ACTION
         actions = {pair: make_action(Op.GERMINATE, *pair, tempo=self.tempo) for pair in self.candidates[host]}
@@ -303,7 +303,7 @@ class Scaling(Rule):
     """
 
     targets = 15.0
-    begin = 0.25  # share of the horizon after which the first one grows, and another one in each later tick
+    begin = 0.25  # share of the horizon after which the first block grows, and another one in each later tick
 
     def reset(self, pool: Hosts) -> None:
         self.memories = [{} for _ in pool.envs]
@@ -339,10 +339,11 @@ def list_candidates(pool: Hosts, config: ClimbingConfig, host: int = 0) -> list[
     """Return slot and blueprint of every seed that can grow on a host, in the order in which they are tried."""
     chosen = chosen_blueprints("climbing", config.blueprints, pool)
     growable, slots = pool.masks_on_cpu.blueprint[host].tolist(), pool.envs[host].slots
-    places = range(len(slots))[:: -1 if config.last_slot_first else 1]
-    pairs = [(k, b) for b in chosen for k in places if growable[k][b]]
-    sign = {"listed": 0, "cheapest": 1, "dearest": -1}[config.order]
-    return sorted(pairs, key=lambda pair: sign * slots[pair[0]].seed_parameters(pool.space.blueprint[pair[1]]))
+    slot_order = range(len(slots))[:: -1 if config.last_slot_first else 1]
+    pairs = [(k, b) for b in chosen for k in slot_order if growable[k][b]]
+    sign = {"listed": 0, "cheapest": 1, "dearest": -1}[config.order]  # with 0 the order of `pairs` stays
+    parameters = {(k, b): slots[k].seed_parameters(pool.space.blueprint[b]) for k, b in pairs}
+    return sorted(pairs, key=lambda pair: sign * parameters[pair])
 
 
 def fastest_tempo(pool: Hosts) -> tuple[int, int]:

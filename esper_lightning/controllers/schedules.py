@@ -48,7 +48,6 @@ class Schedule(NamedTuple):
 
 
 def write_schedule(schedule: Schedule, path: str | Path) -> None:
-    """Write the schedule to a JSON file, replacing an existing one."""
     entries = [{name: value for name, value in e._asdict().items() if value is not None} for e in schedule.entries]
     document = {"format": FORMAT_VERSION, "slots": list(schedule.slots), "entries": entries}
     replace_file(Path(path), lambda draft: draft.write_text(json.dumps(document, indent=1) + "\n"))
@@ -72,6 +71,7 @@ def read_schedule(path: str | Path) -> Schedule:
 
 
 def _read_entry(where: str, entry: dict[str, Any], slots: list[str]) -> ScheduledAction:
+    """Return the action of an entry of a file. Raises ValueError, which begins with `where`, if it is not valid."""
     ops = [op.name for op in Op if op is not Op.WAIT]
     if entry.get("op") not in ops:
         raise ValueError(f"{where}: op {entry.get('op')!r} is none of {', '.join(ops)}; between entries hosts wait")
@@ -144,13 +144,14 @@ class FixedSchedule:
         return to_action([self._choose(pool, host, due) for host, due in enumerate(self.remaining)], pool.device)
 
     def _choose(self, pool: Hosts, host: int, remaining: list[tuple[int, tuple[int, ...]]]) -> tuple[int, ...]:
+        """Return the action on a host, an index per head, given tick and action of each remaining entry."""
         slot = HEADS.index("slot")
         for i, (tick, action) in enumerate(remaining):
             if tick > pool.envs[host].tick:
                 break
             if is_possible(pool, host, action):
-                others = [due for due in remaining[:i] if due[1][slot] != action[slot]]
-                self.remaining[host] = others + remaining[i + 1 :]
+                on_other_slots = [(due, other) for due, other in remaining[:i] if other[slot] != action[slot]]
+                self.remaining[host] = on_other_slots + remaining[i + 1 :]
                 return action
         return WAIT_ACTION
 
@@ -166,23 +167,23 @@ class FixedSchedule:
 def recorded_schedules(space: ActionSpace, actions: np.ndarray) -> list[Schedule]:  # actions [T, heads, H]
     """Return the actions of an episode as one schedule per host."""
     schedules = []
-    for rows in actions.transpose(2, 0, 1).tolist():
+    for actions_on_host in actions.transpose(2, 0, 1).tolist():  # [T, heads]
         entries = []
-        for tick, row in enumerate(rows):
-            if (op := Op(row[0])) is not Op.WAIT:
-                choices = space.decode(row)._asdict().items()
-                entries.append(
-                    ScheduledAction(tick, **{head: one for head, one in choices if op in RELEVANT_OPS[head]})
-                )
+        for tick, indices in enumerate(actions_on_host):
+            op = Op(indices[HEADS.index("op")])
+            if op is not Op.WAIT:
+                choices = space.decode(indices)._asdict().items()
+                used = {head: choice for head, choice in choices if op in RELEVANT_OPS[head]}
+                entries.append(ScheduledAction(tick, **used))
         schedules.append(Schedule(tuple(space.slot), tuple(entries)))
     return schedules
 
 
 def yoke_schedules(schedules: Sequence[Schedule], kinds: Sequence[str], prices: Sequence[float]) -> list[Schedule]:
-    """Return for every host the schedule of the next one of its kind by price; the last one that of the first."""
+    """Return for each host the schedule of the next host of its kind by price; for the last one, of the first."""
     assigned = list(schedules)
     for kind in set(kinds):
-        same = sorted((host for host, other in enumerate(kinds) if other == kind), key=lambda host: prices[host])
-        for host, following in zip(same, same[1:] + same[:1], strict=True):
+        of_kind = sorted((host for host, other in enumerate(kinds) if other == kind), key=lambda host: prices[host])
+        for host, following in zip(of_kind, of_kind[1:] + of_kind[:1], strict=True):
             assigned[host] = schedules[following]
     return assigned

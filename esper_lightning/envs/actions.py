@@ -84,7 +84,6 @@ class ActionConfig:
             raise ValueError(f"actions.tempos needs at least one tempo of at least 1 host epoch, got {self.tempos}")
 
     def make_space(self, slots: list[str], blueprints: list[str]) -> "ActionSpace":
-        """Return the action space of a host with these slots and blueprints."""
         return ActionSpace([op.name for op in Op], slots, blueprints, list(self.tempos))
 
 
@@ -107,7 +106,6 @@ class ActionSpace(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Number of choices of each head."""
         return {head: len(choices) for head, choices in zip(HEADS, self, strict=True)}
 
     def zeros(self, n_envs: int, device: torch.device) -> Action:
@@ -146,11 +144,11 @@ def to_action(rows: Sequence[Sequence[int]], device: torch.device) -> Action:
 
 def check_is_action(action: Any, n_envs: int) -> None:
     """Raise ActionError unless an object, of a user's own controller, has one tensor of N whole numbers per head."""
-    parts = action if isinstance(action, tuple) else ()
-    fits = [isinstance(part, Tensor) and part.shape == (n_envs,) and not part.is_floating_point() for part in parts]
-    if len(parts) != len(HEADS) or not all(fits):
-        kinds = [f"{part.dtype} {list(part.shape)}" if isinstance(part, Tensor) else repr(part) for part in parts]
-        got = f"{len(parts)} × {', '.join(dict.fromkeys(kinds))}" if parts else f"a {type(action).__name__}"
+    heads = action if isinstance(action, tuple) else ()
+    fits = [isinstance(head, Tensor) and head.shape == (n_envs,) and not head.is_floating_point() for head in heads]
+    if len(heads) != len(HEADS) or not all(fits):
+        kinds = [f"{head.dtype} {list(head.shape)}" if isinstance(head, Tensor) else repr(head) for head in heads]
+        got = f"{len(heads)} × {', '.join(dict.fromkeys(kinds))}" if heads else f"a {type(action).__name__}"
         raise ActionError(
             f"an action is made by to_action([[op, slot, blueprint, …], …], pool.device) from a row of whole numbers "
             f"for each of the {n_envs} hosts; got {got:.200}"

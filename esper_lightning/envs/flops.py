@@ -149,16 +149,17 @@ def measure_flops(host: nn.Module, sample: ExampleInput) -> HostFlops:
     try:
         return count_flops(host, lambda: call_network(host, sample))
     except ValueError:  # BatchNorm without running statistics takes two samples at least
-        two = count_flops(host, lambda: call_network(host, repeat_rows(sample, 1, 2)))
-        behind, blocks = ({name: flops // 2 for name, flops in part.items()} for part in (two.behind, two.blocks))
-        return HostFlops(two.host // 2, two.positions, behind, blocks, max(1, two.targets // 2))
+        of_two = count_flops(host, lambda: call_network(host, repeat_rows(sample, 1, 2)))
+        behind = {name: flops // 2 for name, flops in of_two.behind.items()}
+        blocks, targets = {name: flops // 2 for name, flops in of_two.blocks.items()}, max(1, of_two.targets // 2)
+        return HostFlops(of_two.host // 2, of_two.positions, behind, blocks=blocks, targets=targets)
 
 
 @contextmanager
 def plain_operators() -> Iterator[None]:
     """Compute attention, transformer and recurrent layers as matrix products, which FlopCounter counts."""
     mha, libraries = torch.backends.mha, (torch.backends.mkldnn, torch.backends.cudnn)
-    before = mha.get_fastpath_enabled(), [library.enabled for library in libraries]
+    had_fastpath, were_enabled = mha.get_fastpath_enabled(), [library.enabled for library in libraries]
     with sdpa_kernel(SDPBackend.MATH):
         mha.set_fastpath_enabled(False)
         # Their `flags` would also set the precision, and raise where the user has set it by the newer interface.
@@ -167,8 +168,8 @@ def plain_operators() -> Iterator[None]:
         try:
             yield
         finally:
-            mha.set_fastpath_enabled(before[0])
-            for library, enabled in zip(libraries, before[1], strict=True):
+            mha.set_fastpath_enabled(had_fastpath)
+            for library, enabled in zip(libraries, were_enabled, strict=True):
                 library.enabled = enabled  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -177,16 +178,18 @@ def count_flops(host: nn.Module, run: Callable[[], Any]) -> HostFlops:
     """Count the FLOPs of `run`, a forward pass of a host with empty slots on one sample, in evaluation mode."""
     slots = slots_of(host).values()
     positions_by_slot: dict[str, list[int]] = {slot.name: [] for slot in slots}
-    before: dict[str, int] = {}
+    before: dict[str, int] = {}  # FLOPs of the host before each slot
     blocks: dict[str, int] = {}
 
     def record(slot: SeedSlot, x: Tensor) -> Tensor:
+        """Note the positions of the feature at a slot, and the FLOPs before it; return the feature unchanged."""
         positions_by_slot[slot.name].append(x[0].numel() // slot.width)
         before.setdefault(slot.name, counter.total)
         return x
 
     def count_block(slot: DepthSlot) -> Iterator[RemovableHandle]:
-        first, *_, last = (slot.block_list.blocks[0], *slot.block_list.blocks)
+        """Register hooks that count the first block of a list, and record the output of the last one."""
+        first, last = slot.block_list.blocks[0], slot.block_list.blocks[-1]
 
         def begin(*_: Any) -> None:
             blocks[slot.name] = -counter.total
@@ -216,4 +219,4 @@ def count_flops(host: nn.Module, run: Callable[[], Any]) -> HostFlops:
     total = counter.total
     behind = {name: total - flops for name, flops in before.items()}
     targets = outputs[0].shape[:-1].numel() if outputs else 1  # classes come last
-    return HostFlops(total, positions_by_slot, behind, blocks, targets)
+    return HostFlops(total, positions_by_slot, behind, blocks=blocks, targets=targets)

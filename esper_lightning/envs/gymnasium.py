@@ -39,10 +39,11 @@ class GymVector:
             raise ValueError(f"horizon must be at least 1 step, got {horizon}")
         if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
             raise ValueError(f"{envs} must be made with autoreset_mode=AutoresetMode.SAME_STEP")
-        seen, actions = envs.single_observation_space, envs.single_action_space
-        if not isinstance(seen, Box):
+        observations, actions = envs.single_observation_space, envs.single_action_space
+        if not isinstance(observations, Box):
             raise ValueError(
-                f"observations are {seen}, not a Box; wrap the environment in gymnasium.wrappers.FlattenObservation"
+                f"observations are {observations}, not a Box; wrap the environment in "
+                f"gymnasium.wrappers.FlattenObservation"
             )
         if isinstance(actions, Discrete):
             sizes = {"action": int(actions.n)}
@@ -59,7 +60,7 @@ class GymVector:
         self._is_discrete = isinstance(actions, Discrete)
         self._mask_key = mask
         self.clock = PhaseClock(self.device)
-        self.observation = Observation(torch.zeros(self.n_envs, int(np.prod(seen.shape)), device=self.device))
+        self.observation = Observation(torch.zeros(self.n_envs, int(np.prod(observations.shape)), device=self.device))
         self.masks = self.space.full_masks(self.n_envs, self.device)
         self.episode_starts = torch.zeros(self.n_envs, dtype=torch.bool, device=self.device)
         self._start_episodes(*envs.reset(seed=0))
@@ -81,11 +82,11 @@ class GymVector:
         chosen = action.indices.cpu().numpy() + self._action_start
         observation, reward, terminated, truncated, info = self.envs.step(chosen[:, 0] if self._is_discrete else chosen)
         final, ended = None, terminated | truncated
-        if truncated.any():  # the last observation of each episode that ended; other rows are not read
-            rows = np.zeros_like(observation, dtype=np.float32)
+        if truncated.any():
+            last = np.zeros_like(observation, dtype=np.float32)  # observation of each episode that ended; else not read
             for i in info["_final_obs"].nonzero()[0]:
-                rows[i] = info["final_obs"][i]
-            final = Observation(self._flatten(rows)), None
+                last[i] = info["final_obs"][i]
+            final = Observation(self._flatten(last)), None
         self.returns += reward
         self.lengths += 1
         if ended.any():
@@ -96,9 +97,9 @@ class GymVector:
         self._store(observation, info)
         self.episode_starts.copy_(torch.as_tensor(ended))
         rewards = torch.as_tensor(reward, dtype=torch.float32, device=self.device)
-        at_end = torch.as_tensor(terminated, device=self.device)
-        cut = torch.as_tensor(truncated & ~terminated, device=self.device)
-        return VectorStep(action, rewards, at_end, cut, final, self._log)
+        is_terminal = torch.as_tensor(terminated, device=self.device)
+        is_cut = torch.as_tensor(truncated & ~terminated, device=self.device)
+        return VectorStep(action, rewards, is_terminal, is_cut, final=final, log=self._log)
 
     def _flatten(self, rows: np.ndarray) -> Tensor:  # [N, …] -> [N, …flat] float
         return torch.as_tensor(rows, dtype=torch.float32, device=self.device).reshape(self.n_envs, -1)

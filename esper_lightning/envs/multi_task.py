@@ -15,7 +15,7 @@ from esper_lightning.runtime.machine import PhaseClock
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """Join records of several pools: tensors and lists by concatenation, other records part by part."""
+    """Join records of several pools: tensors and lists by concatenation, dicts and other records field by field."""
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat(list(parts))
@@ -62,7 +62,6 @@ class MixedPool:
             start += pool.n_envs
 
     def _copy_from_pools(self) -> None:
-        """Copy observations, masks and episode starts from the pools."""
         for pool, span in self._pool_slices():
             for targets, sources in (
                 (self.observation, pool.observation),
@@ -74,8 +73,7 @@ class MixedPool:
                     target[span].copy_(source)
 
     @property
-    def task_slices(self) -> dict[str, slice]:
-        """Slice of the host indices of each task."""
+    def task_slices(self) -> dict[str, slice]:  # of the host indices
         return {name: span for name, (_, span) in zip(self.pools, self._pool_slices(), strict=True)}
 
     @property
@@ -89,7 +87,6 @@ class MixedPool:
 
     @property
     def executor_choice(self) -> str:
-        """Description of the executor of each task."""
         return ", ".join(f"{name}: {pool.executor_choice}" for name, pool in self.pools.items())
 
     def reset(self, rng_seeds: Sequence[int]) -> Observation:
@@ -118,7 +115,6 @@ class MixedPool:
         return {"envs": [env for pool in self.pools.values() for env in pool.state_dict()["envs"]]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of every pool; see `HostPool.load_state_dict`."""
         for pool, span in self._pool_slices():
             pool.load_state_dict({"envs": state["envs"][span]})
         self._copy_from_pools()

@@ -30,13 +30,12 @@ def check_rng_seed(setting: str, rng_seed: int) -> None:
 
 
 def episode_rng_seeds(run_rng_seed: int, purpose: int, episode: int, *, n_envs: int) -> list[int]:
-    """Return RNG seeds of `n_envs` episodes."""
+    """Return the RNG seed of each environment's episode, given the number of the `episode` in the run."""
     drawn = np.random.SeedSequence([run_rng_seed, purpose, episode]).generate_state(n_envs, np.uint64)
     return [int(rng_seed) >> 2 << 1 | purpose for rng_seed in drawn]
 
 
 def draw_rng_seed(generator: np.random.Generator, purpose: int) -> int:
-    """Draw the RNG seed of an episode."""
     return int(generator.integers(2**62)) << 1 | purpose
 
 
@@ -132,7 +131,6 @@ class ChoiceSpace:
         )
 
     def split_mask(self, possible: Tensor) -> dict[str, Tensor]:  # [..., C] -> [..., choices] by head
-        """Split flags into the masks of the heads."""
         return dict(zip(self.sizes, possible.split(list(self.sizes.values()), -1), strict=True))
 
     def forced(self, possible: Tensor) -> Tensor:  # [..., C] -> [...]

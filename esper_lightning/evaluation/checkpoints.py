@@ -45,21 +45,21 @@ def restore_policy(checkpoint: Mapping[str, Any], source: str, device: torch.dev
     with torch.device("meta"):  # initial weights would draw from the global random numbers
         policy = Policy(shape, load_settings(PolicyConfig, settings["policy"]))
         normalise = make_norm(shape.rows or shape.features)
-    for prefix, part in {"policy.": policy, "observation_norm.": normalise}.items():
-        own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
-        part.load_state_dict(own, assign=True)
-        part.to(device)
+    for prefix, module in {"policy.": policy, "observation_norm.": normalise}.items():
+        state = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+        module.load_state_dict(state, assign=True)
+        module.to(device)
     training = None
     if isinstance(shape.space, ActionSpace):
         rules = checkpoint[RULES_KEY]
         training = TrainingHosts(
-            shape.space,
-            checkpoint[IDENTITY_KEY][FEATURES_KEY],
-            load_settings(ObservationConfig, rules["observation"]),
-            TrainingRules(
-                load_settings(LifecycleConfig, rules["lifecycle"]),
+            space=shape.space,
+            features=checkpoint[IDENTITY_KEY][FEATURES_KEY],
+            observation=load_settings(ObservationConfig, rules["observation"]),
+            rules=TrainingRules(
+                lifecycle=load_settings(LifecycleConfig, rules["lifecycle"]),
                 # Without blueprints: other hosts may offer others.
-                load_settings(ActionConfig, rules["actions"] | {"blueprints": None}),
+                actions=load_settings(ActionConfig, rules["actions"] | {"blueprints": None}),
             ),
         )
     seed = checkpoint[MODULE_KEY].get("seed")
@@ -76,20 +76,22 @@ def load_policies(paths: Sequence[str], data: HostPoolData) -> list[LearnedContr
         checkpoint = read_policy(path)
         with checkpoint_errors(path, "evaluated"):
             loaded = restore_policy(checkpoint, path, data.pool.device)
-            for task, pool in data.pools.items():
-                sees_the_same = loaded.observation in (None, pool.config.observation)
-                loaded.reset(pool if sees_the_same else data.make_pool(1, task=task, observation=loaded.observation))
+            for task, pool in data.pools.items():  # the reset raises ValueError if hosts and policy do not fit
+                has_same_observation = loaded.observation in (None, pool.config.observation)
+                loaded.reset(
+                    pool if has_same_observation else data.make_pool(1, task=task, observation=loaded.observation)
+                )
             policies.append(loaded)
     return policies
 
 
 def check_training_seeds(policies: Sequence[LearnedController]) -> None:
     """Raise ValueError unless policies are of one kind of training: different seeds, the same observed features."""
-    for one, other in combinations(policies, 2):
-        both = f"checkpoints {one.source!r} and {other.source!r}"
-        if one.training_seed is not None and one.training_seed == other.training_seed:
-            raise ValueError(f"{both} are both of training seed {one.training_seed}; give one per training seed")
-        if one.observation != other.observation:
+    for first, second in combinations(policies, 2):
+        both = f"checkpoints {first.source!r} and {second.source!r}"
+        if first.training_seed is not None and first.training_seed == second.training_seed:
+            raise ValueError(f"{both} are both of training seed {first.training_seed}; give one per training seed")
+        if first.observation != second.observation:
             raise ValueError(f"{both} observe different features; name one of them in model.evaluation.against")
 
 

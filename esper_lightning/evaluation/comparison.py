@@ -38,7 +38,7 @@ from esper_lightning.runtime.generators import seeded_generators
 TAMIYO = "tamiyo"
 """Name of the compared policy, taking its most likely action."""
 
-REPLAYED, YOKED = DERIVED = ("replayed", "yoked")
+REPLAYED, YOKED = "replayed", "yoked"
 """Names of the open-loop controls of a trained policy: its most frequent schedule, played on every host; and for each
 host the schedule that it chose for another host of the same context."""
 
@@ -152,7 +152,6 @@ class ComparisonResult(NamedTuple):
         return self.reference.values("objective") - other.values("objective")
 
     def mean_lead(self, other: Entry) -> Interval:
-        """Return the mean lead over `other` with its interval."""
         return mean_interval(self.lead(other))
 
 
@@ -167,8 +166,8 @@ class Comparison:
         named = config.against or ()
         self.rivals = [name for name in named if names_policy(name)]
         self.schedules: dict[str, Schedule] = {}
-        self.own: list[str] = []
-        known = [*DERIVED, *([] if config.search is None else [BEST_FIXED]), *self.make_controllers()]
+        self.user_controllers: list[str] = []  # names of the user's own controllers
+        known = [REPLAYED, YOKED, *([] if config.search is None else [BEST_FIXED]), *self.make_controllers()]
         for name, file in (config.schedules or {}).items():
             if name in (*NAMED_POLICIES, *known) or name.startswith((RIVAL_PREFIX, TWIN_PREFIX)):
                 raise ValueError(f"model.evaluation.schedules: {name!r} is another controller's name; choose a new one")
@@ -179,9 +178,9 @@ class Comparison:
                 f"model.evaluation.against: {BEST_FIXED!r} must be searched first; set search.steps, or name its file "
                 f"in schedules"
             )
-        self.own = [name for name in named if name not in known and name not in self.rivals]
+        self.user_controllers = [name for name in named if name not in known and name not in self.rivals]
         try:
-            for name in self.own:
+            for name in self.user_controllers:
                 CONTROLLERS.find(name, known)
         except ValueError as error:
             raise ValueError(f"model.evaluation.against: {error}") from error
@@ -196,17 +195,16 @@ class Comparison:
             "periodic": Periodic(self.config.periodic),
             "climbing": HillClimbing(self.config.climbing),
             **{name: FixedSchedule(schedule) for name, schedule in self.schedules.items()},
-            **{name: make_controller(name) for name in self.own},
+            **{name: make_controller(name) for name in self.user_controllers},
         }
 
-    def includes(self, name: str) -> bool:
-        """Return True if the comparison includes this controller."""
+    def includes(self, name: str) -> bool:  # the controller with this name
         return self.config.against is None or name in self.config.against
 
     def check(self, data: HostPoolData) -> None:
         """Raise ValueError if the settings do not fit the hosts, before anything is played.
 
-        Each controller of the user chooses one action on each of two new hosts. What it raises passes.
+        Each controller of the user chooses one action on each of two new hosts. Exceptions of its code pass.
         """
         for task, pool in data.pools.items():
             for name, schedule in self.schedules.items():
@@ -226,12 +224,12 @@ class Comparison:
                 raise ValueError(
                     "model.evaluation.held_out: there are no held-out contexts; name some in data.env.family.held_out"
                 )
-            for name in self.own:
-                pair, controller = data.make_pool(2, task=task), make_controller(name)
-                pair.reset(range(2))
-                controller.reset(pair)
+            for name in self.user_controllers:
+                two_hosts, controller = data.make_pool(2, task=task), make_controller(name)
+                two_hosts.reset(range(2))
+                controller.reset(two_hosts)
                 with named_controller(name, controller):
-                    pair.read_action(controller.act(pair))
+                    two_hosts.read_action(controller.act(two_hosts))
 
     def run(
         self,
@@ -241,14 +239,14 @@ class Comparison:
         *,
         task: str | None = None,
     ) -> ComparisonResult:
-        """Run the comparison on hosts of one task (None: the first), in pools of its own.
+        """Run the comparison on hosts of one task (None: the first), in new pools.
 
         There is one of the `policies` per training seed, or none: then rules and schedules are compared alone. Each of
         the `rivals`, policies that `against` names, has a row.
         """
         config = self.config
-        if not policies and (needed := [name for name in config.against or () if name in DERIVED]):
-            raise ValueError(f"model.evaluation.against: {needed[0]!r} needs a trained policy; name one in policies")
+        if not policies and (derived := [name for name in config.against or () if name in (REPLAYED, YOKED)]):
+            raise ValueError(f"model.evaluation.against: {derived[0]!r} needs a trained policy; name one in policies")
         if not policies and config.against == []:
             raise ValueError(
                 "model.evaluation.against is empty and there is no policy, so nothing is compared; name controllers"
@@ -263,30 +261,30 @@ class Comparison:
             controllers: Sequence[Controller],
             training_seeds: Sequence[int | None] = (None,),
             *,
-            own: HostPool = pool,
+            hosts: HostPool = pool,
         ) -> None:
             """Play a controller, or one for each training seed, and add the row. Global generators begin alike."""
             outcomes = []
             for controller in controllers:
                 with seeded_generators(0):
-                    outcomes.append(play_episode(own, name, controller, rng_seeds=rng_seeds))
+                    outcomes.append(play_episode(hosts, name, controller, rng_seeds=rng_seeds))
             entries[name] = Entry(name, outcomes, list(training_seeds))
 
-        # First everything that needs nothing else: the policies, rivals, each in a pool that it can see, and rules.
+        # First all that depends on no other row: the policies, rivals with their own observation of hosts, and rules.
         seeds = [policy.training_seed for policy in policies]
         if policies:
             play(TAMIYO, policies, seeds)
         for rival in rivals:
-            own = pool
+            hosts = pool
             if rival.observation != pool.config.observation:
-                own = make_pool(config.hosts, held_out=config.held_out, observation=rival.observation)
-            play(RIVAL_PREFIX + rival.source, [rival], [rival.training_seed], own=own)
+                hosts = make_pool(config.hosts, held_out=config.held_out, observation=rival.observation)
+            play(RIVAL_PREFIX + rival.source, [rival], [rival.training_seed], hosts=hosts)
         for name, rule in self.make_controllers().items():
             if self.includes(name):
                 play(name, [rule])
 
-        # Then schedules, with those of the policies among the candidates of the search.
-        grown = entries[TAMIYO].outcomes if policies else []
+        # Then schedules; the most frequent ones of the policies are among the candidates of the search.
+        grown = entries[TAMIYO].outcomes if policies else []  # one outcome for each of the policies
         schedules, notes = self._common_schedules(policies, grown)
         common = list(schedules.values())
         if config.search is not None and self.includes(BEST_FIXED):
@@ -294,29 +292,29 @@ class Comparison:
                 best = search(make_pool(SEARCH_ENVS), config.search, [*self.schedules.values(), *common])
             schedules[BEST_FILE] = best
             play(BEST_FIXED, [FixedSchedule(best)])
-        # What never acts is the ungrown host, whatever replays it: unless asked for by name, its controls are left out.
+        # Controls of a policy that never acts would be the ungrown host: they are left out, unless asked for by name.
         acts = config.against is not None or any((outcome.ops != Op.WAIT).any() for outcome in grown)
         if grown and not acts:
             notes.append(f"{TAMIYO} grew nothing on any host: its controls would be {UNGROWN_HOST} and are left out")
         if grown and acts and self.includes(REPLAYED):
             play(REPLAYED, [FixedSchedule(schedule) for schedule in common], seeds)
         if grown and acts and self.includes(YOKED):
-            yoked = [yoke_schedules(one.schedules, one.contexts, one.prices) for one in grown]
-            play(YOKED, [FixedSchedule(each) for each in yoked], seeds)
+            yoked = [yoke_schedules(outcome.schedules, outcome.contexts, outcome.prices) for outcome in grown]
+            play(YOKED, [FixedSchedule(schedules_by_host) for schedules_by_host in yoked], seeds)
 
         # Last the static twins of the policy and of the best of the rules, two rows each.
-        hand_written = [name for name in (*HAND_WRITTEN, *self.own) if name in entries]
+        hand_written = [name for name in (*HAND_WRITTEN, *self.user_controllers) if name in entries]
         twinned = [TAMIYO] if grown and acts else []
         if hand_written:
             twinned.append(max(hand_written, key=lambda name: entries[name].values("objective").mean()))
         for name in twinned if config.controls else ():
-            twins = []
+            twins = []  # for each training seed, the outcomes with equal host epochs and with equal FLOPs
             for outcome in entries[name].outcomes:
                 with seeded_generators(0):
                     twins.append(play_static(pool, TWIN_PREFIX + name, outcome, rng_seeds=rng_seeds))
-            for row in zip(*twins, strict=True):
-                twin = row[0].controller
-                entries[twin] = Entry(twin, list(row), entries[name].training_seeds)
+            for outcomes in zip(*twins, strict=True):
+                twin_name = outcomes[0].controller
+                entries[twin_name] = Entry(twin_name, list(outcomes), entries[name].training_seeds)
 
         reference = TAMIYO if policies else (config.against or [UNGROWN_HOST])[0]
         reference = RIVAL_PREFIX + reference if reference in self.rivals else reference
@@ -329,7 +327,7 @@ class Comparison:
         """Return the most frequent schedule of each policy, by file name without suffix, and notes for the reader."""
         schedules, notes, hosts = {}, [], self.config.hosts
         for number, (policy, outcome) in enumerate(zip(policies, grown, strict=True)):
-            ((common, frequency),) = Counter(outcome.schedules).most_common(1)
+            common, frequency = Counter(outcome.schedules).most_common(1)[0]
             name, suffix = "schedule", ""
             if len(policies) > 1:
                 name, suffix = f"schedule{number}", f" of training seed {policy.training_seed}"
@@ -338,7 +336,8 @@ class Comparison:
                 f"{frequency} of {hosts} hosts{suffix} grew by the same schedule: {name}.json; "
                 f"different schedules: {len(set(outcome.schedules))}"
             )
-        alone = sum(number == 1 for number in Counter(grown[0].contexts if grown else ()).values())
+        hosts_by_context = Counter(grown[0].contexts if grown else ())
+        alone = sum(number == 1 for number in hosts_by_context.values())
         if alone and self.includes(YOKED):
             notes.append(
                 f"{alone} of {hosts} hosts were the only ones of their kind: {YOKED} plays their own schedules"

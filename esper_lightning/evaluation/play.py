@@ -23,7 +23,7 @@ import torch
 from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.rules import FossilizedSeed, StaticController, Topology
 from esper_lightning.controllers.schedules import Schedule, recorded_schedules
-from esper_lightning.envs import HostPool, StepResult
+from esper_lightning.envs import HEADS, HostPool, StepResult
 from esper_lightning.envs.actions import ActionError
 from esper_lightning.envs.measurements import download
 from esper_lightning.growth.stages import Stage
@@ -52,7 +52,7 @@ class Outcome(NamedTuple):
     contexts: list[str]  # variables of each host's context, as text
     metrics: dict[str, np.ndarray]  # further test metrics by name, see Task.test_metrics; NaN where undefined
     schedules: list[Schedule]  # actions carried out
-    prices: list[float]  # of parameters
+    prices: list[float]  # price of parameters in the objective of each host
 
 
 def play_episode(
@@ -71,7 +71,7 @@ def play_episode(
     """
     started, horizon = perf_counter(), pool.config.horizon
     flops, ticks, rollbacks = (np.zeros(pool.n_envs, dtype=np.int64) for _ in range(3))
-    actions = []
+    actions = []  # carried out in each tick, [heads, H]
     pool.reset(rng_seeds)
 
     def count_epoch(host: int, batches: Batches) -> None:
@@ -110,14 +110,14 @@ def play_episode(
         score=score.double().numpy(),
         loss=loss.double().numpy(),
         parameters=pool.parameter_counts.numpy(),
-        objective=np.array([env.objective_at(share) for env, share in zip(pool.envs, score.tolist(), strict=True)]),
+        objective=np.array([env.objective_at(value) for env, value in zip(pool.envs, score.tolist(), strict=True)]),
         flops=flops,
         ticks=ticks,
         fossils=np.array([len(topology) for topology in topologies]),
         rollbacks=rollbacks,
         seconds=seconds,
         topologies=topologies,
-        ops=np.array(actions)[:, 0],
+        ops=np.array(actions)[:, HEADS.index("op")],
         contexts=[str(env.context.context) for env in pool.envs],
         metrics={name: values.numpy() for name, values in pool.test_metrics().items()},
         schedules=recorded_schedules(pool.space, np.array(actions)),
@@ -152,14 +152,11 @@ def play_static(pool: HostPool, name: str, grown: Outcome, *, rng_seeds: Sequenc
     if all(env.training.flops is not None for env in pool.envs):
         return [static]
     limits = affordable_ticks(static, grown.flops)
-    return [
-        static,
-        play_episode(pool, f"{name}, equal FLOPs", controller, rng_seeds=rng_seeds, tick_limits=limits),
-    ]
+    return [static, play_episode(pool, f"{name}, equal FLOPs", controller, rng_seeds=rng_seeds, tick_limits=limits)]
 
 
 def affordable_ticks(static: Outcome, spent_flops: np.ndarray) -> list[int]:
-    """Return the whole host epochs of each static host [H] that its grown twin's FLOPs [H] pay for.
+    """Return how many whole host epochs of each static host [H] cost no more than `spent_flops` [H] of its grown twin.
 
     They exceed the horizon if the grown host has spent more than the static one costs. A host that could not be trained
     has an unknown cost; its budget buys nothing.

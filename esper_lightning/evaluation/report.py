@@ -42,22 +42,21 @@ INTERVAL_METHOD = (
 def compare(
     config: EvaluationConfig,
     data: HostPoolData,
-    own: LearnedController,
+    trained: LearnedController,
     *,
     folder: Path,
     settings: Mapping[str, Any],
 ) -> dict[str, ComparisonResult]:
-    """Run the comparison on hosts of each task, publish the results, and return them by task.
+    """Run the comparison on hosts of each task, print and write the results, and return them by task.
 
-    `own` is compared unless the settings name other policies. `folder` gets the files, in a folder for each of several
-    tasks. `settings` of the run are saved in `evaluation.json`.
-
-    Raises ValueError if the settings do not fit the hosts.
+    The `trained` policy is compared unless the settings name other ones. The files are written to `folder`, or, with
+    several tasks, to a subfolder for each task. `settings` of the run are saved in `evaluation.json`. Raises
+    ValueError if the settings do not fit the hosts.
     """
     if config.hosts == 0:
         raise ValueError("model.evaluation.hosts is 0, so there is nothing to compare; give at least 2")
     comparison = Comparison(config)
-    policies = [own] if config.policies is None else load_policies(config.policies, data)
+    policies = [trained] if config.policies is None else load_policies(config.policies, data)
     check_training_seeds(policies)
     rivals = load_policies(comparison.rivals, data)
     comparison.check(data)
@@ -67,31 +66,31 @@ def compare(
     }
     results = {}
     for task in data.pools:
-        out = folder
+        task_folder = folder
         if len(data.pools) > 1:
             print_status(f"hosts of {task}")
-            out = folder / task
-        if (out / RESULTS_FILE).is_file():
-            print_status(f"this comparison will replace the earlier one in {out}")
+            task_folder = folder / task
+        if (task_folder / RESULTS_FILE).is_file():
+            print_status(f"this comparison will replace the earlier one in {task_folder}")
         results[task] = result = comparison.run(data, policies, rivals, task=task)
         for note in result.notes:
             wide_console().print(note, soft_wrap=True)
         for table in make_tables(result):
             wide_console().print(table)
-        written = write_report(result, out, record)
-        wide_console().print(f"written to {out}: {', '.join(written)}", soft_wrap=True)
+        written = write_report(result, task_folder, record)
+        wide_console().print(f"written to {task_folder}: {', '.join(written)}", soft_wrap=True)
     return results
 
 
 def make_tables(result: ComparisonResult) -> list[Table]:
     """Return the tables of results, costs and test metrics.
 
-    Leads are the objective of the first row minus the row's, paired by host. Of metrics that exist for each class, such
-    as `accuracy.<class>`, the lowest mean and its class are shown.
+    `<first row> ahead` is the objective of the first row minus the objective of this row, paired by host. Of metrics
+    that exist for each class, such as `accuracy.<class>`, the lowest mean and its class are shown.
     """
     reference, metrics = result.reference.name, list(result.reference.mean_metrics())
-    single = [name for name in metrics if "." not in name]
-    grouped = list(dict.fromkeys(name.partition(".")[0] for name in metrics if "." in name))
+    plain = [name for name in metrics if "." not in name]
+    by_class = list(dict.fromkeys(name.partition(".")[0] for name in metrics if "." in name))
     over = f"; mean over {len(result.policies)} training seeds" if len(result.policies) > 1 else ""
     results = Table(
         title=f"{len(result.rng_seeds)} fresh hosts, test data, mean ± 95 % interval",
@@ -103,12 +102,12 @@ def make_tables(result: ComparisonResult) -> list[Table]:
     )
     further = Table(
         title="further test metrics, mean over hosts",
-        caption="lowest: the class with the lowest mean, its number in brackets" if grouped else "",
+        caption="lowest: the class with the lowest mean, its number in brackets" if by_class else "",
     )
     for table, names in (
         (results, (f"test {result.score}", "objective", f"{reference} ahead")),
         (costs, ("loss", "parameters", "MFLOP", "epochs", "fossils", "rollbacks", "seconds")),
-        (further, (*(name.replace("_", " ") for name in single), *(f"lowest {name}" for name in grouped))),
+        (further, (*(name.replace("_", " ") for name in plain), *(f"lowest {name}" for name in by_class))),
     ):
         table.add_column("controller", no_wrap=True)
         for name in names:
@@ -118,16 +117,14 @@ def make_tables(result: ComparisonResult) -> list[Table]:
         ahead = "" if entry is result.reference else format_interval(result.mean_lead(entry))
         results.add_row(entry.name, *map(format_interval, measured), ahead)
         means = {column: float(entry.values(column).mean()) for column in (*COLUMNS, "seconds")}
-        costs.add_row(
-            *(entry.name, f"{means['loss']:.3f}", f"{means['parameters']:.0f}", f"{means['flops'] / 1e6:.3g}"),
-            *(f"{means['ticks']:.1f}", f"{means['fossils']:.2f}", f"{means['rollbacks']:.2f}"),
-            f"{means['seconds']:.1f}",
-        )
-        found = entry.mean_metrics()
-        row = [f"{found[name]:.3f}" for name in single]
-        for group in grouped:
-            name = min((name for name in found if name.startswith(f"{group}.")), key=found.__getitem__)
-            row.append(f"{found[name]:.3f} ({name.partition('.')[2]})")
+        size = [f"{means['loss']:.3f}", f"{means['parameters']:.0f}", f"{means['flops'] / 1e6:.3g}"]
+        growth = [f"{means['ticks']:.1f}", f"{means['fossils']:.2f}", f"{means['rollbacks']:.2f}"]
+        costs.add_row(entry.name, *size, *growth, f"{means['seconds']:.1f}")
+        test_means = entry.mean_metrics()
+        row = [f"{test_means[name]:.3f}" for name in plain]
+        for group in by_class:
+            lowest = min((name for name in test_means if name.startswith(f"{group}.")), key=test_means.__getitem__)
+            row.append(f"{test_means[lowest]:.3f} ({lowest.partition('.')[2]})")
         further.add_row(entry.name, *row)
     return [results, costs, further]
 
@@ -189,7 +186,7 @@ def summary(result: ComparisonResult) -> dict[str, Any]:
         "intervals": INTERVAL_METHOD,
         "ahead": f"objective of {result.reference.name} minus that of the controller, paired by host",
         "hosts": len(result.rng_seeds),
-        "checkpoints": [{"training_seed": p.training_seed, "source": p.source} for p in result.policies],
+        "checkpoints": [{"training_seed": one.training_seed, "source": one.source} for one in result.policies],
         "controllers": controllers,
         "notes": result.notes,
     }

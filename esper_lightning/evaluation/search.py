@@ -34,8 +34,8 @@ DECISIVE = 8
 PARENTS, FINALISTS = 6, 8
 """Best schedules of a race that enter the next one, with their crossovers, and winners that enter the last one."""
 
-Seed = tuple[ScheduledAction, ...]
-"""Germination of a seed and its end, CULL or FOSSILIZE; empty: none."""
+SeedLife = tuple[ScheduledAction, ...]
+"""Germination of a seed, then CULL or FOSSILIZE, in one slot; empty: no seed grows there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,17 +67,20 @@ def search(
     distribution; None: of all.
     """
     contexts = contexts or pool.env_factory.context_distribution.contexts
-    sampler = ScheduleSampler(pool, config.seed, horizon=longest_horizon(pool, contexts))
-    episodes = config.steps // (pool.n_envs * pool.config.horizon)
+    horizon = max(context.horizon or pool.config.horizon for context in contexts)
+    sampler = ScheduleSampler(pool, config.seed, horizon=horizon)
+    episodes = config.steps // (pool.n_envs * pool.config.horizon)  # of the whole pool
     racing = Racing(pool, config.seed, contexts, episodes=episodes)
     reserve = round(LAST_SHARE * episodes)
-    first = max(1, round(FIRST_SHARE * episodes))
-    ranked = racing.rank(sampler.fill([], max(1, racing.room(episodes - first))), reserve)
+    first_race = max(1, round(FIRST_SHARE * episodes))
+    ranked = racing.rank(sampler.fill([], max(1, racing.affordable(episodes - first_race))), reserve)
     winners = ranked[:FINALISTS]
-    while (number := min(pool.n_envs // 2, racing.room(reserve))) > 1:
-        ranked = racing.rank(sampler.fill(ranked[: min(PARENTS, number // 2)], number), reserve)
-        winners = [ranked[0], *(one for one in winners if one != ranked[0])][:FINALISTS]
-    return racing.best(list(dict.fromkeys([winners[0], *known, *winners])))  # those at the end may not fit the budget
+    while (number := min(pool.n_envs // 2, racing.affordable(reserve))) > 1:
+        parents = ranked[: min(PARENTS, number // 2)]
+        ranked = racing.rank(sampler.fill(parents, number), reserve)
+        winners = [ranked[0], *(schedule for schedule in winners if schedule != ranked[0])][:FINALISTS]
+    finalists = dict.fromkeys([winners[0], *known, *winners])  # each once; the last ones may not fit the budget
+    return racing.best(list(finalists))
 
 
 class Racing:
@@ -87,33 +90,34 @@ class Racing:
         self.pool, self.contexts, self.episodes_left = pool, contexts, episodes
         self.random = Random(f"hosts {rng_seed}")
 
-    def room(self, reserve: int = 0) -> int:
+    def affordable(self, reserve: int = 0) -> int:
         """Return how many schedules can each play one host per context, if `reserve` episodes are to remain."""
         return max(0, self.episodes_left - reserve) * self.pool.n_envs // len(self.contexts)
 
     def rank(self, schedules: Sequence[Schedule], reserve: int) -> list[Schedule]:
         """Return schedules from best to worst. If the budget does not suffice for all, the last ones are left out.
 
-        The better ones meet further hosts, until these decide, or no more than `reserve` episodes are left.
+        The leading ones meet further hosts, until these decide, or no more than `reserve` episodes are left.
         """
-        ranked = list(schedules[: max(1, self.room(reserve))])
-        scores: dict[Schedule, list[float]] = {one: [] for one in ranked}
-        leading, met = len(ranked), 0
-        while met < DECISIVE and leading <= self.room(reserve) and (leading > 1 or not met):
-            hosts = max(1, self.pool.n_envs // (leading * len(self.contexts)))
-            for one, objectives in zip(ranked, self.play(ranked[:leading], hosts), strict=False):
-                scores[one] += objectives.tolist()
-            ranked[:leading] = sorted(ranked[:leading], key=lambda one: -float(np.mean(scores[one])))
-            leading, met = -(-leading // ONE_IN), met + hosts
+        ranked = list(schedules[: max(1, self.affordable(reserve))])
+        scores: dict[Schedule, list[float]] = {schedule: [] for schedule in ranked}
+        n_leading, hosts_met = len(ranked), 0  # hosts per context that the leading schedules have met
+        while hosts_met < DECISIVE and n_leading <= self.affordable(reserve) and (n_leading > 1 or hosts_met == 0):
+            leading, hosts = ranked[:n_leading], max(1, self.pool.n_envs // (n_leading * len(self.contexts)))
+            for schedule, objectives in zip(leading, self.play(leading, hosts), strict=True):
+                scores[schedule] += objectives.tolist()
+            ranked[:n_leading] = sorted(leading, key=lambda schedule: -float(np.mean(scores[schedule])))
+            n_leading, hosts_met = -(-n_leading // ONE_IN), hosts_met + hosts  # rounded up
         return ranked
 
     def best(self, schedules: Sequence[Schedule]) -> Schedule:
         """Return the best schedule on as many hosts as the budget still allows; without any, the first schedule."""
-        room = self.room()
-        schedules = schedules[: max(1, room)]
+        affordable = self.affordable()
+        schedules = schedules[: max(1, affordable)]
         if len(schedules) == 1:
             return schedules[0]
-        return schedules[int(self.play(schedules, room // len(schedules)).mean(1).argmax())]
+        objectives = self.play(schedules, affordable // len(schedules))
+        return schedules[int(objectives.mean(1).argmax())]
 
     def play(self, schedules: Sequence[Schedule], hosts: int) -> np.ndarray:  # [schedules, contexts · hosts]
         """Return the objectives of schedules that all meet the same new hosts, so many of each context."""
@@ -121,9 +125,10 @@ class Racing:
         games = [(schedule, rng_seed) for schedule in schedules for rng_seed in rng_seeds]
         objectives: list[float] = []
         n_envs = self.pool.n_envs
-        for start in range(0, len(games), n_envs):  # one episode of the pool each, the last one filled up
+        for start in range(0, len(games), n_envs):  # one episode of the pool each
             batch = games[start : start + n_envs]
-            played, seeds = zip(*batch, *[batch[0]] * (n_envs - len(batch)), strict=True)
+            filled = batch + batch[:1] * (n_envs - len(batch))  # every host of the pool must play something
+            played, seeds = zip(*filled, strict=True)
             objectives += final_objectives(self.pool, FixedSchedule(played), seeds)[: len(batch)]
             self.episodes_left -= 1
         return np.array(objectives).reshape(len(schedules), -1)
@@ -131,14 +136,16 @@ class Racing:
 
 def sample_host_seeds(
     pool: HostPool, number: int, rng: Random, *, contexts: Sequence[Context] | None = None
-) -> np.ndarray:  # [M, number] int64
+) -> np.ndarray:  # [contexts, number] int64
     """Return RNG seeds of `number` hosts of each given context (None: all). They are even, like those of training."""
     family = pool.env_factory.context_distribution
-    rng_seeds: dict[str, list[int]] = {repr(member): [] for member in contexts or family.contexts}
+    rng_seeds: dict[str, list[int]] = {repr(context): [] for context in contexts or family.contexts}
     while min(map(len, rng_seeds.values())) < number:
         rng_seed = 2 * rng.randrange(2**60)
-        rng_seeds.get(repr(family.draw(rng_seed)), []).append(rng_seed)
-    return np.array([row[:number] for row in rng_seeds.values()])
+        context = repr(family.draw(rng_seed))
+        if context in rng_seeds:
+            rng_seeds[context].append(rng_seed)
+    return np.array([of_context[:number] for of_context in rng_seeds.values()])
 
 
 def final_objectives(pool: HostPool, controller: Controller, rng_seeds: Sequence[int]) -> list[float]:
@@ -149,24 +156,20 @@ def final_objectives(pool: HostPool, controller: Controller, rng_seeds: Sequence
     return steps[-1].metrics.objective.tolist()
 
 
-def longest_horizon(pool: HostPool, contexts: Sequence[Context]) -> int:
-    """Return the number of ticks of the longest episode in any of the contexts."""
-    return max(context.horizon or pool.config.horizon for context in contexts)
-
-
 def check_budget(config: SearchConfig, pool: HostPool, n_envs: int) -> None:
     """Raise ValueError if the budget is too small to play one schedule on one host per context, or episodes too short.
 
     A search runs `n_envs` environments side by side.
     """
     contexts = pool.env_factory.context_distribution.contexts
-    least = -(-len(contexts) // n_envs) * n_envs * pool.config.horizon
+    least = -(-len(contexts) // n_envs) * n_envs * pool.config.horizon  # whole episodes of the pool, rounded up
     if config.steps < least:
         raise ValueError(
             f"search.steps is {config.steps}; to see one schedule on a host of each context, {n_envs} hosts side by "
             f"side, takes {least}"
         )
-    latest_germinations(pool.config, longest_horizon(pool, contexts))  # raises ValueError if there is none
+    horizon = max(context.horizon or pool.config.horizon for context in contexts)
+    latest_germinations(pool.config, horizon)  # raises ValueError if there is none
 
 
 def latest_germinations(config: EnvConfig, horizon: int) -> dict[str, int]:
@@ -193,28 +196,25 @@ class ScheduleSampler:
     def __init__(self, pool: HostPool, rng_seed: int, *, horizon: int) -> None:
         self.random, self.space, self.horizon = Random(rng_seed), pool.space, horizon
         rows = zip(pool.space.slot, pool.growable.tolist(), strict=True)
+        # Names of the blueprints that can grow in each slot that takes one.
         self.growable = {slot: list(compress(pool.space.blueprint, row)) for slot, row in rows if any(row)}
         self.latest_germination = latest_germinations(pool.config, horizon)
 
     def draw(self) -> Schedule:
-        """Return a random schedule."""
         slots = self.random.sample(list(self.growable), self.random.randint(1, len(self.growable)))
         return self._schedule([self._draw_seed(slot) for slot in slots])
 
-    def crossover(self, one: Schedule, other: Schedule) -> Schedule:
-        """Return a schedule in which each slot has the seed of one parent; at random, that of one slot is changed."""
-        changed, seeds = self.random.choice([None, *self.growable]), []
+    def crossover(self, first: Schedule, second: Schedule) -> Schedule:
+        """Return a schedule with the seed of either parent in each slot; at random one seed is changed."""
+        changed_slot, seeds = self.random.choice([None, *self.growable]), []
         for slot in self.growable:
-            parent = self.random.choice([one, other])
+            parent = self.random.choice([first, second])
             seed = tuple(entry for entry in parent.entries if entry.slot == slot)
-            seeds.append(self._change_seed(slot, seed) if slot == changed else seed)
+            seeds.append(self._change_seed(slot, seed) if slot == changed_slot else seed)
         return self._schedule(seeds) if any(seeds) else self.draw()
 
     def fill(self, schedules: Sequence[Schedule], number: int) -> list[Schedule]:
-        """Return these schedules and crossovers of them, or random ones if there are none: `number` different ones.
-
-        There are fewer if they are hard to find.
-        """
+        """Return up to `number` different schedules: these and crossovers of them, or random ones if there are none."""
         filled = list(schedules)
         for _ in range(20 * number):
             new = self.crossover(*self.random.choices(schedules, k=2)) if schedules else self.draw()
@@ -222,31 +222,33 @@ class ScheduleSampler:
                 filled.append(new)
         return filled
 
-    def _draw_seed(self, slot: str) -> Seed:
-        choose, ticks = self.random.choice, self.random.randint
-        tempo = choose(list(self.latest_germination))
+    def _draw_seed(self, slot: str) -> SeedLife:
+        """Return germination and end of a random seed in a slot."""
+        tempo = self.random.choice(list(self.latest_germination))
         # Early ticks are likelier: a seed that germinates earlier learns for longer.
-        tick = min(ticks(0, self.latest_germination[tempo]) for _ in range(2))
-        start = ScheduledAction(tick, "GERMINATE", slot, choose(self.growable[slot]), tempo)
+        tick = min(self.random.randint(0, self.latest_germination[tempo]) for _ in range(2))
+        germination = ScheduledAction(tick, "GERMINATE", slot, self.random.choice(self.growable[slot]), tempo)
         op = "CULL" if self.random.random() < CULL_PROBABILITY else "FOSSILIZE"
-        as_soon_as_possible = op == "FOSSILIZE" and choose([True, False])
-        end = tick + 1 if as_soon_as_possible else ticks(tick + 1, self.horizon - 1)
-        return start, ScheduledAction(end, op, slot)
+        as_soon_as_possible = op == "FOSSILIZE" and self.random.choice([True, False])
+        end_tick = tick + 1 if as_soon_as_possible else self.random.randint(tick + 1, self.horizon - 1)
+        return germination, ScheduledAction(end_tick, op, slot)
 
-    def _change_seed(self, slot: str, seed: Seed) -> Seed:
-        """Return a new seed, none, or the given one with another end or another choice at its start."""
+    def _change_seed(self, slot: str, seed: SeedLife) -> SeedLife:
+        """Return a new seed, none, or the given one with another end or another choice at its germination."""
         new = self._draw_seed(slot)
         if not seed:
             return new
-        (start, end), (new_start, new_end) = seed, new
+        (germination, end), (new_germination, new_end) = seed, new
         name = self.random.choice(["blueprint", "tempo", "tick"])
-        changed = start._replace(**{name: getattr(new_start, name)})
-        varied = self.random.choice([(), new, (start, new_end), (changed, end)])
-        if varied and varied[0].tick > min(self.latest_germination[str(varied[0].tempo)], varied[1].tick - 1):
-            return new
-        return varied
+        changed = germination._replace(**{name: getattr(new_germination, name)})
+        varied = self.random.choice([(), new, (germination, new_end), (changed, end)])
+        if not varied:
+            return ()
+        # Germination must leave time to judge the seed, and must come before its end.
+        latest = min(self.latest_germination[str(varied[0].tempo)], varied[1].tick - 1)
+        return varied if varied[0].tick <= latest else new
 
-    def _schedule(self, seeds: Sequence[Seed]) -> Schedule:
+    def _schedule(self, seeds: Sequence[SeedLife]) -> Schedule:
         """Return a schedule of seeds; if several actions are due, germinations come last."""
         entries = [entry for seed in seeds for entry in seed]
         entries.sort(key=lambda entry: (entry.tick, entry.op == "GERMINATE", self.space.slot.index(entry.slot)))

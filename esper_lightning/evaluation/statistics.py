@@ -39,21 +39,16 @@ def mean_interval(values: np.ndarray) -> Interval:
     mean = float(table.mean())
     if table.size < 2 or np.ptp(table) == 0.0 or not np.isfinite(table).all():
         return Interval(mean, mean, mean)
+    random = np.random.default_rng(RNG_SEED)
     if len(table) > 1:
+        # Frequency of each training seed, then of each host, in each resample, as fractions: [resamples, S or H].
+        seed_weights, host_weights = (
+            random.multinomial(size, np.full(size, 1.0 / size), RESAMPLES) / size for size in table.shape
+        )
         tail = (1.0 - CONFIDENCE) / 2.0
-        low, high = np.quantile(resampled_means(table), [tail, 1.0 - tail])
+        low, high = np.quantile(((seed_weights @ table) * host_weights).sum(1), [tail, 1.0 - tail])
     else:
-        random = np.random.default_rng(RNG_SEED)
         low, high = stats.bootstrap(
             (table[0],), np.mean, n_resamples=RESAMPLES, confidence_level=CONFIDENCE, method="percentile", rng=random
         ).confidence_interval
     return Interval(mean, float(low), float(high))
-
-
-def resampled_means(table: np.ndarray) -> np.ndarray:  # [S, H] -> [resamples]
-    """Return means of resampled tables; tables of one shape get the same training seeds and hosts."""
-    random = np.random.default_rng(RNG_SEED)
-    seeds, hosts = (
-        random.multinomial(size, np.full(size, 1.0 / size), RESAMPLES) / size for size in table.shape
-    )  # [resamples, S], [resamples, H]: frequency of each training seed and host, as fractions
-    return ((seeds @ table) * hosts).sum(1)

@@ -4,7 +4,6 @@ T environment steps per rollout, N environments.
 """
 
 from collections.abc import Callable, Mapping
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -31,14 +30,24 @@ def is_usable(record: Tensor) -> Tensor:  # [T, N, …] -> [T, N] bool
     return (record.abs() <= LARGEST_NUMBER).reshape(*record.shape[:2], -1).all(-1)
 
 
-def first_defect(records: Mapping[str, Tensor], env: int) -> tuple[int, str, float] | None:
-    """Return step, name and value of the first unusable number of an environment in records [T, N, …]; None: none."""
+class Defect(NamedTuple):
+    """Number of a rollout that is not finite, or too large to learn from."""
+
+    step: int
+    name: str
+    value: float
+
+
+def first_defect(records: Mapping[str, Tensor], env: int) -> Defect | None:
+    """Return the first unusable number of an environment in records [T, N, …] by name. None: all are usable."""
     defects = []
     for name, record in records.items():
-        for step in (~is_usable(record)[:, env]).nonzero().flatten().tolist()[:1]:
-            values = record[step, env].flatten()
-            defects.append((step, name, values[~(values.abs() <= LARGEST_NUMBER)][0].item()))
-    return min(defects, key=itemgetter(0), default=None)
+        steps = (~is_usable(record)[:, env]).nonzero().flatten().tolist()
+        if steps:
+            values = record[steps[0], env].flatten()
+            unusable = values[~(values.abs() <= LARGEST_NUMBER)]  # with NaN, which no comparison finds
+            defects.append(Defect(steps[0], name, unusable[0].item()))
+    return min(defects, key=lambda defect: defect.step, default=None)
 
 
 class RolloutSummary(NamedTuple):
@@ -51,6 +60,14 @@ class RolloutSummary(NamedTuple):
     usable: Tensor  # [N] bool: environments of all ranks that are learned from
     defect: str | None  # first number that is not finite or too large, of the first environment that is left out
     metrics: dict[str, float]  # environments left out, deviation of advantages, number by which rewards were divided
+
+
+class UsableEnvs(NamedTuple):
+    """Environments of a rollout whose numbers are all finite and not too large."""
+
+    here: Tensor  # [N of this rank] bool
+    everywhere: Tensor  # [N of all ranks] bool
+    defect: str | None  # see `RolloutSummary`
 
 
 class RolloutCollector:
@@ -86,7 +103,7 @@ class RolloutCollector:
         self.ticks = 0  # environment steps since the run began: the x-axis of every plot
         self.generator = torch.Generator(pool.device).manual_seed(run_rng_seed)  # exploration and minibatches
         self.buffer = RolloutBuffer(pool, policy, config.sequence)
-        # Of the rollout, beside what the policy learns from [T, N, …]: features as the normalisers will learn them, and
+        # Further records of the rollout [T, N, …]: features before normalisation, from which the normalisers learn, and
         # V of the last states of truncated episodes, which an autoreset hides from the next observation.
         self.raw_features = torch.zeros(pool.horizon, *pool.observation.features.shape, device=pool.device)
         self.raw_privileged = map_tensors(self.buffer.steps.privileged, torch.zeros_like)
@@ -95,7 +112,7 @@ class RolloutCollector:
         # part of a checkpoint: hosts begin an episode with every rollout, other environments do so after a resume.
         self.discounted_sums = torch.zeros(pool.n_envs, device=pool.device)
         self.state = policy.initial_state(pool.n_envs)
-        self.starts = torch.ones(pool.n_envs, dtype=torch.bool, device=pool.device)
+        self.starts = torch.ones(pool.n_envs, dtype=torch.bool, device=pool.device)  # the next step resets the state
         self.has_reset = False  # in this process; environments with autoreset are reset only once
         self.last_step: Any = None  # result of the last step in this process, for the listeners
         self.reward_terms: dict[int, Mapping[str, Tensor]] = {}  # by step of the rollout, as far as this process knows
@@ -116,7 +133,7 @@ class RolloutCollector:
     @torch.no_grad()
     def step(self) -> Any:
         """Choose one action per environment, take one environment step and record it. Returns the step's result."""
-        pool, length, state = self.pool, self.buffer.length, self.state
+        pool, index, state = self.pool, self.buffer.length, self.state  # index of this step in the rollout
         with pool.clock.measure("policy"):
             # Copies, because the step overwrites the environments' observation.
             masks = map_tensors(pool.masks, torch.clone)
@@ -125,10 +142,10 @@ class RolloutCollector:
             distribution = self.policy.heads.distribution(hidden, masks)
             values = self.policy.estimate_value(hidden, privileged)
             action = distribution.sample(self.generator, self.ranks)
-            self.raw_features[length].copy_(pool.observation.features)
+            self.raw_features[index].copy_(pool.observation.features)
             if self.raw_privileged is not None:
                 assert pool.privileged is not None
-                self.raw_privileged[length].copy_(pool.privileged)
+                self.raw_privileged[index].copy_(pool.privileged)
         with torch.enable_grad():
             step = pool.step(action)
         with pool.clock.measure("policy"):
@@ -153,22 +170,24 @@ class RolloutCollector:
             if self.final_values is not None:
                 self.starts.logical_or_(step.truncated)
                 if step.final is not None:
-                    self.final_values[length].copy_(self._value(*step.final, starts=torch.zeros_like(self.starts)))
+                    final, privileged = step.final
+                    final_values = self._estimate_value(final, privileged, starts=torch.zeros_like(self.starts))
+                    self.final_values[index].copy_(final_values)
         self.ticks += 1
         self.last_step = step
-        self.reward_terms[length] = step.terms
+        self.reward_terms[index] = step.terms
         for listener in self.listeners:
             listener()
         return step
 
     def _normalised(self, observation: Any, privileged: Tensor | None) -> tuple[Any, Tensor | None]:
-        """Return what the policy sees and what its critic sees beyond that, as they are stored."""
+        """Return observation and privileged features with normalised numbers. None: the critic gets no further ones."""
         features = self.observation_norm(observation.features)
-        more = None if self.privileged_norm is None else self.privileged_norm(privileged)
-        return observation._replace(features=features), more
+        critic_features = None if self.privileged_norm is None else self.privileged_norm(privileged)
+        return observation._replace(features=features), critic_features
 
-    def _value(self, observation: Any, privileged: Tensor | None, *, starts: Tensor) -> Tensor:  # [N]
-        """Return V of the states after the last action, with the recurrent state after it."""
+    def _estimate_value(self, observation: Any, privileged: Tensor | None, *, starts: Tensor) -> Tensor:  # [N]
+        """Return V of the states after the last actions in units of the return; `starts` [N] bool resets the memory."""
         observation, privileged = self._normalised(observation, privileged)
         hidden, _ = self.policy.encode_step(observation, self.state, starts)
         return self.value_norm.inverse(self.policy.estimate_value(hidden, privileged))
@@ -182,7 +201,7 @@ class RolloutCollector:
         buffer, steps, config, ranks = self.buffer, self.buffer.steps, self.config, self.ranks
         assert buffer.length == buffer.ticks, "the rollout is not finished"
         values = self.value_norm.inverse(steps.values)
-        last_value = self._value(self.pool.observation, self.pool.privileged, starts=self.starts)
+        last_value = self._estimate_value(self.pool.observation, self.pool.privileged, starts=self.starts)
         next_values = torch.cat([values[1:], last_value[None]])
         terminated, truncated = steps.terminated, steps.truncated
         if self.final_values is not None:
@@ -199,29 +218,10 @@ class RolloutCollector:
             gamma=config.gamma,
             lam=config.gae_lambda,
         )
-        records = {
-            REWARD: steps.rewards,
-            "an observed feature": self.raw_features,
-            **({} if self.raw_privileged is None else {"a privileged feature": self.raw_privileged}),
-            "the policy's log-probability": steps.log_prob,
-            "the critic's value": values,
-        }
-        results = {"the return": returns, "the advantage": advantages}  # to blame only if no record is the cause
-        usable = torch.stack([is_usable(part).all(0) for part in (records | results).values()]).all(0)  # of this rank
-        usable_envs = ranks.gather_rows(usable)
-        left_out, defect = int((~usable_envs).sum()), None
-        if left_out:
-            here = None if usable.all() else self._describe_defect(records, results, env=int(usable.int().argmin()))
-            defect = next(text for text in ranks.gather_everywhere(here) if text is not None)
-        if left_out == len(usable_envs):
-            raise DivergedError(
-                f"no environment of the rollout can be learned from: {defect}; for a reward lower data.env.reward, "
-                f"data.env.objective or Governor.rules.penalty, for a feature look at the environment, else lower "
-                f"model.ppo.lr"
-            )
-        advantages, returns = torch.where(usable, advantages, 0.0), torch.where(usable, returns, 0.0)
+        envs = self._find_usable_envs(values, returns, advantages)
+        advantages, returns = torch.where(envs.here, advantages, 0.0), torch.where(envs.here, returns, 0.0)
         # Steps of a host whose episode ended before the horizon are padding.
-        active, unforced = ~steps.masks.ended & usable, ~steps.masks.forced & usable
+        active, unforced = ~steps.masks.ended & envs.here, ~steps.masks.forced & envs.here
         advantages, spread = normalise(advantages, unforced, ranks=ranks)
         self.value_norm.update(returns[active], ranks)
         rollout = Rollout(steps, advantages, self.value_norm(returns), buffer.state)
@@ -232,17 +232,41 @@ class RolloutCollector:
             if norm is not None and raw is not None:
                 norm.update(raw[active], ranks)
         # A state that is not finite would stay so: at the start of an episode it is multiplied by 0.
-        self.state = RecurrentState(*(part.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for part in self.state))
-        metrics = {"left_out": float(left_out), "advantage_spread": spread * float(reward_unit)}
+        self.state = RecurrentState(*(tensor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for tensor in self.state))
+        metrics = {"left_out": float((~envs.everywhere).sum()), "advantage_spread": spread * float(reward_unit)}
         return rollout, RolloutSummary(
-            returns=ranks.gather_rows(steps.rewards.sum(0))[usable_envs].cpu(),
+            returns=ranks.gather_rows(steps.rewards.sum(0))[envs.everywhere].cpu(),
             values=values[active] * reward_unit,
             value_targets=returns[active] * reward_unit,
             advantages=torch.where(unforced, advantages, torch.nan),
-            usable=usable_envs,
-            defect=defect,
+            usable=envs.everywhere,
+            defect=envs.defect,
             metrics=metrics if self.reward_norm is None else metrics | {"reward_deviation": float(reward_unit)},
         )
+
+    def _find_usable_envs(self, values: Tensor, returns: Tensor, advantages: Tensor) -> UsableEnvs:
+        """Find the environments with usable numbers, given results [T, N]. Raises DivergedError if there are none."""
+        steps, ranks = self.buffer.steps, self.ranks
+        records = {
+            REWARD: steps.rewards,
+            "an observed feature": self.raw_features,
+            **({} if self.raw_privileged is None else {"a privileged feature": self.raw_privileged}),
+            "the policy's log-probability": steps.log_prob,
+            "the critic's value": values,
+        }
+        results = {"the return": returns, "the advantage": advantages}  # to blame only if no record is the cause
+        here = torch.stack([is_usable(record).all(0) for record in (records | results).values()]).all(0)
+        everywhere, defect = ranks.gather_rows(here), None
+        if not everywhere.all():
+            own_defect = None if here.all() else self._describe_defect(records, results, env=int(here.int().argmin()))
+            defect = next(text for text in ranks.gather_everywhere(own_defect) if text is not None)
+        if not everywhere.any():
+            raise DivergedError(
+                f"no environment of the rollout can be learned from: {defect}; for a reward lower data.env.reward, "
+                f"data.env.objective or Governor.rules.penalty, for a feature look at the environment, else lower "
+                f"model.ppo.lr"
+            )
+        return UsableEnvs(here, everywhere, defect)
 
     def _update_reward_norm(self) -> Tensor | float:
         """Update the statistics of the discounted sum of rewards, and return the number by which rewards are divided.
@@ -262,11 +286,9 @@ class RolloutCollector:
         """Describe the first unusable number of one environment: `in environment 3 at step 7 the reward is nan`."""
         defect = first_defect(records, env) or first_defect(results, env)
         assert defect is not None, "the environment is left out"
-        step, name, value = defect
-        terms = self.reward_terms.get(step, {}) if name == REWARD else {}
-        if cause := first_defect({f"the reward term {term}": paid[None] for term, paid in terms.items()}, env):
-            _, name, value = cause
-        return f"in environment {self.ranks.own[env]} at step {step + 1} {name} is {value:g}"
+        terms = self.reward_terms.get(defect.step, {}) if defect.name == REWARD else {}
+        cause = first_defect({f"the reward term {name}": paid[None] for name, paid in terms.items()}, env) or defect
+        return f"in environment {self.ranks.own[env]} at step {defect.step + 1} {cause.name} is {cause.value:g}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the collector's state, in types that `weights_only=True` accepts."""
@@ -281,15 +303,12 @@ class RolloutCollector:
         }
 
     def _unbuffered_tensors(self) -> dict[str, Tensor]:
-        """Return the storage of the rollout beside the buffer, by its key in a checkpoint."""
+        """Return the records of the rollout that the buffer does not hold, by their keys in a checkpoint."""
         names = ("raw_features", "raw_privileged", "final_values")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state of `state_dict`.
-
-        `checkpoint.move_to_device` removes the rollout from it; the next step of the training then begins a new one.
-        """
+        """Restore a state of `state_dict`. After one without a rollout, see `move_to_device`, a new rollout begins."""
         self.episode, self.ticks = state["episode"], state["ticks"]
         self.generator.set_state(check_generator_state("the generator's state", state["generator"], self.generator))
         if "buffer" not in state:

@@ -33,7 +33,7 @@ HOST_PARENTS = {"slot": "op", "blueprint": "slot", "tempo": "slot"}
 
 
 def host_table_shapes(sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Return (rows, choices) of the table of each head, given its choices; there is a row per choice of its parent."""
+    """Return the shape (rows, choices) of each head's table, given the number of choices of each head."""
     return {
         head: (sizes[HOST_PARENTS[head]] if head in HOST_PARENTS else 1, choices) for head, choices in sizes.items()
     }
@@ -87,7 +87,6 @@ class FactoredDistribution(ABC):
         Where log-probabilities are NaN, all possible choices are equally likely (torch.multinomial on NaN would make
         the GPU unusable for the process), and the action's log-probability stays NaN, so that it teaches nothing.
         """
-
         chosen: dict[str, Tensor] = {}
         for head in self.heads:
             log_probs, mask = self.log_probs[head], self.masks[head]
@@ -164,13 +163,14 @@ class HostDistribution(FactoredDistribution):
         means = []
         for i, head in enumerate(self.heads):
             values = row_values(head)
-            if head == "op":
+            if head == "op":  # a single row
                 mean = values.squeeze(-1)
-            elif self.parents[head] == "op":
+            elif self.parents[head] == "op":  # a row for each op
                 mean = (values * weights[..., i]).sum(-1) / relevance[..., i].clamp(min=1e-8)
-            else:
+            else:  # a row for each slot; the head matters for one op alone
                 (only_op,) = RELEVANT_OPS[head]
-                mean = (values * self.log_probs["slot"].exp()[..., only_op, :]).sum(-1)
+                slot_probability = self.log_probs["slot"].exp()[..., only_op, :]
+                mean = (values * slot_probability).sum(-1)
             means.append(mean)
         return torch.stack(means, -1), relevance
 

@@ -40,10 +40,10 @@ class Anneal:
 
     def at(self, progress: float) -> float:
         """Return the value at `progress` 0 … 1 of the run."""
-        done = min(1.0, progress)
+        progress = min(1.0, progress)
         if self.shape == "geometric":
-            return float(self.start ** (1.0 - done) * self.end**done)
-        return float(self.start + (self.end - self.start) * done)
+            return float(self.start ** (1.0 - progress) * self.end**progress)
+        return float(self.start + (self.end - self.start) * progress)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,17 +145,19 @@ def discounted_sums(
 def normalise(advantages: Tensor, included: Tensor, *, ranks: Ranks = ALONE) -> tuple[Tensor, float]:
     """Normalise advantages to mean 0 and standard deviation 1 over the steps in `included` (bool, same shape).
 
-    Returns the normalised advantages and the standard deviation, which is that of the steps of all ranks.
+    Mean and standard deviation are those of the included steps of all ranks. Returns the normalised advantages, 0 if
+    fewer than two steps are included, and the standard deviation before the normalisation.
     """
     sample = advantages[included]
     if ranks.world > 1:
         count, mean, variance = ranks.moments(sample)
-        spread = variance.sqrt()
+        deviation = variance.sqrt()
     else:
-        count, mean, spread = len(sample), sample.mean(), sample.std(correction=0) if len(sample) else sample.sum()
+        count, mean = len(sample), sample.mean()
+        deviation = sample.std(correction=0) if count else mean  # of no numbers torch warns
     if count < 2:
         return torch.zeros_like(advantages), 0.0
-    return (advantages - mean) / spread.clamp(min=ADVANTAGE_FLOOR), spread.item()
+    return (advantages - mean) / deviation.clamp(min=ADVANTAGE_FLOOR), deviation.item()
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor) -> Tensor:
@@ -164,7 +166,7 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor) -> Tensor:
 
 
 def value_loss(values: Tensor, old: Tensor, targets: Tensor, *, clip: float | None) -> Tensor:
-    """Return half the squared error per step; with `clip`, the larger of it and that of the clipped value."""
+    """Return half the squared error per step; with `clip`, at least the one of the value limited to `old` ± `clip`."""
     error = (values - targets).square()
     if clip is not None:
         error = torch.max(error, (old + (values - old).clamp(-clip, clip) - targets).square())
@@ -197,64 +199,86 @@ class PPOTerms(NamedTuple):
         return torch.max(self.ratio_high - 1.0, 1.0 - self.ratio_low)
 
 
+class TermSums(NamedTuple):
+    """Terms of a minibatch with sums over steps in place of means, and the numbers of steps that make means of them."""
+
+    terms: PPOTerms
+    unforced: Tensor  # [] steps whose action was not forced: a forced one teaches the policy nothing
+    active: Tensor  # [] steps whose episode had not ended
+
+
+SUMMED_TERMS = ("policy", "value", "entropy", "kl", "kl_k1", "clip_fraction")  # scalars that are means over steps
+
+
 def ppo_terms(policy: Policy, minibatch: Rollout, config: PPOConfig, ranks: Ranks = ALONE) -> PPOTerms:
     """Compute the terms of a minibatch of whole sequences, relative to the policy that acted.
 
     With several ranks `minibatch` is this rank's part, which may be empty; see `Ranks.sum_with_gradient`.
     """
-    if minibatch.steps.log_prob.shape[1]:
-        sums, learned, active = sums_of_steps(policy, minibatch, config)
-    else:  # this rank takes part in the averaging of gradients with gradients of 0
-        zero = torch.stack([(parameter * 0.0).sum() for parameter in policy.parameters()]).sum()
-        learned = active = none = zero.detach()
-        heads = none.expand(len(policy.heads.sizes))
-        low, high = none + torch.inf, none - torch.inf
-        sums = PPOTerms(zero, zero, zero, none, none, none, low, high, heads, heads, minibatch.steps.log_prob)
+    is_empty = minibatch.steps.log_prob.shape[1] == 0
+    sums = empty_sums(policy, minibatch) if is_empty else sum_terms(policy, minibatch, config)
     if ranks.world > 1:
-        scalars = torch.stack([*sums[:6], learned.to(sums.policy.dtype), active.to(sums.policy.dtype)])
-        parts = torch.cat([scalars, sums.head_entropy, sums.head_choice_share])
-        total = ranks.sum_with_gradient(parts.double()).to(scalars.dtype)
-        scalars, *by_head = total.split([len(scalars), *[len(sums.head_entropy)] * 2])
-        *terms, learned, active = scalars.unbind()
-        low, high = ranks.maximum(torch.stack([-sums.ratio_low, sums.ratio_high]))
-        sums = PPOTerms._make([*terms, -low, high, *by_head, sums.ratio])
-    learned, active = learned.detach().clamp(min=1), active.detach().clamp(min=1)
-    free = sums.head_choice_share.detach()
-    return sums._replace(
-        policy=sums.policy / learned,
-        value=sums.value / active,
-        entropy=sums.entropy / learned,
-        kl=sums.kl.detach() / learned,
-        kl_k1=sums.kl_k1.detach() / learned,
-        clip_fraction=sums.clip_fraction.detach() / learned,
+        sums = sum_over_ranks(sums, ranks)
+    terms, unforced, active = sums.terms, sums.unforced.detach().clamp(min=1), sums.active.detach().clamp(min=1)
+    choices = terms.head_choice_share.detach()  # [heads] number of steps with a choice
+    return terms._replace(
+        policy=terms.policy / unforced,
+        value=terms.value / active,
+        entropy=terms.entropy / unforced,
+        kl=terms.kl.detach() / unforced,
+        kl_k1=terms.kl_k1.detach() / unforced,
+        clip_fraction=terms.clip_fraction.detach() / unforced,
         # Steps without a choice are excluded, because their entropy is 0 for any policy.
-        head_entropy=sums.head_entropy.detach() / free.clamp(min=1e-6),
-        head_choice_share=free / learned,
+        head_entropy=terms.head_entropy.detach() / choices.clamp(min=1e-6),
+        head_choice_share=choices / unforced,
     )
 
 
-def sums_of_steps(policy: Policy, minibatch: Rollout, config: PPOConfig) -> tuple[PPOTerms, Tensor, Tensor]:
-    """Return the terms of this rank's minibatch with sums in place of means, and the numbers of steps to divide by.
+def empty_sums(policy: Policy, minibatch: Rollout) -> TermSums:
+    """Return the sums of a minibatch without steps: this rank averages gradients of 0 with those of the others."""
+    zero = torch.stack([(parameter * 0.0).sum() for parameter in policy.parameters()]).sum()
+    constant = zero.detach()
+    summed = {name: zero if name in ("policy", "value", "entropy") else constant for name in SUMMED_TERMS}
+    ratios = {"ratio_low": constant + torch.inf, "ratio_high": constant - torch.inf, "ratio": minibatch.steps.log_prob}
+    by_head = constant.expand(len(policy.heads.sizes))
+    terms = PPOTerms(**summed, **ratios, head_entropy=by_head, head_choice_share=by_head)
+    return TermSums(terms, unforced=constant, active=constant)
 
-    These are the steps whose action was not forced, and those whose episode had not ended.
-    """
+
+def sum_over_ranks(sums: TermSums, ranks: Ranks) -> TermSums:
+    """Return the sums, smallest and largest ratios of all ranks, given those of this rank; `ratio` stays its own."""
+    terms = sums.terms
+    counts = [count.to(terms.policy.dtype) for count in (sums.unforced, sums.active)]
+    scalars = torch.stack([*(getattr(terms, name) for name in SUMMED_TERMS), *counts])
+    sections = [scalars, terms.head_entropy, terms.head_choice_share]
+    total = ranks.sum_with_gradient(torch.cat(sections).double()).to(scalars.dtype)  # one reduction for all
+    scalars, head_entropy, head_choice_share = total.split([len(section) for section in sections])
+    *summed, unforced, active = scalars.unbind()
+    negative_low, high = ranks.maximum(torch.stack([-terms.ratio_low, terms.ratio_high]))
+    by_head = {"head_entropy": head_entropy, "head_choice_share": head_choice_share}
+    total_by_name = dict(zip(SUMMED_TERMS, summed, strict=True)) | by_head
+    return TermSums(terms._replace(**total_by_name, ratio_low=-negative_low, ratio_high=high), unforced, active)
+
+
+def sum_terms(policy: Policy, minibatch: Rollout, config: PPOConfig) -> TermSums:
+    """Compute the terms of this rank's minibatch, with sums over its steps in place of means."""
     steps = minibatch.steps
     distribution, values, _ = policy(
         steps.observation, minibatch.state, steps.masks, steps.starts, privileged=steps.privileged
     )
-    unforced, active = ~steps.masks.forced, ~steps.masks.ended  # a forced action teaches the policy nothing
+    unforced, active = ~steps.masks.forced, ~steps.masks.ended  # [T, n] bool
     log_ratio = distribution.log_prob(steps.action) - steps.log_prob
     ratio = log_ratio.exp()
     surrogate = clipped_surrogate(ratio, minibatch.advantages)
     error = value_loss(values, steps.values, minibatch.targets, clip=config.value_clip)
     entropy, relevance = distribution.entropy()  # [T, n, heads] both
-    moved = log_ratio.detach()
-    sums = PPOTerms(
+    log_ratio = log_ratio.detach()
+    terms = PPOTerms(
         policy=(surrogate * unforced).sum(),
         value=(error * active).sum(),
         entropy=((entropy * relevance).sum(-1) * unforced).sum(),
-        kl=(kl_estimate(moved) * unforced).sum(),
-        kl_k1=(-moved * unforced).sum(),
+        kl=(kl_estimate(log_ratio) * unforced).sum(),
+        kl_k1=(-log_ratio * unforced).sum(),
         clip_fraction=(((ratio.detach() - 1.0).abs() > CLIP) * unforced).sum(),
         ratio_low=ratio.detach().min(),
         ratio_high=ratio.detach().max(),
@@ -262,7 +286,7 @@ def sums_of_steps(policy: Policy, minibatch: Rollout, config: PPOConfig) -> tupl
         head_choice_share=(unforced[..., None] * distribution.choice_probability().detach()).sum((0, 1)),
         ratio=torch.where(unforced, ratio.detach(), torch.nan),
     )
-    return sums, unforced.sum(), active.sum()
+    return TermSums(terms, unforced.sum(), active.sum())
 
 
 def update_metrics(
@@ -274,7 +298,8 @@ def update_metrics(
     skipped. The last minibatch has no gradient step if `target_kl` ended the update there.
     """
     if any(finite):
-        terms = [*compress(terms, finite), *terms[len(finite) :]]
+        without_step = terms[len(finite) :]  # the last minibatch, or none
+        terms = [*compress(terms, finite), *without_step]
         grad_norms = list(compress(grad_norms, finite))
     first, last = terms[0], terms[-1]  # first: the policy that acted; last: how far the update moved it
 

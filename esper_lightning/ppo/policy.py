@@ -28,7 +28,6 @@ from esper_lightning.ppo.distribution import (
     HostDistribution,
     host_action,
     host_mask,
-    host_table_shapes,
     masked_log_softmax,
     select_row,
 )
@@ -76,7 +75,6 @@ class PolicyShape(NamedTuple):
         return RowSizes(self.features, self.slot_features, self.blueprint_features) if self.slot_features else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sizes as plain data, for a checkpoint."""
         space = self.space._asdict() if isinstance(self.space, ActionSpace) else asdict(self.space)
         return self._asdict() | {"space": space}
 
@@ -95,8 +93,8 @@ def policy_shape(env: VectorEnv) -> PolicyShape:
     """Return the input and output sizes of a policy for these environments."""
     privileged = 0 if env.privileged is None else env.privileged.shape[-1]
     if isinstance(env, HostPool | MixedPool):
-        host, slot, blueprint = env.rows
-        return PolicyShape(host, env.space, privileged, slot, blueprint)
+        rows = env.rows
+        return PolicyShape(rows.host, env.space, privileged, slot_features=rows.slot, blueprint_features=rows.blueprint)
     assert isinstance(env.space, ChoiceSpace), "the action heads know no other kind"
     return PolicyShape(env.observation.features.shape[-1], env.space, privileged)
 
@@ -155,8 +153,8 @@ class BlueprintTable(nn.Module):
     def forward(self, blueprints: Tensor, slots: Tensor) -> Tensor:  # [..., K, B, H], [..., K, H] -> [..., K, B]
         # The blueprints, of which there are most, are their own keys.
         match = (blueprints @ self.query(slots).unsqueeze(-1)).squeeze(-1) / math.sqrt(slots.shape[-1])
-        both = F.relu_(self.of_blueprint(blueprints).add_(self.of_slot(slots).unsqueeze(-2)))
-        return match + self.merit(both).squeeze(-1)
+        joint = F.relu_(self.of_blueprint(blueprints).add_(self.of_slot(slots).unsqueeze(-2)))  # [..., K, B, H]
+        return match + self.merit(joint).squeeze(-1)
 
 
 class RowTable(nn.Module):
@@ -175,8 +173,7 @@ class HostHeads(nn.Module):
 
     def __init__(self, width: int, space: ActionSpace) -> None:
         super().__init__()
-        shapes = host_table_shapes(space.sizes)
-        self.sizes = {head: choices for head, (_, choices) in shapes.items()}  # of each head on the training hosts
+        self.sizes = space.sizes  # number of choices of each head on the training hosts
         self.of_slot, self.of_core = linear(width, width // 2), linear(width, width // 2)
         ops = self.sizes["op"]
         self.tables = nn.ModuleDict(
@@ -193,9 +190,9 @@ class HostHeads(nn.Module):
 
     def forward(self, hidden: Hidden) -> HeadTables:
         slots = self.encode_slots(hidden)
-        return {head: self.table(head, hidden.core, hidden.blueprints, slots) for head in self.sizes}
+        return {head: self.table(head, hidden.core, slots, blueprints=hidden.blueprints) for head in self.sizes}
 
-    def table(self, head: str, core: Tensor, blueprints: Tensor | None, slots: Tensor) -> Tensor:
+    def table(self, head: str, core: Tensor, slots: Tensor, *, blueprints: Tensor | None) -> Tensor:
         """Return the logits of one head, [..., rows, choices], given core, encoded slots and blueprints."""
         inputs = {"op": (core,), "slot": (core, slots), "blueprint": (blueprints, slots)}.get(head, (slots,))
         return self.tables[head](*inputs)
@@ -205,19 +202,21 @@ class HostHeads(nn.Module):
         return HostDistribution(self(hidden), masks)
 
     def decide(self, hidden: Hidden, masks: Masks) -> Action:
-        """Return the most likely action of each host, [N]; to save time, later heads are computed for one slot."""
+        """Return the most likely action of each host, [N]; to save time, with later heads of the chosen slot alone."""
         core, slots, blueprints = hidden.core, self.encode_slots(hidden), hidden.blueprints
-        assert blueprints is not None, "those of hosts"
-        chosen: dict[str, Tensor] = {}
+        assert blueprints is not None, "hidden features of hosts have them"
+        chosen: dict[str, Tensor] = {}  # index of the choice of each head, [N]
         for head in self.sizes:
-            if HOST_PARENTS.get(head) == "slot":
-                place = torch.arange(len(core), device=core.device), chosen["slot"]
-                logits = self.table(head, core, blueprints[place].unsqueeze(1), slots[place].unsqueeze(1))
-                mask = masks.blueprint[place] if head == "blueprint" else torch.ones_like(logits[:, 0]).bool()
-                logits = logits.squeeze(-2)
+            parent = HOST_PARENTS.get(head)
+            if parent == "slot":
+                chosen_slot = torch.arange(len(core), device=core.device), chosen["slot"]  # indexes [N, K, …]
+                one_slot, its_blueprints = slots[chosen_slot].unsqueeze(1), blueprints[chosen_slot].unsqueeze(1)
+                logits = self.table(head, core, one_slot, blueprints=its_blueprints).squeeze(-2)
+                mask = masks.blueprint[chosen_slot] if head == "blueprint" else torch.ones_like(logits).bool()
             else:
-                table, row = self.table(head, core, blueprints, slots), chosen.get(HOST_PARENTS.get(head, ""))
-                logits, mask = (select_row(part, row) for part in (table, host_mask(head, masks, table)))
+                table = self.table(head, core, slots, blueprints=blueprints)
+                row = None if parent is None else chosen[parent]
+                logits, mask = select_row(table, row), select_row(host_mask(head, masks, table), row)
             chosen[head] = masked_log_softmax(logits, mask).argmax(-1)
         return host_action(chosen)
 
@@ -260,7 +259,7 @@ def use_ieee_float32() -> None:
 
 
 def pool_rows(rows: Tensor, present: Tensor) -> Tensor:  # [..., n, C] -> [..., 2·C]
-    """Return mean and maximum over the rows, not negative, that are `present` [..., n], 1 or 0; 0 if none is."""
+    """Return mean and maximum over the non-negative rows that are `present` [..., n], 1 or 0; both are 0 if none is."""
     kept = rows * present.unsqueeze(-1)
     mean = kept.sum(-2) / present.sum(-1, keepdim=True).clamp(min=1)
     return torch.cat([mean, kept.amax(-2)], -1)
@@ -281,7 +280,7 @@ class Policy(nn.Module):
         self.width = width
         self.state_width = width if config.memory == "lstm" else 0
         self.asymmetric = config.asymmetric
-        self.rows = shape.rows
+        self.rows = shape.rows  # None: the environment has no slots
         inputs = shape.features
         if self.rows is not None:
             self.blueprint_encoder = nn.Sequential(
@@ -331,7 +330,7 @@ class Policy(nn.Module):
     ) -> tuple[Hidden, RecurrentState]:
         """Return the hidden features of one step [N, …], for the heads and the critic, and the state after it."""
         hidden, state = self._encode(Observation(observation.features[None]), state, starts[None])
-        return map_tensors(hidden, lambda part: part[0]), state
+        return map_tensors(hidden, lambda features: features[0]), state
 
     def estimate_value(self, hidden: Hidden, privileged: Tensor | None = None) -> Tensor:  # [...]
         """Return the normalised values of hidden features [..., width]."""
@@ -343,45 +342,59 @@ class Policy(nn.Module):
 
     def _encode(self, observation: Observation, state: RecurrentState, starts: Tensor) -> tuple[Hidden, RecurrentState]:
         """Return the hidden features [T, N, …] of T steps and the state after the last one: see `forward`."""
-        x, slots, blueprints = observation.features, None, None
+        features, slots, blueprints = observation.features, None, None
         if self.rows is not None:
-            host, slot, blueprint = self.rows.split(x)
-            blueprint = blueprint.contiguous()
-            blueprints = self.blueprint_encoder(blueprint)  # [T, N, K, B, H]
-            in_slot = pool_rows(blueprints, blueprint[..., 0])
-            slots = self.slot_encoder(torch.cat([slot, in_slot], -1))  # [T, N, K, W]
-            x = torch.cat([host, pool_rows(slots, slot[..., 0])], -1)
-        core = F.relu(self.encoder_norm(self.encoder(x)))  # [T, N, W]
+            # The first feature of a slot, and of a blueprint in it, is 1 if it is present, else 0.
+            host_features, slot_features, blueprint_features = self.rows.split(features)
+            blueprint_features = blueprint_features.contiguous()
+            blueprints = self.blueprint_encoder(blueprint_features)  # [T, N, K, B, H]
+            pooled_blueprints = pool_rows(blueprints, present=blueprint_features[..., 0])  # [T, N, K, 2·H]
+            slots = self.slot_encoder(torch.cat([slot_features, pooled_blueprints], -1))  # [T, N, K, W]
+            features = torch.cat([host_features, pool_rows(slots, present=slot_features[..., 0])], -1)
+        core = F.relu(self.encoder_norm(self.encoder(features)))  # [T, N, W]
         if self.lstm is not None:
             recurrent, state = self._run_lstm(core, state, starts)
             core = self.lstm_norm(recurrent + core)
         return Hidden(core, slots, blueprints), state
 
     def _run_lstm(self, x: Tensor, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
+        """Run the LSTM over x [T, N, W]. Where `starts` [T, N] is True, its state is 0 before the step.
+
+        Returns the outputs [T, N, W], and the state after the last step.
+        """
         assert self.lstm is not None
-        before = RecurrentState(*(part * ~starts[0, :, None] for part in state))
+        before = RecurrentState(*(tensor * ~starts[0, :, None] for tensor in state))
         if len(x) == 1 and not torch.is_grad_enabled():
             # A decision is one step, for which torch's LSTM takes twice as long as its cell.
             after = RecurrentState(*torch.lstm_cell(x[0], before, *self.lstm.all_weights[0]))
             return after.hidden[None], after
-        # A single step needs no transfer from the device.
+        # The length comes first, because to read a flag a GPU must be waited for.
         if len(x) == 1 or not starts[1:].any():
-            output, after = self.lstm(x, tuple(part.unsqueeze(0) for part in before))
-            return output, RecurrentState(*(part.squeeze(0) for part in after))
-        # Between two resets lies a segment. A PackedSequence holds all segments as a batch, the longest first: the
-        # first steps of all of them, then the second steps … Positions count env * T + step.
+            output, after = self.lstm(x, tuple(tensor.unsqueeze(0) for tensor in before))
+            return output, RecurrentState(*(tensor.squeeze(0) for tensor in after))
+        return self._run_segments(x, before, starts)
+
+    def _run_segments(self, x: Tensor, before: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
+        """Run the LSTM over x [T, N, W], see `_run_lstm`, with a reset after the first step of some environment.
+
+        A segment is what lies between two resets of one environment. A PackedSequence holds all S segments as a batch,
+        the longest first: the first steps of all of them, then the second steps …
+        """
+        assert self.lstm is not None
         steps, envs = starts.shape
-        cuts = starts.T.clone()  # [N, T]
-        cuts[:, 0] = True
-        begins = cuts.flatten().nonzero().squeeze(1)  # [S] of segments
-        lengths, order = torch.diff(begins, append=begins.new_tensor([envs * steps])).sort(descending=True, stable=True)
-        step = torch.arange(int(lengths[0]), device=starts.device)[:, None]
-        is_inside = step < lengths  # [longest, S]
-        positions = (begins[order] + step)[is_inside]  # [N·T] in the order of the PackedSequence
-        places, last = order.argsort(), cuts.sum(1).cumsum(0) - 1  # of segments in the batch; [N] last one, unsorted
-        first = places[last - cuts.sum(1) + 1]
-        packed = PackedSequence(x.transpose(0, 1).flatten(0, 1)[positions], is_inside.sum(1).cpu())
-        zeros = before.hidden.new_zeros(len(order), self.width)  # after a reset
-        output, after = self.lstm(packed, tuple(zeros.index_copy(0, first, part).unsqueeze(0) for part in before))
-        outputs = output.data[positions.argsort()].unflatten(0, (envs, steps)).transpose(0, 1)
-        return outputs, RecurrentState(*(part.squeeze(0)[places[last]] for part in after))
+        begins = starts.T.clone()  # [N, T] bool: a segment begins with this step
+        begins[:, 0] = True
+        begin = begins.flatten().nonzero().squeeze(1)  # [S] env * T + step of the first step of each segment
+        lengths, order = torch.diff(begin, append=begin.new_tensor([envs * steps])).sort(descending=True, stable=True)
+        offset = torch.arange(int(lengths[0]), device=starts.device)[:, None]  # steps since a segment's begin
+        is_inside = offset < lengths  # [longest, S]
+        sources = (begin[order] + offset)[is_inside]  # [N·T] env * T + step of each element of the PackedSequence
+        packed = PackedSequence(x.transpose(0, 1).flatten(0, 1)[sources], is_inside.sum(1).cpu())
+        batch_index = order.argsort()  # [S] index in the batch of each segment
+        last = begins.sum(1).cumsum(0) - 1  # [N] last segment of each environment
+        first = last - begins.sum(1) + 1
+        zeros = before.hidden.new_zeros(len(order), self.width)  # state after a reset
+        initial = tuple(zeros.index_copy(0, batch_index[first], tensor).unsqueeze(0) for tensor in before)
+        output, after = self.lstm(packed, initial)
+        outputs = output.data[sources.argsort()].unflatten(0, (envs, steps)).transpose(0, 1)
+        return outputs, RecurrentState(*(tensor.squeeze(0)[batch_index[last]] for tensor in after))

@@ -37,57 +37,61 @@ class Rollout(NamedTuple):
 
     def map_steps(self, change: Callable[[Tensor], Tensor], state: RecurrentState) -> "Rollout":
         """Return a rollout with every tensor of steps changed, and another recurrent state before the first step."""
-        steps, advantages, targets = (map_tensors(part, change) for part in self[:3])
-        return Rollout(steps, advantages, targets, state)
+        return Rollout(map_tensors(self.steps, change), change(self.advantages), change(self.targets), state)
 
     def select_envs(self, envs: Tensor) -> "Rollout":
         """Return the sequences of the environments with indices `envs` [m] int64."""
-        return self.map_steps(lambda part: part[:, envs], map_tensors(self.state, lambda part: part[envs]))
+        return self.map_steps(lambda values: values[:, envs], map_tensors(self.state, lambda values: values[envs]))
 
     def split_sequences(self, sequence_length: int, sequence_states: RecurrentState) -> "Rollout":
-        """Return the same steps as shorter sequences, each as an environment: k·n + i is sequence k of environment i.
+        """Return the steps as sequences of L steps, each as an environment: k·n + i is sequence k of environment i.
 
         `sequence_states` are the recurrent states before each sequence but the first, [T / L - 1, n, width].
         """
-        states = zip(self.state, sequence_states, strict=True)
+
+        def split(values: Tensor) -> Tensor:  # [T, n, …] -> [L, T / L · n, …]
+            return values.unflatten(0, (-1, sequence_length)).transpose(0, 1).flatten(1, 2)
+
+        states = zip(self.state, sequence_states, strict=True)  # hidden, then cell
         return self.map_steps(
-            lambda part: part.unflatten(0, (-1, sequence_length)).transpose(0, 1).flatten(1, 2),
-            RecurrentState(*(torch.cat([first, rest.flatten(0, 1)]) for first, rest in states)),
+            split, RecurrentState(*(torch.cat([first, later.flatten(0, 1)]) for first, later in states))
         )
 
     def minibatches(
         self,
         epochs: int,
-        parts: int,
+        groups: int,
         generator: torch.Generator,
         *,
         usable: Tensor | None = None,
         ranks: Ranks = ALONE,
     ) -> Iterator["Rollout"]:
-        """Iterate over the rollout `epochs` times, each time in `parts` random groups of environments (or sequences).
+        """Iterate over the rollout `epochs` times, each time in random groups of environments (or sequences).
 
-        Groups are drawn from the `usable` environments of all ranks, [N] bool, alike on each of them by generators in
-        the same state; a rank gets its own part of a group, which may be empty.
+        Groups are drawn from the `usable` environments of all ranks, [N] bool (None: all), alike on each rank by
+        generators in the same state. A minibatch has those environments of a group that this rank owns, maybe none.
         """
         device = self.targets.device
-        columns = torch.arange(self.targets.shape[1], device=device)  # of this rollout
-        places = columns  # of the sequences of all ranks, in this rollout; -1: of other ranks
+        indices = torch.arange(self.targets.shape[1], device=device)  # of the sequences in this rollout
+        candidates = indices  # for each sequence of all ranks its index in this rollout; -1: another rank has it
         if ranks.world > 1:
-            sequences, places = len(columns) // len(ranks.own), columns.new_full((len(columns) * ranks.world,), -1)
-            places.view(sequences, ranks.total)[:, ranks.own] = columns.view(sequences, -1)
+            per_env = len(indices) // len(ranks.own)  # sequences of one environment
+            candidates = indices.new_full((len(indices) * ranks.world,), -1)
+            candidates.view(per_env, ranks.total)[:, ranks.own] = indices.view(per_env, -1)
         if usable is not None:
-            places = places[usable.repeat(len(places) // len(usable))]
+            candidates = candidates[usable.repeat(len(candidates) // len(usable))]
         for _ in range(epochs):
-            order = torch.randperm(len(places), generator=generator, device=device)
-            for group in order.tensor_split(min(parts, len(places))):
-                envs = places[group]
-                yield self.select_envs(envs if ranks.world == 1 else envs[envs >= 0])
+            order = torch.randperm(len(candidates), generator=generator, device=device)
+            for group in order.tensor_split(min(groups, len(candidates))):
+                drawn = candidates[group]
+                yield self.select_envs(drawn if ranks.world == 1 else drawn[drawn >= 0])
 
 
 class RolloutBuffer:
     """Storage for one rollout of these environments and this policy, filled step by step.
 
-    Raises ValueError if a rollout cannot be split into whole sequences of `sequence_length`; None: there is one.
+    `sequence_length` is in environment steps; None: a rollout is one sequence. Raises ValueError if it does not divide
+    the length of a rollout.
     """
 
     def __init__(self, env: VectorEnv, policy: Policy, sequence_length: int | None = None) -> None:
@@ -146,7 +150,8 @@ class RolloutBuffer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from `state_dict`. Raises ValueError if the sequences have another length."""
-        if len(state.get("sequence_states", [()])[0]) != len(self.sequence_states[0]):
+        sequence_states = state.get("sequence_states", ())  # missing in checkpoints of earlier versions
+        if (len(sequence_states[0]) if sequence_states else 0) != len(self.sequence_states[0]):
             raise ValueError("ppo.sequence is not that of the saved run; set it back")
         steps = list(iter_tensors(self.steps))
         if len(steps) != len(state["ticks"]):
@@ -156,5 +161,5 @@ class RolloutBuffer:
             current[: self.length].copy_(saved)
         for current, saved in zip(self.state, state["state"], strict=True):
             current.copy_(saved)
-        for current, saved in zip(self.sequence_states, state.get("sequence_states", ()), strict=False):
+        for current, saved in zip(self.sequence_states, sequence_states, strict=False):
             current.copy_(saved)

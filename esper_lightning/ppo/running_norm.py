@@ -1,5 +1,7 @@
 """Running mean and variance, stored as module buffers, so that checkpoints contain them."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
@@ -27,30 +29,29 @@ class RunningMeanStd(nn.Module):
 
     @torch.no_grad()
     def update(self, batch: Tensor, ranks: Ranks = ALONE) -> None:
-        """Update the statistics with values [..., *shape], those of all ranks.
+        """Update the statistics with values [..., *shape], of this rank and of all others.
 
         An empty batch changes nothing, nor does one whose mean or variance is not finite.
         """
         if not self.mean.numel():
             return  # no feature of this kind is shown
-        n_values, mean, var = ranks.moments(batch.reshape(-1, *self.mean.shape))
-        if n_values == 0:
+        new = ranks.moments(batch.reshape(-1, *self.mean.shape))
+        if new.number == 0:
             return
-        weight = n_values / (self.count + n_values)
-        shift = mean - self.mean
-        new_var = (1.0 - weight) * self.var + weight * var + weight * (1.0 - weight) * shift.square()
+        weight = new.number / (self.count + new.number)
+        shift = new.mean - self.mean
+        new_var = (1.0 - weight) * self.var + weight * new.var + weight * (1.0 - weight) * shift.square()
         new_mean = self.mean + weight * shift
         finite = (new_mean.isfinite() & new_var.isfinite()).all()
         self.var.copy_(torch.where(finite, new_var, self.var))
         self.mean.copy_(torch.where(finite, new_mean, self.mean))
-        self.count.add_(n_values * finite)
+        self.count.add_(new.number * finite)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return normalised and clipped values; before the first update they are only clipped."""
         return ((x - self.mean) / self.deviation).clamp(-self.clip, self.clip)
 
     def inverse(self, x: Tensor) -> Tensor:
-        """Return normalised values on their original scale."""
         return x * self.deviation + self.mean
 
     @property
@@ -86,22 +87,24 @@ class RowNorm(nn.Module):
         host, slot, blueprint = self.sizes.split(batch)
         self.host.update(host, ranks)
         for norm, rows in ((self.slot, slot), (self.blueprint, blueprint)):
-            norm.update(rows[rows[..., 0] > 0][..., 1:], ranks)
+            is_present = rows[..., 0] > 0  # feature 0 is the mark of presence
+            norm.update(rows[is_present][..., 1:], ranks)
 
-    def forward(self, x: Tensor) -> Tensor:  # [..., K, R], as returned
+    def forward(self, x: Tensor) -> Tensor:  # [..., K, R] -> [..., K, R]
         """Return normalised and clipped values."""
         _, slot, blueprint = self.sizes.split(x)
-        # All parts at once, in one copy: many small operations would take much of the time of a decision.
-        number = blueprint.shape[-2]
-        mean, var = self._of_rows("mean", number, of_mark=0.0), self._of_rows("var", number, of_mark=1.0)
+        # All features at once, in one copy: many small operations would take much of the time of a decision.
+        blueprints = blueprint.shape[-2]
+        mean = self._row_statistic("mean", blueprints, of_mark=0.0)  # 0 and 1 leave the marks as they are
+        var = self._row_statistic("var", blueprints, of_mark=1.0)
         values = (x - mean).div_(deviation(var)).clamp_(-self.host.clip, self.host.clip)
-        _, slot_values, blueprint_values = self.sizes.split(values)
+        _, slot_values, blueprint_values = self.sizes.split(values)  # views
         slot_values.mul_(slot[..., :1])
         blueprint_values.mul_(blueprint[..., :1])
         return values
 
-    def _of_rows(self, name: str, blueprints: int, of_mark: float) -> Tensor:  # [R]
-        """Return a statistic of every feature of a row, that of the marks of presence as given."""
+    def _row_statistic(self, name: Literal["mean", "var"], blueprints: int, *, of_mark: float) -> Tensor:  # [R]
+        """Return mean or variance of each feature of a row with so many blueprints; `of_mark` for marks of presence."""
         mark = self.host.mean.new_full((1,), of_mark)
         host, slot, blueprint = (getattr(norm, name) for norm in (self.host, self.slot, self.blueprint))
         return torch.cat([host, mark, slot, *[mark, blueprint] * blueprints])

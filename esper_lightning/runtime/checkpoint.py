@@ -133,29 +133,30 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str =
 
 
 def move_to_device(checkpoint: dict[str, Any], pool: dict[str, Any], *, device: torch.device, rng_seed: int) -> bool:
-    """Change `checkpoint` in place so that it resumes on `device`. Returns False if it is of this type of device.
+    """Change `checkpoint` in place so that it resumes on `device`. Returns False if it was saved on such a device.
 
-    No random generator can move there: exploration goes on with one that is seeded by the RNG seed of the run and the
-    next episode. The `pool` of the checkpoint loses its hosts, and an unfinished rollout is discarded.
+    The state of a random generator is of no use on another type of device: exploration goes on with a generator that
+    the RNG seed of the run and the next episode seed. The `pool` of the checkpoint loses its hosts, and an unfinished
+    rollout is discarded, as if its ticks, each a batch of Lightning, had never been played.
     """
-    fit, loop = checkpoint["loops"]["fit_loop"], checkpoint["callbacks"]["RolloutState"]["loop"]
-    if generator_device(loop["generator"]) in (None, device.type):
+    fit, collector = checkpoint["loops"]["fit_loop"], checkpoint["callbacks"]["RolloutState"]["loop"]
+    if generator_device(collector["generator"]) in (None, device.type):
         return False
     batches, epochs = fit["epoch_loop.batch_progress"], fit["epoch_progress"]
-    played = 0 if batches["is_last_batch"] else batches["current"]["ready"]
-    fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= 0 if played == 0 else batches["current"]["completed"]
+    discarded = 0 if batches["is_last_batch"] else batches["current"]["ready"]
+    fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= batches["current"]["completed"] if discarded else 0
     for count in batches["current"]:
-        batches["total"][count] -= batches["current"][count] if played else 0
+        batches["total"][count] -= batches["current"][count] if discarded else 0
         batches["current"][count] = 0
     batches["is_last_batch"] = False
     for progress in epochs.values():
         progress["ready"] = progress["started"] = progress["completed"] = progress["processed"]
     for loader in fit["state_dict"]["combined_loader"]:
         loader["position"] = 0
-    episode = loop["episode"] - (played > 0)
+    episode = collector["episode"] - (discarded > 0)
     new_rng_seed = int(np.random.SeedSequence([rng_seed, episode]).generate_state(1)[0])
     generator = torch.Generator(device).manual_seed(new_rng_seed).get_state()
-    kept = {"ticks": loop["ticks"] - played, "episode": episode, "generator": generator}
+    kept = {"ticks": collector["ticks"] - discarded, "episode": episode, "generator": generator}
     checkpoint["callbacks"]["RolloutState"]["loop"] = kept
     pool["envs"] = []
     return True

@@ -52,7 +52,6 @@ def plain_console() -> Console:
 
 
 def print_status(*parts: RenderableType) -> None:
-    """Print status lines to the console."""
     for part in parts:
         plain_console().print(part, soft_wrap=isinstance(part, str))
 

@@ -49,7 +49,6 @@ def first_tensor_path(value: Any) -> KeyPath | None:
 
 
 def get_at(value: Any, path: KeyPath) -> Any:
-    """Return the part of `value` at `path`."""
     for key in path:
         value = value[key]
     return value

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,14 @@ def share_machine(processes: int) -> None:
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(processes))
 
 
+class Moments(NamedTuple):
+    """Statistics of vectors of one shape."""
+
+    number: int
+    mean: Tensor
+    var: Tensor  # uncorrected: the mean of the squared deviations
+
+
 class Ranks:
     """The processes of a run, as one of them sees them.
 
@@ -52,7 +60,7 @@ class Ranks:
                 )
         self.rank, self.world = rank, world
         self.sizes, self.total = list(sizes), sum(sizes)
-        self.own = self.own_of(rank)
+        self.own = self.own_of(rank)  # numbers of this rank's environments
         self._cpu_group: Any = None
         self._own_on: dict[torch.device, Tensor] = {}  # `own` on each device: its upload would wait for a GPU
 
@@ -79,13 +87,13 @@ class Ranks:
         """Return rows of all environments in their order, given those of every rank along `axis`."""
         if len(parts) == 1:
             return parts[0]
-        arriving = [env for rank in range(self.world) for env in self.own_of(rank)]
-        places = sorted(range(self.total), key=arriving.__getitem__)
+        envs = [env for rank in range(self.world) for env in self.own_of(rank)]  # environment of each row
+        order = sorted(range(self.total), key=envs.__getitem__)
         if isinstance(parts[0], list):
             rows = [row for part in parts for row in part]
-            return [rows[place] for place in places]
+            return [rows[i] for i in order]
         tensors: list[Any] = list(parts)
-        return torch.cat(tensors, axis).index_select(axis, torch.tensor(places, device=tensors[0].device))
+        return torch.cat(tensors, axis).index_select(axis, torch.tensor(order, device=tensors[0].device))
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of tensors of the same shape over all ranks."""
@@ -107,10 +115,10 @@ class Ranks:
         # The value of the second term is 0.
         return values if self.world == 1 else self.sum(values) + self.world * (values - values.detach())
 
-    def moments(self, values: Tensor) -> tuple[int, Tensor, Tensor]:
-        """Return count, mean and uncorrected variance of vectors [n, …] over all ranks; n may differ and may be 0."""
+    def moments(self, values: Tensor) -> Moments:
+        """Return the statistics of vectors [n, …] over all ranks; their number n may differ and may be 0."""
         if self.world == 1 and len(values):
-            return len(values), values.mean(0), values.var(0, correction=0)
+            return Moments(len(values), values.mean(0), values.var(0, correction=0))
         # Two passes: a mean of squares minus the square of the mean would cancel.
         precise = values.double()
         count = precise.new_full((1,), len(values))
@@ -118,7 +126,7 @@ class Ranks:
         total = sums[0].clamp(min=1.0)
         mean = (sums[1:] / total).view(values.shape[1:])
         squares = self.sum((precise - mean).square().sum(0).reshape(-1)).view(values.shape[1:])
-        return int(sums[0]), mean.to(values.dtype), (squares / total).to(values.dtype)
+        return Moments(int(sums[0]), mean.to(values.dtype), (squares / total).to(values.dtype))
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         """Return the rows of all environments on every rank, given those of this rank's environments."""
@@ -152,7 +160,7 @@ class Ranks:
     def wait_for_first(self) -> None:
         """Wait on every rank until rank 0 calls this, too, for as long as a week: a group gives up after minutes."""
         if self.world > 1:
-            group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
+            group: Any = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
             dist.barrier(group=group)
             dist.destroy_process_group(group)
 

@@ -85,9 +85,10 @@ def check_part_name(kind: str, name: Any) -> None:
 
 
 def is_same_definition(known: Any, made: Any) -> bool:
-    """Return True if two classes or functions have the same place at the top of a module: one is made again."""
-    paths = [(getattr(part, "__module__", None), getattr(part, "__qualname__", "<none>")) for part in (known, made)]
-    return paths[0] == paths[1] and "<" not in paths[0][1]
+    """Return True if a class or function is one that is known, defined again in its module, as by a second import."""
+    paths = [(getattr(one, "__module__", None), getattr(one, "__qualname__", "<none>")) for one in (known, made)]
+    (_, qualified_name), _ = paths
+    return paths[0] == paths[1] and "<" not in qualified_name  # names of local functions and lambdas have a <
 
 
 def import_object(path: str, what: str) -> Any:
@@ -118,7 +119,6 @@ def import_installed() -> None:
 
 
 def is_of_this_package(made: Any) -> bool:
-    """Return True if a class or function is defined in this package."""
     return made.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
@@ -154,7 +154,6 @@ def suggest_name(name: str, available: Sequence[str]) -> str:
 
 
 def config_paths() -> list[Path]:
-    """Return the paths of all configs of the package."""
     return sorted(CONFIGS.glob("*.yaml"))
 
 

@@ -75,7 +75,7 @@ def check_generator_state(label: str, saved: Tensor, generator: torch.Generator)
     return saved.cpu().clone()
 
 
-GONE = {
+REMOVED_SETTINGS = {
     *("advantage_floor", "alpha_target", "auto_blend", "auto_probation", "clip", "masks", "max_gradient_norm"),
     *("max_seeds", "min_alpha_reached", "min_potential", "probation_share", "probation_ticks", "styles"),
 }
@@ -83,14 +83,14 @@ GONE = {
 
 
 def load_settings(kind: type[Settings], saved: Any) -> Settings:
-    """Return settings, a dataclass of type `kind`, given these or the plain data that `asdict` has made of them.
+    """Return settings of type `kind`, a dataclass, given such settings or the plain data that `asdict` makes of them.
 
     Names that the data lack have their defaults. Raises ValueError for a name that has never existed, and for a value
     out of range.
     """
     if isinstance(saved, kind):
         return saved
-    types, values = get_type_hints(kind), {name: value for name, value in saved.items() if name not in GONE}
+    types, values = get_type_hints(kind), {name: value for name, value in saved.items() if name not in REMOVED_SETTINGS}
     for name, value in values.items():
         hint = types.get(name)
         nested: Any = next((part for part in (hint, *get_args(hint)) if is_dataclass(part)), None)

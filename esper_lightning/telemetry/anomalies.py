@@ -165,7 +165,8 @@ class AnomalyDetector:
             raise ValueError(f"Telemetry.ignore: no rule is called {unknown[0]!r}; rules are {', '.join(names)}")
         self.rules = [rule for rule in RULES if rule.name not in ignore]
         self.states: dict[str, AnomalyState] = {}  # by name of the anomaly
-        self.grad_norm = (0.0, 0.0)  # decaying sum of the norms, and of their weights
+        # Decaying sums of the gradient norms, and of their weights: the quotient is the running mean.
+        self.grad_norm_sum = self.grad_norm_weight = 0.0
 
     def observe(self, metrics: Mapping[str, float], *, tick: int, update: int, progress: float) -> list[AnomalyChanged]:
         """Return the anomalies that the metrics of a PPO update, counted from 1, raise or clear.
@@ -187,11 +188,13 @@ class AnomalyDetector:
                 after = self.states[name] = next_state(before, is_out, rule.updates)
                 if after.raised != before.raised:
                     level, cause = "raised" if after.raised else "cleared", rule.cause.format(what=what)
-                    changes.append(AnomalyChanged(tick, update, name, level, value, bound, cause, list(rule.settings)))
+                    numbers, settings = {"value": value, "threshold": bound}, list(rule.settings)
+                    change = AnomalyChanged(tick, update, name, level, **numbers, cause=cause, settings=settings)
+                    changes.append(change)
         return changes
 
     def _with_derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Add metrics of several others; drop the entropy of heads that rarely had a choice."""
+        """Return the metrics with those derived from several, without the entropy of heads that rarely had a choice."""
         values = dict(metrics)
         for name in metrics:
             kind, _, head = name.partition(".")
@@ -201,18 +204,20 @@ class AnomalyDetector:
             values["ratio_spread"] = max(metrics["ratio_high"] - 1.0, 1.0 - metrics["ratio_low"])
         if {"op.WAIT", "fossils"} <= metrics.keys():
             values["waiting"] = metrics["op.WAIT"] if metrics["fossils"] <= LEAST_FOSSILS else 0.0
-        norm, (total, weight) = metrics.get("grad_norm"), self.grad_norm
-        # An update that was stopped before its first optimizer step has no gradient.
-        if norm and total > 0.0:
-            values["grad_norm_ratio"] = norm * weight / total
+        norm = metrics.get("grad_norm")
+        # The norm of an update that was stopped before its first optimizer step is 0.
+        if norm and self.grad_norm_sum > 0.0:
+            values["grad_norm_ratio"] = norm * self.grad_norm_weight / self.grad_norm_sum
         if norm is not None and math.isfinite(norm):
             rest = 1.0 - GRAD_NORM_DECAY
-            self.grad_norm = (GRAD_NORM_DECAY * total + rest * norm, GRAD_NORM_DECAY * weight + rest)
+            self.grad_norm_sum = GRAD_NORM_DECAY * self.grad_norm_sum + rest * norm
+            self.grad_norm_weight = GRAD_NORM_DECAY * self.grad_norm_weight + rest
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        return {"states": {name: list(state) for name, state in self.states.items()}, "grad_norm": self.grad_norm}
+        states = {name: list(state) for name, state in self.states.items()}
+        return {"states": states, "grad_norm": (self.grad_norm_sum, self.grad_norm_weight)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.states = {name: AnomalyState(*parts) for name, parts in state["states"].items()}
-        self.grad_norm = tuple(state["grad_norm"])
+        self.states = {name: AnomalyState(*fields) for name, fields in state["states"].items()}
+        self.grad_norm_sum, self.grad_norm_weight = state["grad_norm"]

@@ -7,7 +7,6 @@ finite becomes null, since JSON has none.
 import json
 import math
 from collections.abc import Iterable, Iterator
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -118,19 +117,8 @@ class AnomalyChanged(NamedTuple):
         return line if self.level == "cleared" else f"{line}: {self.cause}; look at {', '.join(self.settings)}"
 
 
-Event = (
-    Started
-    | HostsMeasured
-    | Validated
-    | Stacked
-    | SeedEvent
-    | GateRefused
-    | Contributed
-    | HostVerdict
-    | HostVeto
-    | Updated
-    | AnomalyChanged
-)
+GrowthEvent = SeedEvent | GateRefused | Contributed | Stacked | HostVerdict | HostVeto
+Event = GrowthEvent | Started | HostsMeasured | Validated | Updated | AnomalyChanged
 
 EVENT_CLASSES: dict[str, type[Event]] = {
     "started": Started,
@@ -192,7 +180,7 @@ def _read_lines(path: Path) -> Iterator[tuple[bytes, Event]]:
                     raise ValueError(f"events of schema {schema}; use the version of this package that wrote them")
                 if kind is None or set(fields) != set(kind._fields):
                     raise ValueError(f"no event of schema {SCHEMA}: {line.decode().strip():.80}")
-                stages = [name for name, type_of in kind.__annotations__.items() if type_of is Stage]
+                stages = [name for name, hint in kind.__annotations__.items() if hint is Stage]
                 fields |= {name: Stage[fields[name]] for name in stages}
             except (ValueError, KeyError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
@@ -217,8 +205,11 @@ class EventLog:
         """
         if not self.path.exists():
             return
-        kept = takewhile(lambda read: read[1].tick <= tick, _read_lines(self.path))
-        length = sum(len(line) for line, _ in kept)
+        length = 0  # in bytes
+        for line, event in _read_lines(self.path):
+            if event.tick > tick:
+                break
+            length += len(line)
         with self.path.open("r+b") as file:
             file.truncate(length)
 

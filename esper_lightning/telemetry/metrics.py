@@ -1,6 +1,7 @@
 """Metrics for plots, by the tags of docs/reference/telemetry.md, and charts. N hosts, K slots, T ticks of a rollout."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -30,16 +31,17 @@ def tick_metrics(tick: Tick, slots: Sequence[str]) -> dict[str, float]:
     metrics |= {f"reward/{name}": paid.mean() for name, paid in tick.terms.items()}
     for k, slot in enumerate(slots):
         metrics |= {f"growth/{slot}/{stage.name}": (seeds["stage"][:, k] == stage).mean() for stage in Stage}
-    alive = ~hosts["ended"]
-    for name, table in (("host", hosts[alive]), ("seed", seeds[alive][seeds[alive]["live"]])):
+    is_training = ~hosts["ended"]
+    live_seeds = seeds[is_training[:, None] & seeds["live"]]
+    for name, table in (("host", hosts[is_training]), ("seed", live_seeds)):
         norms, healths = table["norm"], table["health"]
         if np.isfinite(norms).any():
             metrics[f"gradients/{name}_norm"] = norms[np.isfinite(norms)].mean()
             metrics[f"gradients/{name}_health"] = np.nanmean(healths)
-    skipped = {i: steps for i, steps in enumerate(hosts["skipped_steps"].tolist()) if steps == steps}  # not NaN
-    if skipped:
-        metrics |= {f"skipped_steps/host{i}": steps for i, steps in skipped.items()}
-        metrics["hosts/skipped_steps"] = sum(skipped.values())
+    skipped_steps = {host: steps for host, steps in enumerate(hosts["skipped_steps"].tolist()) if not isnan(steps)}
+    if skipped_steps:
+        metrics |= {f"skipped_steps/host{host}": steps for host, steps in skipped_steps.items()}
+        metrics["hosts/skipped_steps"] = sum(skipped_steps.values())
     if not np.isnan(hosts["suspicious"]).any():
         metrics |= {f"governor/{name}": hosts[name].sum() for name in ("suspicious", "rollbacks")}
         metrics["governor/ended"] = hosts["stopped"].sum()
@@ -48,13 +50,12 @@ def tick_metrics(tick: Tick, slots: Sequence[str]) -> dict[str, float]:
 
 
 def episode_metrics(last: Tick, tasks: Mapping[str, slice]) -> dict[str, float]:
-    """Return what has become of the hosts at the last step of an episode: means over all, and over the hosts of each
-    task.
-    """
+    """Return metrics of the last step of an episode: means over all hosts, and over the hosts of each task."""
     hosts, seeds = last.hosts, last.slots
-    parts = ("objective", "score", "parameters")
-    metrics = {f"rollout/{name}": hosts[name].mean() for name in parts}
-    metrics |= {f"tasks/{task}/{name}": hosts[name][span].mean() for task, span in tasks.items() for name in parts}
+    metrics = {}
+    for name in ("objective", "score", "parameters"):
+        metrics[f"rollout/{name}"] = hosts[name].mean()
+        metrics |= {f"tasks/{task}/{name}": hosts[name][of_task].mean() for task, of_task in tasks.items()}
     metrics["rollout/fossils"] = (seeds["stage"] == Stage.FOSSILIZED).sum(1).mean()
     metrics["rollout/rolled_back"] = (hosts["stopped"] | (hosts["rollbacks"] > 0)).mean()
     blended = seeds[seeds["blended"] & np.isfinite(seeds["contribution"])]
@@ -67,42 +68,43 @@ def episode_metrics(last: Tick, tasks: Mapping[str, slice]) -> dict[str, float]:
 def return_metrics(returns: Tensor) -> dict[str, float]:  # [N]
     """Return mean and quantiles over hosts of the episodes' returns."""
     quantiles = returns.double().quantile(torch.tensor(RETURN_QUANTILES, dtype=torch.float64)).tolist()
-    of_quantile = {
-        f"rollout/return.p{100 * q:.0f}": value for q, value in zip(RETURN_QUANTILES, quantiles, strict=True)
-    }
-    return {"rollout/return": returns.mean().item(), **of_quantile}
+    metrics = {"rollout/return": returns.mean().item()}
+    for share, value in zip(RETURN_QUANTILES, quantiles, strict=True):
+        metrics[f"rollout/return.p{100 * share:.0f}"] = value
+    return metrics
 
 
 def lstm_metrics(state: Iterable[Tensor]) -> dict[str, float]:
-    """Return statistics of a recurrent state, hidden and cell [N, width], by one transfer; nothing without a memory."""
+    """Return statistics of a recurrent state, hidden and cell [N, width]; nothing for a policy without memory."""
     hidden, cell = (part.float() for part in state)
     if not hidden.numel():
         return {}
     squares = torch.stack([hidden.square().mean(), cell.square().mean()])
     saturated = (hidden.abs() > LSTM_SATURATION).float().mean()
-    numbers = torch.cat([squares.sqrt(), saturated[None], squares.mean().sqrt()[None]]).tolist()
+    numbers = torch.cat([squares.sqrt(), saturated[None], squares.mean().sqrt()[None]]).tolist()  # one transfer
     tags = ("lstm/hidden_rms", "lstm/cell_rms", "lstm/saturated", "rollout/state_rms")
     return dict(zip(tags, numbers, strict=True))
 
 
 def choice_metrics(action: Any, masks: Any, space: Any, *, relevant: Tensor) -> dict[str, float]:
-    """Return the frequency of each op and of each choice of a head where there was one, and of each op being possible.
+    """Return how often each op, and each choice of the other heads, was taken, and how often each op was possible.
 
-    Actions and masks are those of a rollout, [T, N]; `relevant` [ops, heads] tells which heads matter for an op.
+    Only steps count in which the action was not forced and the head mattered. Actions and masks are those of a rollout,
+    [T, N]; `relevant` [ops, heads] is 1 where a head matters for an op.
     """
-    free = ~masks.forced
-    matters = relevant.to(action.op.device)[action.op].bool() & free[..., None]  # [T, N, heads]
+    unforced = ~masks.forced
+    matters = relevant.to(action.op.device)[action.op].bool() & unforced[..., None]  # [T, N, heads]
     metrics = {}
     for head, (name, choices) in enumerate(zip(space._fields, space, strict=True)):
         if len(choices) < 2 and name != "op":
             continue
-        chosen = action[head][free if name == "op" else matters[..., head]]
+        chosen = action[head][unforced if name == "op" else matters[..., head]]
         counts = torch.bincount(chosen, minlength=len(choices)).tolist()
-        group = "rollout/op" if name == "op" else f"heads/{name}"
-        metrics |= {f"{group}.{c}": n / max(1, sum(counts)) for c, n in zip(choices, counts, strict=True)}
+        group, total = "rollout/op" if name == "op" else f"heads/{name}", max(1, sum(counts))
+        metrics |= {f"{group}.{choice}": count / total for choice, count in zip(choices, counts, strict=True)}
     possible = masks.op.float().mean((0, 1)).tolist()  # [ops]
     metrics |= {f"masks/{op}": share for op, share in zip(space.op, possible, strict=True)}
-    return metrics | {"masks/forced": 1.0 - free.float().mean().item()}
+    return metrics | {"masks/forced": 1.0 - unforced.float().mean().item()}
 
 
 def phase_shares(seconds: Mapping[str, float], elapsed: float) -> dict[str, float]:
@@ -112,17 +114,19 @@ def phase_shares(seconds: Mapping[str, float], elapsed: float) -> dict[str, floa
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Return the memory of the process and of tensors on the GPU in MiB, and the share of the device's that is used.
+    """Return the memory of the process and of tensors on the GPU in MiB, and the used share of the device's memory.
 
-    On a GPU the largest number so far counts as used.
+    On a GPU the share is that of the peak so far. Numbers that the system does not give are missing.
     """
-    metrics, used = {}, resident_memory()
-    if used is not None:
-        metrics["memory/process"] = used
+    metrics, used_mib = {}, resident_memory()
+    if used_mib is not None:
+        metrics["memory/process"] = used_mib
     if device.type == "cuda":
         metrics["memory/cuda"] = torch.cuda.memory_allocated(device) / 2**20
-        used = torch.cuda.max_memory_allocated(device) / 2**20
-    return metrics if used is None else metrics | {"memory/share": used * 2**20 / total_memory(device)}
+        used_mib = torch.cuda.max_memory_allocated(device) / 2**20
+    if used_mib is not None:
+        metrics["memory/share"] = used_mib * 2**20 / total_memory(device)
+    return metrics
 
 
 CUSTOM_SCALARS = {

@@ -9,19 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from esper_lightning.envs import HostPool, Op, StepResult
+from esper_lightning.envs import HostPool, MixedPool, Op, StepResult
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.lifecycle import SeedEvent
 from esper_lightning.growth.stages import LIVE, Stage
 from esper_lightning.runtime.ranks import Ranks
-from esper_lightning.telemetry.events import (
-    SCHEMA,
-    Contributed,
-    Event,
-    GateRefused,
-    HostsMeasured,
-    Started,
-)
+from esper_lightning.telemetry.events import SCHEMA, Contributed, Event, GateRefused, HostsMeasured, Started
 
 HOST = np.dtype(
     [
@@ -67,37 +60,42 @@ class Tick(NamedTuple):
 
 
 def started(pool: Any, *, tick: int, hosts: int) -> Started:
-    """Return the event with which the events of a pool begin, or of the pools of several tasks."""
-    space, flops = pool.space, pool.envs[0].flops
-    scores = sorted({of_task.task.score_name for of_task in getattr(pool, "pools", {"": pool}).values()})
-    names = (list(space.slot), list(space.blueprint), " or ".join(scores))
-    return Started(tick, SCHEMA, hosts, pool.horizon, *names, flops.host, flops.behind)
+    """Return the first event of a run on a pool of hosts, or on the pools of several tasks."""
+    pools = pool.pools.values() if isinstance(pool, MixedPool) else [pool]
+    flops = pool.envs[0].flops
+    return Started(
+        *(tick, SCHEMA, hosts, pool.horizon),
+        slots=list(pool.space.slot),
+        blueprints=list(pool.space.blueprint),
+        score=" or ".join(sorted({of_task.task.score_name for of_task in pools})),
+        flops=flops.host,
+        behind=flops.behind,
+    )
 
 
-def observe(pool: HostPool, step: StepResult, tick: int, own: Sequence[int] | None = None) -> Tick:
+def observe(pool: HostPool, step: StepResult, tick: int, host_numbers: Sequence[int] | None = None) -> Tick:
     """Return the record of a step of this process's hosts, all of whose values are on the CPU already.
 
-    `tick` counts from the start of the run. `own` are the numbers of the hosts among those of all processes; None:
-    there is one process.
+    `tick` counts from the start of the run. `host_numbers` are the numbers of the hosts among those of all processes;
+    None: there is one process.
     """
-    own = own or range(pool.n_envs)
+    host_numbers = host_numbers or range(pool.n_envs)
     blueprints = {None: -1} | {name: b for b, name in enumerate(pool.space.blueprint)}
     diverged = [verdict for verdict in step.verdicts if verdict.decision.diverged]
-    columns = zip(*(column.tolist() for column in step.metrics), step.ops.tolist(), strict=True)
+    events = (*step.events, *diverged, *step.vetoes, *_closed_gates(pool.envs, step))
+    measurements = zip(*(column.tolist() for column in step.metrics), step.ops.tolist(), strict=True)
     return Tick(
         run_tick=tick,
         number=pool.envs[0].tick,
-        hosts=[(*numbers, *_host_row(env)) for env, numbers in zip(pool.envs, columns, strict=True)],
+        hosts=[(*measured, *_host_row(env)) for env, measured in zip(pool.envs, measurements, strict=True)],
         slots=[_slot_rows(env, blueprints) for env in pool.envs],
         terms={name: paid.tolist() for name, paid in step.terms.items()},
-        events=[
-            event._replace(tick=tick, host=own[event.host])
-            for event in (*step.events, *diverged, *step.vetoes, *_closed_gates(pool.envs, step))
-        ],
+        events=[event._replace(tick=tick, host=host_numbers[event.host]) for event in events],
     )
 
 
 def _host_row(env: HostEnv) -> tuple[Any, ...]:
+    """Return the columns of `HOST` for a host, from `ended` on."""
     gradient, monitor = env.host_gradient, env.monitor
     state = None if monitor is None else monitor.governor_state
     return (
@@ -109,16 +107,16 @@ def _host_row(env: HostEnv) -> tuple[Any, ...]:
 
 
 def _slot_rows(env: HostEnv, blueprints: dict[str | None, int]) -> list[tuple[Any, ...]]:
-    """Return the columns of `SLOT` for each slot of a host."""
+    """Return the columns of `SLOT` for each slot of a host, given the index of each blueprint by name."""
     rows = []
-    for slot, record, before in zip(env.slots, env.records, env.score_at_germination, strict=True):
+    for slot, record, score_before in zip(env.slots, env.records, env.score_at_germination, strict=True):
         gradient, blended = record.gradient, slot.blended
         rows.append(
             (
                 *(int(slot.stage), blueprints[slot.blueprint], slot.age, slot.live, blended),
                 *((np.nan, np.nan) if gradient is None else (gradient.norm, gradient.health)),
                 np.nan if record.contribution is None else record.contribution,
-                100.0 * (env.history.score[-1] - before) if blended else np.nan,
+                100.0 * (env.history.score[-1] - score_before) if blended else np.nan,
             )
         )
     return rows
@@ -126,15 +124,15 @@ def _slot_rows(env: HostEnv, blueprints: dict[str | None, int]) -> list[tuple[An
 
 def _closed_gates(envs: Sequence[HostEnv], step: StepResult) -> Iterator[GateRefused]:
     """Yield an event for each seed that a gate refuses although its minimum time in the stage is over."""
-    for i, env in enumerate(envs):
-        for slot, refused in zip(env.slots, step.refusals[i], strict=True):
-            reasons, refused_stage = [], Stage.BLENDING
+    for host, env in enumerate(envs):
+        for slot, refusals in zip(env.slots, step.refusals[host], strict=True):
+            reasons, next_stage = [], Stage.BLENDING
             if slot.stage is Stage.TRAINING and slot.ticks_in_stage >= env.lifecycle.training_ticks:
-                reasons = refused.blending
+                reasons = refusals.blending
             elif slot.stage is Stage.PROBATIONARY and slot.alpha_before == 1.0:
-                reasons, refused_stage = refused.fossilizing, Stage.FOSSILIZED
+                reasons, next_stage = refusals.fossilizing, Stage.FOSSILIZED
             if reasons and not env.ended:
-                yield GateRefused(env.tick, i, slot.name, str(slot.blueprint), refused_stage, reasons)
+                yield GateRefused(env.tick, host, slot.name, str(slot.blueprint), stage=next_stage, reasons=reasons)
 
 
 def join(ticks: Sequence[Tick], ranks: Ranks) -> Tick:
@@ -166,28 +164,24 @@ class SeedStats(NamedTuple):
 
 
 def count_seed(
-    seed: SeedEvent,
-    sums: SeedStats,
-    last_contributions: np.ndarray,
-    *,
-    slots: Sequence[str],
-    blueprints: Sequence[str],
+    seed: SeedEvent, sums: SeedStats, last_contributions: np.ndarray, *, slots: Sequence[str], blueprints: Sequence[str]
 ) -> None:
     """Add a seed that has germinated, or whose fate was decided, to sums [B, K].
 
     `last_contributions` [N, K] are those of the seeds as last measured, in points; NaN: never.
     """
     before, after = seed.before, seed.after
-    k, b = slots.index(seed.slot), blueprints.index(seed.blueprint) if seed.blueprint else -1
+    k = slots.index(seed.slot)
+    cell = (blueprints.index(seed.blueprint) if seed.blueprint else -1, k)
     if before is not after and after is Stage.GERMINATED:
         last_contributions[seed.host, k] = np.nan
-        sums.germinated[b, k] += 1.0
+        sums.germinated[cell] += 1.0
     elif before in LIVE and after not in LIVE:  # fossilized, culled, or lost by a rollback
         points = last_contributions[seed.host, k] if seed.contribution is None else seed.contribution
         if np.isfinite(points):
-            sums.measured[b, k] += 1.0
-            sums.contribution[b, k] += points
-        (sums.fossilized if after is Stage.FOSSILIZED else sums.culled)[b, k] += 1.0
+            sums.measured[cell] += 1.0
+            sums.contribution[cell] += points
+        (sums.fossilized if after is Stage.FOSSILIZED else sums.culled)[cell] += 1.0
 
 
 ARRAYS = ("sums", "refused", "last_contributions", "silent", "born", "dead", "health")
@@ -215,7 +209,8 @@ class Observer:
         # Contribution of each seed as last measured; NaN: never
         self.last_contributions = np.full((self.n_envs, len(self.slots)), np.nan)
         self.silent = np.full((self.n_envs, len(self.slots)), -1)  # blueprint of a seed that never had a gradient
-        self.born, self.dead = np.zeros((2, len(self.blueprints)))  # seeds, and silent ones that were replaced
+        # Of each blueprint: new seeds whose gradients were measured, and silent ones that a new seed replaced.
+        self.born, self.dead = np.zeros((2, len(self.blueprints)))
         self.health = np.zeros(2)  # sum of the hosts' gradient health, and number of measurements
         self.terms: dict[str, float] = {}  # sums of the reward's terms, means over hosts
 
@@ -232,32 +227,31 @@ class Observer:
             if isinstance(event, SeedEvent):
                 sums = SeedStats(*self.sums)  # views
                 count_seed(event, sums, self.last_contributions, slots=self.slots, blueprints=self.blueprints)
-        slots = tick.slots
-        known = slots["blended"] & ~np.isnan(slots["contribution"])
-        self.last_contributions = np.where(known, slots["contribution"], self.last_contributions)
+        contributions = tick.slots["contribution"]
+        measured = tick.slots["blended"] & ~np.isnan(contributions)  # [N, K]
+        self.last_contributions = np.where(measured, contributions, self.last_contributions)
         self._watch_gradients(tick)
         for name, paid in tick.terms.items():
             self.terms[name] = self.terms.get(name, 0.0) + float(paid.mean())
         events = self._new_events(tick)
-        known &= ~tick.hosts["ended"][:, None]
-        if known.any():
-            numbers, places = np.nonzero(known)
-            names = [self.slots[k] for k in places.tolist()]
-            events.append(Contributed(tick.run_tick, numbers.tolist(), names, slots["contribution"][known].tolist()))
-        ops = [Op(op).name for op in tick.hosts["op"]]
+        measured &= ~tick.hosts["ended"][:, None]
+        if measured.any():
+            hosts, slots = np.nonzero(measured)
+            names = [self.slots[k] for k in slots.tolist()]
+            events.append(Contributed(tick.run_tick, hosts.tolist(), names, points=contributions[measured].tolist()))
         # Rounded, since there is one such event in every tick.
-        score, loss, objective = (np.round(tick.hosts[name], 4).tolist() for name in ("score", "loss", "objective"))
-        parameters = tick.hosts["parameters"].astype(int).tolist()
-        return [*events, HostsMeasured(tick.run_tick, ops, score, loss, objective, parameters)]
+        rounded = {name: np.round(tick.hosts[name], 4).tolist() for name in ("score", "loss", "objective")}
+        ops, parameters = [Op(op).name for op in tick.hosts["op"]], tick.hosts["parameters"].astype(int).tolist()
+        return [*events, HostsMeasured(tick.run_tick, ops, **rounded, parameters=parameters)]
 
     def _watch_gradients(self, tick: Tick) -> None:
         """Find seeds that have had no gradient since they were germinated in this rollout."""
         hosts, slots = tick.hosts, tick.slots
-        watched = ~hosts["ended"] & ~np.isnan(hosts["health"])
+        watched = ~hosts["ended"] & ~np.isnan(hosts["health"])  # [N]
         self.health += hosts["health"][watched].sum(), watched.sum()
-        measured = watched[:, None] & slots["live"] & ~np.isnan(slots["health"])
+        measured = watched[:, None] & slots["live"] & ~np.isnan(slots["health"])  # [N, K]
         new = measured & (slots["age"] == 1)
-        np.add.at(self.dead, self.silent[new & (self.silent >= 0)], 1.0)
+        np.add.at(self.dead, self.silent[new & (self.silent >= 0)], 1.0)  # by blueprint, of which there may be several
         counted = new & (hosts["health"] >= MIN_HOST_GRADIENT_HEALTH)[:, None]
         np.add.at(self.born, slots["blueprint"][counted], 1.0)
         self.silent[new] = -1
@@ -270,9 +264,9 @@ class Observer:
         events: list[Event] = []
         for event in tick.events:
             if isinstance(event, GateRefused):
-                slot = (event.host, self.slots.index(event.slot))
-                self.refused[slot] = event.stage
-                if before[slot] == event.stage and tick.number > 1:
+                cell = (event.host, self.slots.index(event.slot))
+                self.refused[cell] = event.stage
+                if before[cell] == event.stage and tick.number > 1:
                     continue
             events.append(event)
         return events
@@ -283,16 +277,16 @@ class Observer:
         if self.health[1]:
             metrics["rollout/gradient_health"] = self.health[0] / self.health[1]
         silent = self.dead + np.bincount(self.silent[self.silent >= 0], minlength=len(self.blueprints))
-        of_blueprint = SeedStats(*self.sums.sum(2))  # [B]
+        seeds = SeedStats(*self.sums.sum(2))  # of all slots, [B]
         for b, name in enumerate(self.blueprints):
             if self.born[b] >= LEAST_SEEDS:
                 metrics[f"rollout/dead_seeds.{name}"] = silent[b] / self.born[b]
-            metrics[f"blueprint/{name}/germinated"] = of_blueprint.germinated[b] / self.n_envs
-            metrics[f"blueprint/{name}/kept"] = of_blueprint.fossilized[b] / self.n_envs
-            if of_blueprint.germinated[b] > 0.0:
-                metrics[f"blueprint/{name}/churn"] = of_blueprint.culled[b] / of_blueprint.germinated[b]
-            if of_blueprint.measured[b] > 0.0:
-                metrics[f"blueprint/{name}/contribution"] = of_blueprint.mean_contribution[b]
+            metrics[f"blueprint/{name}/germinated"] = seeds.germinated[b] / self.n_envs
+            metrics[f"blueprint/{name}/kept"] = seeds.fossilized[b] / self.n_envs
+            if seeds.germinated[b] > 0.0:
+                metrics[f"blueprint/{name}/churn"] = seeds.culled[b] / seeds.germinated[b]
+            if seeds.measured[b] > 0.0:
+                metrics[f"blueprint/{name}/contribution"] = seeds.mean_contribution[b]
         return {tag: float(value) for tag, value in metrics.items()}
 
     def state_dict(self) -> dict[str, Any]:

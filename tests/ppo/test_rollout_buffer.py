@@ -15,7 +15,7 @@ def test_the_minibatches_of_an_epoch_hold_every_environment_once(parts: int) -> 
     play(loop := cue_loop(CueMemory(5, 6)))
     rollout = loop.finish()[0]
     marked = rollout._replace(steps=rollout.steps._replace(log_prob=torch.arange(5.0).expand(6, 5)))
-    minibatches = list(marked.minibatches(epochs=3, parts=parts, generator=torch.Generator().manual_seed(0)))
+    minibatches = list(marked.minibatches(epochs=3, groups=parts, generator=torch.Generator().manual_seed(0)))
 
     assert len(minibatches) == 3 * parts
     assert all(minibatch.steps.log_prob.shape[0] == 6 for minibatch in minibatches), "sequences stay whole"
