@@ -5,7 +5,6 @@ import gc
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from numbers import Integral
 from pathlib import Path
@@ -35,7 +34,7 @@ from esper_lightning.callbacks.checks import after_setup, check_resumed, check_t
 from esper_lightning.callbacks.grow import Grow
 from esper_lightning.callbacks.plans import Plan, Progress, Shares, make_plan
 from esper_lightning.callbacks.run_record import open_events, write_run_record
-from esper_lightning.growth.blocks import Blocks, find_blocks
+from esper_lightning.growth.blocks import Blocks, errors_of, find_blocks
 from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.stack import (
     BuiltBlocks,
@@ -112,7 +111,7 @@ class Stack(Callback):
         self.plan: Any = make_plan(Shares(at) if plan is None else plan)
         self._plan_name = plan if isinstance(plan, str) else type(self.plan).__name__
         self._first_plan = copy.deepcopy(self.plan.state_dict()) if hasattr(self.plan, "state_dict") else None
-        with in_own_name():
+        with errors_of("Stack"):
             if listed_order(order) is not None and (plan is not None or len(shares) > 1):
                 raise ValueError("Stack: sources one by one are those of a single change; give order by its name")
         self.options: dict[str, Any] = {"order": order, "new": new, "state": state, "zero": zero}
@@ -208,7 +207,7 @@ class Stack(Callback):
 
     def _find(self, module: nn.Module, trainer: Trainer) -> BuiltBlocks:
         """Return the list of blocks in the module or its average. Raises ValueError if there is none that may grow."""
-        with in_own_name():
+        with errors_of("Stack"):
             block_list = find_blocks(module, self.name)
         for other in stacks_of(trainer):
             if other is not self and other.plan is self.plan and hasattr(self.plan, "load_state_dict"):
@@ -251,7 +250,7 @@ class Stack(Callback):
                     f"Stack: the module builds {most} blocks in {self.name!r}, and at ends with {depths[-1]}; build "
                     f"the final network"
                 )
-        with in_own_name():
+        with errors_of("Stack"):
             check_options(self.built.block_list.blocks, **self.options)
             sources_of(self.start, most, self.options["order"])
         if elsewhere := self.built.run_elsewhere():
@@ -327,7 +326,7 @@ class Stack(Callback):
             )
         if self._resumes:
             check_resumed("Stack", trainer)
-        with in_own_name():
+        with errors_of("Stack"):
             check_optimizers(trainer.optimizers, self.built.block_list.blocks)
         self._begins &= not trainer._checkpoint_connector._loaded_checkpoint
         self.depths = self.depths or [self.built.depth]
@@ -342,7 +341,7 @@ class Stack(Callback):
         """Grow the list to `to` blocks that the class has built, and return the indices of copies in it."""
         if isinstance(trainer.strategy, DDPStrategy) and trainer.strategy._layer_sync is not None:
             trainer.strategy._layer_sync.apply(nn.ModuleList(self.built.spare(to)))
-        with isolate_rng(), in_own_name():
+        with isolate_rng(), errors_of("Stack"):
             torch.manual_seed(to)
             return self.built.grow(to, trainer.optimizers, **self.options)
 
@@ -400,7 +399,7 @@ class Stack(Callback):
     def _first_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Check the weights and the plan, and let the first `Stack` measure what a batch costs."""
         self._end_loading()
-        with in_own_name():
+        with errors_of("Stack"):
             self.built.check_present()
         trained = self._was_loaded or any(map(is_trained, self.built.blocks))
         if self._begins and self._given_start is None and trained:
@@ -596,15 +595,6 @@ class LoadHook:
 
     def _lists_of(self, modules: Any) -> list[BuiltBlocks]:
         return [built for built in self.callback._lists if built.block_list.modules is modules] if self.callback else []
-
-
-@contextmanager
-def in_own_name() -> Iterator[None]:
-    """Let the message of a ValueError of `growth.stack` begin with the name of the callback."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"Stack: {str(error).removeprefix('stack: ')}") from None
 
 
 def stacks_of(trainer: Trainer) -> list[Stack]:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from esper_lightning.growth.blocks import BlockFields, find_blocks, numbered
+from esper_lightning.growth.blocks import BlockFields, errors_of, find_blocks, numbered
 from esper_lightning.growth.residual import branch_ends, outputs
 from esper_lightning.growth.stack import check_options, set_to_zero
 from esper_lightning.runtime.console import print_status
@@ -64,7 +64,8 @@ def expand(
             network = getattr(transformers, str(auto_class)).from_config(config, trust_remote_code=trust_remote_code)
         else:
             network = network_class(config)
-    found = find_blocks(network, blocks)
+    with errors_of("expand"):
+        found = find_blocks(network, blocks)
     count, fields = len(found.blocks), BlockFields(found)
     if not 1 <= every <= count:
         raise ValueError(f"expand: every must be 1 to {count}, the number of blocks, got {every}")
@@ -78,15 +79,16 @@ def expand(
 
     small, deeper = build(2), build(3)
     example = _example(small)
-    if not zero:
-        if example is None:
+    with errors_of("expand"):
+        if not zero and example is not None:
+            zero = branch_ends(small, find_blocks(small, blocks).blocks[0], example)
+        elif not zero:
             raise ValueError(
-                f"expand: {type(network).__name__} takes {network.main_input_name}, for which there is no small input; "
-                f"name the last layer of each residual branch in --zero"
+                f"{type(network).__name__} takes {network.main_input_name}, for which there is no small input; name "
+                f"the last layer of each residual branch in --zero"
             )
-        zero = branch_ends(small, find_blocks(small, blocks).blocks[0], example)
-    check_options(find_blocks(small, blocks).blocks, order="stack", new="zero", state="copy", zero=list(zero))
-    _check_outputs(small, deeper, blocks, zero, example)
+        check_options(find_blocks(small, blocks).blocks, order="stack", new="zero", state="copy", zero=list(zero))
+        _check_outputs(small, deeper, blocks, zero, example)
     list_name, zeroed = _names_in_files(small, deeper, blocks, zero)
     del small, deeper
     fields.set_counts(order)
@@ -181,7 +183,7 @@ def _names_in_files(small: Any, deeper: Any, blocks: str, zero: Sequence[str]) -
         written.append(is_zero)
     is_zero, is_zero_deeper = written
     # A tensor of the third block has a name that differs from one of the first block in the block's name alone.
-    first, *_, third = numbered(found.modules, len(found.modules))[found.before : found.before + 3]
+    first, *_, third = numbered(found.modules, len(found.modules))[found.skip_first : found.skip_first + 3]
     list_names, zeroed = set(), set()
     for key in is_zero_deeper.keys() - is_zero.keys():
         parts = key.split(".")

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import chain, pairwise
 from string import digits
 from typing import Any, NamedTuple
@@ -84,6 +84,15 @@ def _settings_in(config: Any) -> Any:
     return config if isinstance(config, MutableMapping) else getattr(config, "__dict__", {})
 
 
+@contextmanager
+def errors_of(name: str) -> Iterator[None]:
+    """Let ValueErrors of this package begin with the name of what the user has called: `stack`, `Stack` or `expand`."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {str(error).removeprefix(f'{name}: ').removeprefix('stack: ')}") from None
+
+
 def find_blocks(network: nn.Module, name: str) -> BlockList:
     """Return the list of blocks called `name`. `encoder.block[1:]` leaves out the first block of `encoder.block`.
 
@@ -144,7 +153,7 @@ def _check_like(block_list: BlockList) -> None:
         if _signature(block) != _signature(block_list.blocks[0]):
             raise ValueError(
                 f"blocks {block_list.skip_first} and {i} differ in their parameters or shapes; grow a list of like "
-                f"blocks, or leave out those that differ, as in 'blocks[1:]'"
+                f"blocks, or leave out those that differ, as in '{block_list.name}[1:]'"
             )
 
 

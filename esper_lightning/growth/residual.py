@@ -51,7 +51,7 @@ def branch_ends(network: nn.Module, block: nn.Module, example: ExampleInput) -> 
             if not _returns_input(network, block, example):
                 raise ValueError(
                     f"stack: {type(block).__name__} does not return its input where all its parameters are zero, so no "
-                    f"layer at zero makes it change nothing at first; use new='copy'"
+                    f"layer at zero makes it change nothing at first; use stack(…, new='copy')"
                 )
             ends = []
             for name in used:
@@ -73,7 +73,7 @@ def branch_ends(network: nn.Module, block: nn.Module, example: ExampleInput) -> 
     if stuck:
         raise ValueError(
             f"stack: {type(block).__name__} returns its input with {', '.join(ends)} at zero, but "
-            f"{', '.join(stuck)} then have no gradient and never learn; use new='copy'"
+            f"{', '.join(stuck)} then have no gradient and never learn; use stack(…, new='copy')"
         )
     unused = [name for name in parameters if name not in used]
     used_patterns = {_pattern(name) for name in used}

@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
 from esper_lightning.growth.attach import attach_at, attached_places
-from esper_lightning.growth.blocks import BlockFields, BlockList, find_blocks, numbered
+from esper_lightning.growth.blocks import BlockFields, BlockList, errors_of, find_blocks, numbered
 from esper_lightning.growth.param_groups import optimizers_in
 from esper_lightning.growth.residual import branch_ends, outputs
 from esper_lightning.growth.slot import SeedSlot, SlotHook, pass_on
@@ -98,10 +98,8 @@ def stack(
             evaluation mode the network then returns the same tensors as before, bit for bit, or is refused.
         freeze: `old`: new blocks alone learn, and all present parameters, shared ones too, have `requires_grad` False.
     """
-    try:
+    with errors_of("stack"):
         block_list = find_blocks(network, blocks)
-    except ValueError as error:
-        raise ValueError(f"{'' if str(error).startswith('stack: ') else 'stack: '}{error}") from None
     count, listed = len(block_list.blocks), listed_order(order)
     to = len(listed) if to is None and listed is not None else to
     if not isinstance(to, int) or to <= count:
@@ -881,10 +879,11 @@ class BuiltBlocks:
             present = target._buffers.get(name)
             if buffer is None or present is buffer or id(present) in kept:
                 continue
-            if present is None:
+            if name in source._non_persistent_buffers_set and not self._has_changed(source, name):
+                if present is not None:  # it keeps the values that the class gave it
+                    present.data = present.to(buffer.device, buffer.dtype)
+            elif present is None:
                 target._buffers[name] = buffer.detach().clone()
-            elif name in source._non_persistent_buffers_set and not self._has_changed(source, name):
-                present.data = present.to(buffer.device, buffer.dtype)  # with the values that the class gave it
             else:
                 present.data = buffer.detach().clone()
 

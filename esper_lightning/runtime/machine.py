@@ -18,7 +18,8 @@ from esper_lightning import __version__
 
 CPU = torch.device("cpu")
 
-FLOAT32_PARTS: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+CUDNN: Any = torch.backends.cudnn  # torch declares no `conv` and `rnn`
+FLOAT32_PARTS: tuple[Any, ...] = (torch.backends.cuda.matmul, CUDNN.conv, CUDNN.rnn)
 """Parts of torch that may round float32 to TF32 on a GPU, by their `fp32_precision`."""
 
 Phase = Literal["train", "validate", "policy", "update", "governor", "bookkeeping", "telemetry"]

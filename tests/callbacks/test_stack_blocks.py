@@ -122,13 +122,14 @@ class Placed(Block):
     def __init__(self, i: int) -> None:
         super().__init__(i)
         self.register_buffer("mask", (torch.arange(WIDTH) % 2 == i % 2).float(), persistent=False)
+        self.register_buffer("offset", torch.ones(WIDTH) if i % 3 == 1 else None, persistent=False)
         self.scale, self.shift, self.order = 1.0 / (i + 1), torch.full((WIDTH,), float(i % 3)), [i % 2, 1 - i % 2]
         self.inner: Any = nn.Module()
         self.inner.layer_number = i + 1
         self.act, self.drop = (nn.ReLU() if i % 2 else nn.Tanh()), (nn.Dropout(0.05 * i) if i else nn.Identity())
 
     def see(self, x: Tensor) -> Tensor:
-        parts = (x * self.mask).chunk(2, 1)
+        parts = (x * self.mask if self.offset is None else x + self.offset).chunk(2, 1)
         x = self.scale * torch.cat([parts[k] for k in self.order], 1) + self.shift
         return self.drop(self.act(x)) / self.inner.layer_number
 
@@ -460,17 +461,20 @@ def test_the_network_can_be_pickled_in_training_and_holds_nothing_of_the_callbac
     assert len(sizes) == STEPS and b"esper" not in pickle.dumps(module.blocks)
 
 
-def test_blocks_that_differ_are_left_out_and_an_average_grows_along(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("blocks", "other"), [("blocks[1:]", 0), ("blocks[:-1]", 5)])
+def test_blocks_that_differ_are_left_out_and_an_average_grows_along(blocks: str, other: int, tmp_path: Path) -> None:
     class First(Block):
         def __init__(self, i: int) -> None:
             super().__init__(i)
-            self.i, self.extra = i, nn.Identity() if i else nn.Linear(WIDTH, WIDTH)
+            self.i, self.extra = i, nn.Linear(WIDTH, WIDTH) if i == other else nn.Identity()
 
     module, ema = make(First), EMAWeightAveraging(decay=0.5)
-    made = train(module, Stack("blocks[1:]", start=2, at={0.3: 3, 0.5: 5}), ema)
+    indices: list[list[int]] = []
+    note = LambdaCallback(on_train_batch_start=lambda *_: indices.append([block.i for block in module.blocks]))
+    made = train(module, Stack(blocks, start=2, at={0.3: 3, 0.5: 5}), ema, note)
 
     assert module.depths == [3] * 10 + [4] * 6 + [6] * 16
-    assert [block.i for block in module.blocks] == list(range(6))
+    assert indices == [list(range(depth)) for depth in module.depths]
     made.save_checkpoint(tmp_path / "last.ckpt")
     plain = Lit(First)
     plain.load_state_dict(torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"])
