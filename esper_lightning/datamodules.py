@@ -293,7 +293,7 @@ class HostPoolData(LightningDataModule):
     @property
     def precision(self) -> str:
         """Precision of the hosts of each task on their device."""
-        return "; ".join(pool.config.training.precision_on(pool.device) for pool in self.pools.values())
+        return "; ".join(pool.config.training.precision for pool in self.pools.values())
 
     @property
     def horizon(self) -> int:

@@ -1,4 +1,4 @@
-"""What a run on CUDA needs, tried without one: precision of float32, reductions by NCCL, and memory that runs out."""
+"""What a run on another device needs, tried without one: precision, reductions by NCCL, memory, tables by device."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -6,18 +6,24 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning import Trainer
 from torch import backends
 
 from esper_lightning.callbacks import RolloutState
 from esper_lightning.datamodules import HostPoolData
-from esper_lightning.envs.executors import LoopExecutor
+from esper_lightning.envs import HostPool
+from esper_lightning.envs.config import DEVICE_TYPES
+from esper_lightning.envs.executors import LoopExecutor, loop
+from esper_lightning.envs.executors.fused import executor, layers
 from esper_lightning.envs.flops import plain_operators
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.policy import use_ieee_float32
 from esper_lightning.runtime.machine import FLOAT32_PARTS, is_out_of_memory
+from esper_lightning.runtime.nested import iter_tensors
 from esper_lightning.runtime.ranks import Ranks
+from esper_lightning.runtime.registry import find_config
 from esper_lightning.tasks import Digits
 from tests.conftest import SMALL, small_host
 from tests.envs.executors.test_imitated_gpu import imitated_strategy
@@ -81,9 +87,9 @@ def float32_state() -> list[str]:
 def test_hosts_round_to_tf32_only_if_it_is_set_and_the_users_choice_stays(precision: str, choice: None) -> None:
     before = float32_state()
     executor = LoopExecutor(Digits(), HostTraining(precision=precision))
-    with executor.kernels(torch.device("cuda")):
+    with executor.kernels_of_settings(torch.device("cuda")):
         assert {part.fp32_precision for part in FLOAT32_PARTS} == {"tf32" if precision == "tf32" else "ieee"}
-    with executor.kernels(torch.device("cpu")), plain_operators():
+    with executor.kernels_of_settings(torch.device("cpu")), plain_operators():
         assert float32_state() == before
     assert float32_state() == before
 
@@ -131,3 +137,28 @@ def test_a_validation_on_several_gpus_reduces_no_tensor_on_the_cpu(
 )
 def test_a_host_ends_and_not_the_run_where_cuda_or_its_libraries_are_out_of_memory(message: str, memory: bool) -> None:
     assert is_out_of_memory(RuntimeError(message)) == memory
+
+
+def test_a_checkpoint_holds_the_hosts_of_a_gpu_on_the_cpu() -> None:
+    task = Digits(validation=50, test=50)
+    with ImitatedGpu() as gpu:
+        pool = HostPool(task, task.load(), small_host, config=SMALL, n_envs=2, device=GPU)
+        pool.reset([0, 1])
+        tensors = list(iter_tensors(pool.state_dict()))
+        assert {gpu.device_of(tensor) for tensor in tensors} == {torch.device("cpu")} and len(tensors) > 2
+
+
+TABLES = [(loop, "MAX_VALIDATED_ELEMENTS"), (executor, "MAX_INPUT_ELEMENTS")]
+TABLES += [(layers, "MAX_PRODUCT_HOSTS"), (layers, "CHANNELS_LAST")]
+
+
+def test_every_table_by_type_of_device_has_those_of_hosts_and_others_are_refused_in_one_line() -> None:
+    for module, name in TABLES:
+        assert set(getattr(module, name)) == set(DEVICE_TYPES), name
+    for config in ("cifar10", "synthetic"):  # they leave the device to Lightning
+        assert "accelerator" not in yaml.safe_load(find_config(config).read_text())["trainer"]
+    task = Digits(validation=50, test=50)
+    with pytest.raises(
+        ValueError, match=r"^hosts run on the CPU and on CUDA, not on mps:0; set trainer\.accelerator to cpu$"
+    ):
+        HostPool(task, task.load(), small_host, config=SMALL, n_envs=2, device=torch.device("mps", 0))

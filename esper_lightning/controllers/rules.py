@@ -70,9 +70,10 @@ class StaticController(WaitOnly):
             for seed in topology:
                 env.growing.germinate(seed.slot, seed.blueprint)
                 slot = env.growing.slots[seed.slot]
-                if isinstance(slot, DepthSlot):  # weights as the host gives them to its blocks
-                    for block in slot.grown:
+                if isinstance(slot, DepthSlot):  # its blocks are permanent at once; they get fresh weights in place of
+                    for block in slot.grown:  # copied ones
                         initialise(block, env.growing.generator)
+                    # A host may have rules of its own for the size of weights by depth, which it applies anew.
                     if (initialise_host := getattr(env.growing.module, "initialise", None)) is not None:
                         initialise_host(env.growing.generator)
                     continue

@@ -15,6 +15,9 @@ from esper_lightning.envs.rewards import ObjectiveConfig, RewardConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.tasks import TaskData
 
+DEVICE_TYPES = ("cpu", "cuda")
+"""Types of device of hosts. Apple's mps lacks float64, in which scores and statistics are summed."""
+
 REQUIRED_DEVICE_TYPE: dict[str, str] = {"threads": "cpu", "streams": "cuda"}
 """Device type required by each executor that supports only one."""
 
@@ -92,6 +95,8 @@ def check_compatible(config: EnvConfig, data: TaskData, n_envs: int, *, device: 
             f"training.batch_size is {config.training.batch_size}, more than the task's {data.train.samples} "
             f"training samples"
         )
+    if device.type not in DEVICE_TYPES:
+        raise ValueError(f"hosts run on the CPU and on CUDA, not on {device}; set trainer.accelerator to cpu")
     config.training.augment.check(data.input_shape)
     if config.training.precision == "tf32" and device.type != "cuda":
         raise ValueError(f"training.precision tf32 needs a GPU, hosts are on {device}; use fp32, bf16 or auto")

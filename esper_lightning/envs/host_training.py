@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -123,7 +123,8 @@ class HostTraining:
     """Norm to which the gradients of the host and of each seed are clipped. None: no clipping."""
 
     precision: Literal["fp32", "tf32", "bf16", "fp16", "auto"] = "fp32"
-    """Precision of hosts; bf16 and fp16 by autocast. auto: bf16 or fp16 on a GPU, fp32 on the CPU. tf32 needs a GPU."""
+    """Precision of hosts; bf16 and fp16 by autocast. auto: bf16 or fp16 on a GPU; on a CPU bf16 for hosts that it makes
+    faster there, else fp32. tf32 needs a GPU."""
 
     onednn: bool = True
     """Use oneDNN for convolutions on the CPU; for hosts of a few channels torch's own kernels are faster without it."""
@@ -170,27 +171,30 @@ class HostTraining:
         return OPTIMIZERS[self.optimizer]([group], fused=True, **self.group_options())
 
     def autocast(self, device: torch.device) -> AbstractContextManager:
-        """Return the autocast context of the configured precision."""
-        dtype = PRECISIONS[self.precision_on(device)]
+        """Return the autocast context of the precision."""
+        dtype = PRECISIONS[self.precision]
         if dtype is torch.float32:
             return nullcontext()
         # Streams and threads share autocast's cache of converted weights, so it is off to keep hosts apart.
         return torch.autocast(device.type, dtype, cache_enabled=False)
 
-    def precision_on(self, device: torch.device) -> str:
-        """Return the precision on a device, a key of `PRECISIONS`: what `auto` means there, else the setting."""
+    def on(self, device: torch.device, *, gains: bool) -> "HostTraining":
+        """Return these settings with what `auto` means on a device, where bf16 on a CPU `gains` speed or not."""
         if self.precision != "auto":
-            return self.precision
-        if device.type != "cuda":
-            return "fp32"
-        return "bf16" if has_bf16(device) else "fp16"
+            return self
+        if device.type == "cuda":
+            return replace(self, precision="bf16" if has_bf16(device) else "fp16")
+        return replace(self, precision="bf16" if gains and has_bf16(device) else "fp32")
 
     def make_loss_scale(self, device: torch.device) -> LossScale | None:
         """Create the loss scale of one host. None: the precision needs none."""
-        return LossScale(device) if self.precision_on(device) == "fp16" else None
+        return LossScale(device) if self.precision == "fp16" else None
 
 
 @functools.cache
 def has_bf16(device: torch.device) -> bool:
-    """Return whether a GPU computes bf16 in hardware."""
+    """Return whether a GPU, or an x86 CPU, computes bf16 in hardware."""
+    if device.type == "cpu":
+        tell = getattr(torch.cpu, "get_capabilities", dict)  # torch 2.11 may lack it
+        return any(tell().get(name, False) for name in ("avx512_bf16", "amx_bf16"))
     return torch.cuda.get_device_capability(device) >= (8, 0)

@@ -86,17 +86,18 @@ class ObservationConfig:
     hidden: list[str] = field(default_factory=list)
     """Names or patterns of features to remove from `shown`. ["*.contribution*"]: no counterfactuals."""
 
-    def select(self, names: Sequence[str]) -> list[bool]:
-        """Return for each name whether it is observed. Raises ValueError if a pattern or all of them match none."""
+    def select(self, names: Sequence[str]) -> set[str]:
+        """Return the observed ones of these names. Raises ValueError if a pattern or all of them match none."""
         for pattern in (*self.shown, *self.hidden):
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ValueError(f"env.observation: no feature is called {pattern!r}; {suggest_name(pattern, names)}")
-        selected = [
-            any(fnmatchcase(name, pattern) for pattern in self.shown)
-            and not any(fnmatchcase(name, pattern) for pattern in self.hidden)
+        selected = {
+            name
             for name in names
-        ]
-        if not any(selected):
+            if any(fnmatchcase(name, pattern) for pattern in self.shown)
+            and not any(fnmatchcase(name, pattern) for pattern in self.hidden)
+        }
+        if not selected:
             raise ValueError("env.observation shows no feature; show one at least, as `progress`")
         return selected
 
@@ -367,18 +368,21 @@ class ObservationBuilder:
         )
         self.masks = Masks(*(mask.to(device) for mask in self.masks_on_cpu))
         self.described = describe_all(envs)
+        # Features of one environment, for their names: of the host, of a slot, of a blueprint in a slot.
         features = compute_features(envs[:1], self.masks_on_cpu.blueprint[:1], describe_all(envs[:1]))
-        names = [[prefix + name for name in part] for prefix, part in zip(PARTS, features, strict=True)]
-        shown = iter(config.select([name for part in names for name in part]))
+        prefixed = zip(PARTS, features, strict=True)
+        observed = config.select([prefix + name for prefix, by_name in prefixed for name in by_name])
         # Names without prefix of the observed features of the host, of a slot and of a blueprint.
-        self.selected = [[name for name in part if next(shown)] for part in features]
-        host, slot, blueprint = (len(part) for part in self.selected)
-        self.rows = RowSizes(host, 1 + slot, 1 + blueprint)
-        self.names = [
-            prefix + name
-            for prefix, part in zip(PARTS, self.selected, strict=True)
-            for name in (["present"] if prefix else []) + part
+        self.selected = [
+            [name for name in by_name if prefix + name in observed]
+            for prefix, by_name in zip(PARTS, features, strict=True)
         ]
+        host_names, slot_names, blueprint_names = self.selected
+        # Rows of slots and of blueprints begin with the number `present`, since hosts may have fewer of them.
+        self.rows = RowSizes(len(host_names), 1 + len(slot_names), 1 + len(blueprint_names))
+        self.names = [*host_names]
+        for prefix, names in zip(PARTS[1:], self.selected[1:], strict=True):
+            self.names += [prefix + name for name in ("present", *names)]
         self.observation = Observation(torch.zeros(self._build_rows().shape, device=device))
         self.privileged = torch.zeros(len(envs), num_privileged, device=device) if num_privileged else None
 

@@ -81,7 +81,7 @@ class Snapshot:
 
 
 def pack(state: Any) -> dict[str, Any]:
-    """Return a copy of a nested state of dicts, lists, numbers and tensors as plain data with few tensors.
+    """Return a copy of a nested state of dicts, lists, numbers and tensors as plain data with few tensors on the CPU.
 
     `template` is the state with an empty tensor in place of each tensor, `numbers` has the elements of all tensors of a
     kind, and `layout` for each tensor the index of its kind, its shape and its strides.
@@ -91,7 +91,7 @@ def pack(state: Any) -> dict[str, Any]:
     return {
         "template": template,
         "layout": [(kinds.index(spec.kind), spec.shape, spec.strides) for spec in specs],
-        "numbers": [torch.cat(rows[kind]) for kind in kinds],
+        "numbers": [torch.cat(rows[kind]).cpu() for kind in kinds],
     }
 
 

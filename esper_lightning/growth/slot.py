@@ -169,8 +169,9 @@ class SeedSlot(nn.Module):
         if self.isolated:
             if not self.training:  # the seed has no effect, so it is not run
                 return x
+            # The host's feature, bit for bit; the seed gets a gradient all the same.
             return (proximal if self.isolation == "proximal" else straight_through)(x, self.trial_output(x))
-        if not self.blended:
+        if not self.blended:  # the slot is empty
             return x
         if not self.live:  # a fossilized seed is at full alpha
             return self.seed(x).to(x.dtype)

@@ -374,9 +374,10 @@ def _shared_with(block: nn.Module, block_list: BlockList) -> dict[int, Any]:
             if id(member) not in ids or id(member) in ids_of_others:
                 memo[id(member)] = member
         if module not in modules or id(module) in ids_of_others:
+            # Its attributes, such as a configuration, but for torch's tables of parts and of hooks.
             values = (value for name, value in vars(module).items() if name not in STORAGE and "hook" not in name)
             memo |= {id(value): value for value in values if id(value) not in ids}
-    memo.pop(id(None), None)
+    memo.pop(id(None), None)  # `deepcopy` takes None in a memo for an object that it has not copied
     return memo
 
 
@@ -838,7 +839,10 @@ class BuiltBlocks:
         return takeover.pairs
 
     def _take_children(self, target: nn.Module, source: nn.Module, takeover: _TakeOver) -> None:
-        """Give a module the children of its source that were added or replaced since the class has built it."""
+        """Give a module the children of its source that were added or replaced since the class has built it.
+
+        Other children are filled on their own. Their new parameters join `takeover.pairs`, for optimizers.
+        """
         built_names = self._built_names.get(id(source), set())
         for name, child in source._modules.items():
             if child is None or child is target._modules.get(name) or id(child) in takeover.matched:
@@ -874,7 +878,11 @@ class BuiltBlocks:
             takeover.pairs.append((parameter, present))
 
     def _take_buffers(self, target: nn.Module, source: nn.Module, kept: set[int]) -> None:
-        """Give a module the buffers of its source, but for those that no state dict holds and that have not changed."""
+        """Give a module the buffers of its source, in place, but for those whose `id` is `kept`.
+
+        A buffer that no state dict holds and that has not changed since the network was built stays as the class has
+        built it at the target's place, or as absent as it is there.
+        """
         for name, buffer in source._buffers.items():
             present = target._buffers.get(name)
             if buffer is None or present is buffer or id(present) in kept:

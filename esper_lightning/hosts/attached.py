@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ CPU = torch.device("cpu")
 
 TRIAL_BATCH_SIZE = 2
 """Batch size of a trial forward pass; with 1 the batch axis would be ambiguous."""
+
+IMAGE_AXES = 4
+"""Axes of a batch of images, [B, C, H, W]."""
 
 MAX_RNG_SEED = 2**62
 """Upper bound of RNG seeds for torch's global generator, from which network constructors draw."""
@@ -37,6 +40,8 @@ class Attached(nn.Module):
         tokens: True if inputs are token indices (int64) instead of real numbers.
         isolate: Detach the seeds' inputs until they are fossilized (`SeedSlot.detach_input`). None: only for images.
         channels_last: The subset of `slots` whose features have shape [B, H, W, C].
+        memory_format: Format in memory of the features of images: `channels_last` [B, H, W, C], or `contiguous`
+            [B, C, H, W]. The input is converted; layers and seeds take over its format. Parameters keep theirs.
         depth: Largest number of blocks of lists of like blocks, by name of the list, as `{"encoder.layers": 8}`. The
             network builds the first ones, and copies may be added: at `encoder.layers.stack1` …
     """
@@ -53,10 +58,11 @@ class Attached(nn.Module):
         tokens: bool = False,
         isolate: bool | None = None,
         channels_last: list[str] | None = None,
+        memory_format: Literal["contiguous", "channels_last"] = "channels_last",
         depth: dict[str, int] | None = None,
     ) -> None:
         super().__init__()
-        self._path = network
+        self._path, self._memory_format = network, memory_format
         self._settings = (settings or {}) | ({} if classes_as is None else {classes_as: outputs})
         records, widths = find_slot_records(
             network,
@@ -86,6 +92,9 @@ class Attached(nn.Module):
         self.network.load_state_dict(fresh.state_dict())
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._memory_format == "channels_last" and x.ndim == IMAGE_AXES:
+            # Not contiguous(), which leaves an image of one channel as it is.
+            x = x.clone(memory_format=torch.channels_last)
         return self.network(x)
 
 

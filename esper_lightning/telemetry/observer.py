@@ -111,12 +111,14 @@ def _slot_rows(env: HostEnv, blueprints: dict[str | None, int]) -> list[tuple[An
     rows = []
     for slot, record, score_before in zip(env.slots, env.records, env.score_at_germination, strict=True):
         gradient, blended = record.gradient, slot.blended
+        # Points of the score since germination, which a seed can have caused only while it is blended.
+        gain = 100.0 * (env.history.score[-1] - score_before) if blended else np.nan
         rows.append(
             (
                 *(int(slot.stage), blueprints[slot.blueprint], slot.age, slot.live, blended),
                 *((np.nan, np.nan) if gradient is None else (gradient.norm, gradient.health)),
                 np.nan if record.contribution is None else record.contribution,
-                100.0 * (env.history.score[-1] - score_before) if blended else np.nan,
+                gain,
             )
         )
     return rows
@@ -208,8 +210,9 @@ class Observer:
         self.sums = np.zeros((len(SeedStats._fields), len(self.blueprints), len(self.slots)))  # of this rollout
         # Contribution of each seed as last measured; NaN: never
         self.last_contributions = np.full((self.n_envs, len(self.slots)), np.nan)
-        self.silent = np.full((self.n_envs, len(self.slots)), -1)  # blueprint of a seed that never had a gradient
-        # Of each blueprint: new seeds whose gradients were measured, and silent ones that a new seed replaced.
+        # Blueprint of the seed in each slot, if it has had no gradient since this rollout began with it; else -1.
+        self.silent = np.full((self.n_envs, len(self.slots)), -1)
+        # By blueprint: new seeds in hosts with gradients, and those of them that were silent until they were replaced.
         self.born, self.dead = np.zeros((2, len(self.blueprints)))
         self.health = np.zeros(2)  # sum of the hosts' gradient health, and number of measurements
         self.terms: dict[str, float] = {}  # sums of the reward's terms, means over hosts
@@ -245,13 +248,18 @@ class Observer:
         return [*events, HostsMeasured(tick.run_tick, ops, **rounded, parameters=parameters)]
 
     def _watch_gradients(self, tick: Tick) -> None:
-        """Find seeds that have had no gradient since they were germinated in this rollout."""
+        """Sum the health of hosts' gradients, and note seeds without a gradient since they were germinated.
+
+        Health is 1 if every tensor has a gradient; it is NaN where no gradient was measured.
+        """
         hosts, slots = tick.hosts, tick.slots
         watched = ~hosts["ended"] & ~np.isnan(hosts["health"])  # [N]
         self.health += hosts["health"][watched].sum(), watched.sum()
         measured = watched[:, None] & slots["live"] & ~np.isnan(slots["health"])  # [N, K]
         new = measured & (slots["age"] == 1)
-        np.add.at(self.dead, self.silent[new & (self.silent >= 0)], 1.0)  # by blueprint, of which there may be several
+        # A seed that is still silent when a new one takes its slot was dead. One blueprint may occur several times.
+        np.add.at(self.dead, self.silent[new & (self.silent >= 0)], 1.0)
+        # Where the host itself has hardly a gradient, its seeds cannot have one.
         counted = new & (hosts["health"] >= MIN_HOST_GRADIENT_HEALTH)[:, None]
         np.add.at(self.born, slots["blueprint"][counted], 1.0)
         self.silent[new] = -1

@@ -79,7 +79,7 @@ class LoopExecutor:
         self.mixing: set[str] = set()  # architectures whose rows see each other in evaluation
 
     @contextmanager
-    def kernels(self, device: torch.device) -> Iterator[None]:
+    def kernels_of_settings(self, device: torch.device) -> Iterator[None]:
         """Choose the kernels of hosts on `device` by the settings; torch has one choice for the whole process."""
         # Torch lets cuDNN round float32 to TF32 by default, and matrix products not.
         precision = "tf32" if self.training.precision == "tf32" else "ieee"
@@ -98,7 +98,7 @@ class LoopExecutor:
     def prepare(self, envs: Sequence[HostEnv], data: Split) -> None:
         """Check on `data` that these environments, one for each kind of host, can run. Raises ValueError if not."""
         for env in envs:
-            with self.kernels(env.device):
+            with self.kernels_of_settings(env.device):
                 if may_mix_rows(env, data.to(env.device).batch(slice(8 * TRIED_ROWS)).inputs):
                     self.mixing.add(env.architecture)
 
@@ -114,7 +114,7 @@ class LoopExecutor:
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         """Train every environment for one host epoch. Returns one row of `HostEpoch.result` each, [N, …]."""
-        with self.kernels(envs[0].device):
+        with self.kernels_of_settings(envs[0].device):
             return stack_rows([self._train(env, data) for env in envs])
 
     def _train(self, env: HostEnv, data: Split) -> Tensor:  # a row as `pack_training` makes it
@@ -127,7 +127,7 @@ class LoopExecutor:
 
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         """Return loss and score [N, 2, V] on `data` of every environment's variants (see `HostEnv.variants`)."""
-        with self.kernels(envs[0].device):
+        with self.kernels_of_settings(envs[0].device):
             return stack_rows([self._measure(env, data) for env in envs])
 
     @torch.inference_mode()  # here, because it is local to a thread
@@ -157,7 +157,7 @@ class LoopExecutor:
         env.network.eval()
         fossilized = [fossilized_only(env.network)]
         outputs, targets = [], []
-        with self.kernels(env.device), self.training.autocast(env.device):
+        with self.kernels_of_settings(env.device), self.training.autocast(env.device):
             for part in data.parts(PREDICTED_SAMPLES):
                 outputs.append(forward_variants(env.network, fossilized, part.inputs)[0])
                 targets.append(part.targets)

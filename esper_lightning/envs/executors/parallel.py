@@ -55,7 +55,7 @@ class ThreadsExecutor(LoopExecutor):
         largest_first = sorted(envs, key=lambda env: -count_parameters(env.network))
         num_threads = torch.get_num_threads()
         try:
-            with self.kernels(envs[0].device):
+            with self.kernels_of_settings(envs[0].device):
                 rows = dict(zip(largest_first, self.workers.map(work, largest_first), strict=True))
         finally:
             torch.set_num_threads(num_threads)  # a worker sets it to 1 for the whole process
@@ -85,7 +85,7 @@ class StreamsExecutor(LoopExecutor):
         """
         epochs: dict[HostEnv, HostEpoch] = {}
         trained, validated = [], []
-        with clock.measure("train"), self.kernels(envs[0].device):
+        with clock.measure("train"), self.kernels_of_settings(envs[0].device):
             with self._ordered_streams(envs):
                 for env in envs:
                     with torch.cuda.stream(self._stream(env)), isolate_oom(env):
@@ -111,7 +111,7 @@ class StreamsExecutor(LoopExecutor):
 
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         rows = []
-        with self.kernels(envs[0].device), self._ordered_streams(envs):
+        with self.kernels_of_settings(envs[0].device), self._ordered_streams(envs):
             for env in envs:
                 with torch.cuda.stream(self._stream(env)):
                     rows.append(self._measure(env, data))

@@ -45,12 +45,13 @@ def test_auto_is_the_executor_that_fits_hosts_and_cores(
     assert make_pool(n_envs, host, executor="auto").executor_choice == expected
 
 
-def test_auto_is_streams_on_a_gpu() -> None:
+@pytest.mark.parametrize(("n_envs", "expected"), [(1, "streams"), (2, "fused")])
+def test_auto_is_fused_for_several_small_hosts_on_a_gpu_and_else_streams(n_envs: int, expected: str) -> None:
     task = Digits(validation=50, test=50)
     config = replace(SMALL, executor="auto")
     with ImitatedGpu():
-        pool = HostPool(task, task.load(), small_host, config=config, n_envs=2, device=GPU)
-    assert pool.executor_choice == "streams"
+        pool = HostPool(task, task.load(), small_host, config=config, n_envs=n_envs, device=GPU)
+    assert pool.executor_choice == expected
 
 
 def test_other_pools_of_a_run_are_executed_alike() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper_lightning.controllers.rules import RandomValid
-from esper_lightning.envs import HostPool, host_training
+from esper_lightning.envs import EnvConfig, HostPool, host_training
 from esper_lightning.envs.host_training import INITIAL_LOSS_SCALE, HostTraining
 from esper_lightning.growth.stages import Stage
+from esper_lightning.hosts import CNN
+from esper_lightning.tasks import Synthetic
 from tests.decisions import WAIT, act, germinate
 from tests.envs.executors.episodes import same
 from tests.growth.grown import CPU
@@ -173,9 +176,32 @@ def test_auto_is_the_half_precision_that_a_gpu_has(
     monkeypatch.setattr(host_training, "has_bf16", lambda device: has_bf16)
     training = HostTraining(precision="auto")
 
-    assert training.precision_on(torch.device("cuda", 0)) == precision
-    assert training.precision_on(CPU) == "fp32"
-    assert training.make_loss_scale(CPU) is None
+    assert training.on(torch.device("cuda", 0), gains=False).precision == precision
+    assert training.on(CPU, gains=True).precision == ("bf16" if has_bf16 else "fp32")
+    assert training.on(CPU, gains=False).precision == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("base", "batch_size", "has_bf16", "expected"),
+    [(32, 64, True, "bf16"), (32, 64, False, "fp32"), (4, 64, True, "fp32"), (32, 8, True, "fp32")],
+)
+def test_auto_is_bf16_on_a_cpu_that_has_it_for_hosts_that_it_makes_faster_and_an_episode_goes_on_bit_for_bit(
+    monkeypatch: pytest.MonkeyPatch, base: int, batch_size: int, has_bf16: bool, expected: str
+) -> None:
+    monkeypatch.setattr(host_training, "has_bf16", lambda device: has_bf16)
+    task = Synthetic(shape=(3, 16, 16), classes=3, train=64, validation=16, test=8)
+    training = HostTraining(precision="auto", batches=1, batch_size=batch_size)
+    config = EnvConfig(horizon=4, executor="loop", training=training)
+
+    def make_pool() -> HostPool:
+        return HostPool(task, task.load(), partial(CNN, base=base), config=config, n_envs=1, device=CPU)
+
+    pool, other = make_pool(), make_pool()
+    pool.step(act(WAIT))
+    other.load_state_dict(deepcopy(pool.state_dict()))
+
+    assert pool.config.training.precision == pool.envs[0].training.precision == expected
+    assert torch.equal(pool.step(act(WAIT)).metrics.loss, other.step(act(WAIT)).metrics.loss)
 
 
 def test_tf32_is_refused_on_the_cpu(make_pool: MakePool) -> None:

@@ -78,7 +78,7 @@ class FusedExecutor(LoopExecutor):
         return self.batched[kind, device]
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
-        with self.kernels(envs[0].device), raise_oom(envs):
+        with self.kernels_of_settings(envs[0].device), raise_oom(envs):
             # Hosts with other numbers of minibatches are trained after one another.
             count = methodcaller("num_batches", data.samples)
             return map_by_kind(lambda groups: self._train_all(groups, data), envs, count)
@@ -96,7 +96,7 @@ class FusedExecutor(LoopExecutor):
 
     @torch.inference_mode()
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
-        with self.kernels(envs[0].device), raise_oom(envs):
+        with self.kernels_of_settings(envs[0].device), raise_oom(envs):
             return map_by_kind(lambda groups: [self._validate_alike(alike, data) for alike in groups], envs)
 
     def _validate_alike(self, envs: Sequence[HostEnv], data: Split) -> Tensor:  # [N, 2, V]

@@ -153,6 +153,7 @@ class Section:
         """Make the owners' tensors views of "values" and of states by key, which already hold their numbers."""
         for p, row in zip(self.parameters, self.rows("values", flat["values"]), strict=True):
             p.data = row
+        # By name of a state, such as "exp_avg": views of its flat tensor, one for each parameter.
         self._state_rows = {name: self.rows(name, flat[name]) for name in self.state_names}
         for name, rows in self._state_rows.items():
             for state, row in zip(self.states, rows, strict=True):
@@ -175,7 +176,8 @@ class Section:
     def take_back_states(self) -> None:
         """Copy the state of optimizers that have loaded another one, as in a rollback, back into the section.
 
-        An owner's optimizer is judged by the first moment of the owner's first parameter.
+        Loading replaces all tensors of an optimizer, so one tells: the first state of the owner's first parameter. The
+        first `owners` parameters are the first ones of each owner, and each `owners`-th one is of the same owner.
         """
         first = self.state_names[0]
         for owner, (optimizer, p) in enumerate(zip(self.optimizers, self.parameters, strict=False)):

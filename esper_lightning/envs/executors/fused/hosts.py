@@ -117,10 +117,11 @@ class Entry(NamedTuple):
 
 
 class Entries:
-    """Entries of an evaluation pass of N hosts.
+    """Entries of an evaluation pass of N hosts: copies of a minibatch, each of one host, one behind the other.
 
-    As in `forward_variants`, an entry is divided at the first slot where its combinations differ, but each host has its
-    own combinations, `variants` [N][V].
+    One entry serves all combinations of seeds of its host that have had the same outputs so far. As in
+    `forward_variants`, it is divided at the first slot where its combinations differ, but each host has its own
+    combinations, `variants` [N][V].
     """
 
     def __init__(self) -> None:
@@ -169,12 +170,12 @@ class Entries:
         return list(chain.from_iterable(sources)), [len(group) for group in sources]
 
     def entry_of_variant(self) -> list[list[int]]:  # [N][V]
-        """Return the index of the entry that holds each combination of each host."""
-        found = [[0] * len(combinations) for combinations in self.variants]
+        """Return for each combination of seeds of each host the index of the entry in which its outputs are."""
+        entry_of = [[0] * len(combinations) for combinations in self.variants]
         for index, entry in enumerate(self.entries):
             for combination in entry.combinations:
-                found[entry.host][combination] = index
-        return found
+                entry_of[entry.host][combination] = index
+        return entry_of
 
 
 class BatchedSlot:
