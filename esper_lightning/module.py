@@ -350,6 +350,10 @@ class TamiyoModule(LightningModule):
             self.log_dict(logged, batch_size=1, rank_zero_only=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what a resumed run must share (its identity), and what builds the policy before its weights are loaded.
+
+        Raises DivergedError if the policy is not finite.
+        """
         data = attached_data(self.trainer)
         assert self.policy_shape is not None, "it was built"
         checkpoint[SCHEMA_KEY], checkpoint[IDENTITY_KEY] = SCHEMA, self._identity(data)

@@ -495,6 +495,7 @@ class HostEnv(GrowthRecord):
                 self.take_snapshot()
 
     def _load_host(self, state: Mapping[str, Any]) -> None:
+        """Restore the host of a state, its network, optimizer and records, in place of the present one."""
         self._clear()
         self.rng_seed = state["rng_seed"]
         self.load_record_state(state)
@@ -502,4 +503,4 @@ class HostEnv(GrowthRecord):
             self.loss_scale.load_state_dict(state["loss_scale"])
         self.objective, self.flops_spent = state["objective"], state["flops_spent"]
         self.growing.load_state_dict(state["growing"])
-        self._set_optimizer_options()
+        self._set_optimizer_options()  # in place of the saved ones

@@ -467,7 +467,10 @@ class SinglePool:
     def record(
         self, result: EpochResult, contributions: Mapping[str, float], hold_stages: bool = False
     ) -> list[SeedEvent]:
-        """Record the result of an epoch; see `GrowthRecord.record_epoch`."""
+        """Record an epoch, advance the seeds, and renew observation and masks.
+
+        `contributions` are in points, by slot. With `hold_stages` no seed changes its stage.
+        """
         events = self.env.record_epoch(result, contributions, hold_stages)
         self.update()
         return events

@@ -229,6 +229,7 @@ class ScheduleSampler:
         tick = min(self.random.randint(0, self.latest_germination[tempo]) for _ in range(2))
         germination = ScheduledAction(tick, "GERMINATE", slot, self.random.choice(self.growable[slot]), tempo)
         op = "CULL" if self.random.random() < CULL_PROBABILITY else "FOSSILIZE"
+        # An entry stays due until it is possible.
         as_soon_as_possible = op == "FOSSILIZE" and self.random.choice([True, False])
         end_tick = tick + 1 if as_soon_as_possible else self.random.randint(tick + 1, self.horizon - 1)
         return germination, ScheduledAction(end_tick, op, slot)

@@ -369,9 +369,11 @@ class BatchedHosts:
         return self._run(inputs, training=False)
 
     def _run(self, inputs: Tensor, training: bool) -> Tensor:
+        """Return outputs of the network, one entry behind the other, for inputs [hosts · B, …], host behind host."""
         for assignment in self.assignments:
-            if assignment.batched.module.training != training:  # otherwise a call visits many modules
+            if assignment.batched.module.training != training:  # `train` visits all modules, which takes time
                 assignment.batched.module.train(training)
         count = self.index.count
         outputs = self.network(batch_inputs(inputs, count))
+        # In an evaluation slots divide entries, so there may be more of them now.
         return unbatch_outputs(outputs, self.index.count, len(inputs) // count)
