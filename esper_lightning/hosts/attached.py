@@ -58,7 +58,7 @@ class Attached(nn.Module):
         tokens: bool = False,
         isolate: bool | None = None,
         channels_last: list[str] | None = None,
-        memory_format: Literal["contiguous", "channels_last"] = "channels_last",
+        memory_format: Literal["contiguous", "channels_last"] = "contiguous",
         depth: dict[str, int] | None = None,
     ) -> None:
         super().__init__()
