@@ -25,8 +25,8 @@ def main(args: list[str] | None = None) -> None:
         run(sys.argv[1:] if args is None else args)
     except (ValueError, RuntimeError, DivergedError) as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        # By the module's name: the folder of callbacks is a link, whose files lie elsewhere.
-        is_ours = frame.f_globals.get("__name__", "").partition(".")[0] == "esper_lightning"
+        # By the package: the folder of callbacks is a link, whose files lie elsewhere, and `-m` renames this module.
+        is_ours = (frame.f_globals.get("__package__") or "").partition(".")[0] == "esper_lightning"
         # torch's own report of the weights that a checkpoint lacks, or has beside those of the policy
         is_about_weights = str(error).startswith("Error(s) in loading state_dict")
         is_users_mistake = is_about_weights or (is_ours and isinstance(error, ValueError))

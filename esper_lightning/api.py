@@ -156,7 +156,7 @@ def grow(
             print_status(f"control: {name}")
             _, curves[name] = train(name, copy_module(original), decider)
             affordable, equal_name = callback.affordable_batches[name], f"{name}, equal FLOPs"
-            if affordable != callback.batches_seen:  # they are equal where nothing has grown
+            if affordable not in (0, callback.batches_seen):  # FLOPs are not known, or nothing has grown
                 print_status(f"control: {equal_name}")
                 _, curves[equal_name] = train(equal_name, copy_module(original), decider, max_steps=affordable)
         for name, values in {"grown": accuracy, **curves}.items():

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from esper_lightning.growth.blocks import BlockFields, errors_of, find_blocks, numbered
-from esper_lightning.growth.residual import branch_ends, outputs
+from esper_lightning.growth.residual import are_equal, branch_ends, outputs
 from esper_lightning.growth.stack import check_options, set_to_zero
 from esper_lightning.runtime.console import print_status
 from esper_lightning.runtime.nested import ExampleInput
@@ -155,7 +155,7 @@ def _check_outputs(small: Any, deeper: Any, blocks: str, zero: Sequence[str], ex
     set_to_zero(grown.blocks[1], zero)
     if example is None:
         print_status(f"expand: there is no small input for {type(small).__name__}; compare its outputs yourself")
-    elif not all(map(torch.equal, outputs(small, example), outputs(deeper, example))):
+    elif not are_equal(outputs(small, example), outputs(deeper, example)):
         raise ValueError(
             f"expand: {type(small).__name__} with random weights returns other outputs with a new block whose "
             f"{', '.join(zero)} are zero; its blocks depend on their index or number, or --zero lacks a layer"
@@ -182,18 +182,19 @@ def _names_in_files(small: Any, deeper: Any, blocks: str, zero: Sequence[str]) -
                 is_zero |= {key: not bool(tensor.any()) for key, tensor in load_file(file).items()}
         written.append(is_zero)
     is_zero, is_zero_deeper = written
-    # A tensor of the third block has a name that differs from one of the first block in the block's name alone.
-    first, *_, third = numbered(found.modules, len(found.modules))[found.skip_first : found.skip_first + 3]
-    list_names, zeroed = set(), set()
+    names = numbered(found.modules, len(found.modules))
+    # The last block of the list is new in the deeper network; its tensors are called as those of the last one before.
+    *_, last_before, last = names
+    list_names = set()
     for key in is_zero_deeper.keys() - is_zero.keys():
         parts = key.split(".")
-        for i in (i for i, part in enumerate(parts) if part == third):
-            if ".".join([*parts[:i], first, *parts[i + 1 :]]) in is_zero:
+        for i in (i for i, part in enumerate(parts) if part == last):
+            if ".".join([*parts[:i], last_before, *parts[i + 1 :]]) in is_zero:
                 list_names.add(".".join(parts[:i]))
-                if is_zero_deeper[key]:
-                    zeroed.add(".".join(parts[i + 1 :]))
     (list_name,) = list_names
-    return list_name, zeroed
+    prefix = f"{list_name}.{names[found.skip_first]}."
+    in_block = {key.removeprefix(prefix): empty for key, empty in is_zero_deeper.items() if key.startswith(prefix)}
+    return list_name, {name for name, empty in in_block.items() if empty}
 
 
 def _write_weights(

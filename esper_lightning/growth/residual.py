@@ -1,8 +1,8 @@
 """Residual branches of a block, found by what it does: with the last layer of each at zero it returns its input."""
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -104,10 +104,15 @@ def outputs(network: nn.Module, example: ExampleInput) -> list[Tensor]:
     return tensors
 
 
+def are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Return True if two lists of tensors are equal, bit for bit."""
+    return len(some) == len(others) and all(map(torch.equal, some, others))
+
+
 def _compared(output: Any, *, within: bool = False) -> Iterator[Tensor]:
     """Yield the tensors of an output; none of a sequence if `within`, which says that a container holds the output."""
     if is_dataclass(output) and not isinstance(output, Mapping):
-        output = vars(output)
+        output = {field.name: getattr(output, field.name) for field in fields(output)}
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping) or (isinstance(output, tuple | list) and not within):

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from esper_lightning.growth.attach import attach_at, attached_places
 from esper_lightning.growth.blocks import BlockFields, BlockList, errors_of, find_blocks, numbered
 from esper_lightning.growth.param_groups import optimizers_in
-from esper_lightning.growth.residual import branch_ends, outputs
+from esper_lightning.growth.residual import are_equal, branch_ends, outputs
 from esper_lightning.growth.slot import SeedSlot, SlotHook, pass_on
 from esper_lightning.runtime.nested import (
     COPY_ERRORS,
@@ -83,7 +83,7 @@ def stack(
             leaves out the first block, and `to` and `order` count the others.
         to: Number of blocks afterwards; need not be a multiple of the present number. None: as `order` lists them.
         optimizer: Optimizer or optimizers with the blocks' parameters, whose groups new parameters join. An optimizer
-            within another one, as in SAM and Lookahead, is block_list. None: you make a new one.
+            within another one, as in SAM and Lookahead, is found. None: you make a new one.
         order: Source of each block afterwards, one by one from 0 on (`[0, 1, 1, 2, 3, 3]`), or as ranges with both
             ends (`"0-3, 2-5"`), in which each present block occurs, for the first time behind those before it. Or a
             name: `stack` (0 1 2 0 1 2), `interleave` (0 0 1 1 2 2), `last` (0 1 2 2 2 2) or `middle` (0 1 1 1 1 2).
@@ -163,7 +163,7 @@ def deepen(
     try:
         fields.fill(grown, sources)
         outputs_after = [] if example is None else outputs(block_list.network, example)
-        unchanged = len(outputs_before) == len(outputs_after) and all(map(torch.equal, outputs_before, outputs_after))
+        unchanged = are_equal(outputs_before, outputs_after)
     finally:
         if not unchanged:  # the example may also make the grown network raise
             fields.restore()

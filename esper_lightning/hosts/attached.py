@@ -74,6 +74,7 @@ class Attached(nn.Module):
             isolate=isolate,
             channels_last=tuple(channels_last or ()),
             lists=tuple(depth or ()),
+            memory_format=memory_format,
         )
         self.network = make_network(network, self._settings)
         attach_at(self, [record | {"module": f"network.{record['module']}"} for record in records])
@@ -92,10 +93,15 @@ class Attached(nn.Module):
         self.network.load_state_dict(fresh.state_dict())
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._memory_format == "channels_last" and x.ndim == IMAGE_AXES:
-            # Not contiguous(), which leaves an image of one channel as it is.
-            x = x.clone(memory_format=torch.channels_last)
-        return self.network(x)
+        return self.network(in_format(x, self._memory_format))
+
+
+def in_format(x: Tensor, memory_format: str) -> Tensor:
+    """Return a batch of images [B, C, H, W] in a memory format, or inputs of another shape as they are."""
+    if memory_format != "channels_last" or x.ndim != IMAGE_AXES:
+        return x
+    # Not contiguous(), which leaves an image of one channel as it is.
+    return x.clone(memory_format=torch.channels_last)
 
 
 @lru_cache(maxsize=32)  # a host is made for every episode
@@ -110,6 +116,7 @@ def find_slot_records(
     isolate: bool | None,
     channels_last: tuple[str, ...],
     lists: tuple[str, ...],
+    memory_format: str,
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """Return records of the slots of a network, and the width of the feature behind each of these lists of blocks.
 
@@ -122,7 +129,7 @@ def find_slot_records(
         example = torch.zeros(example_shape, dtype=torch.int64) if tokens else torch.randn(example_shape)
         try:
             with torch.no_grad():
-                output = trial(example)
+                output = trial(in_format(example, memory_format))
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"host Attached: {network} takes no inputs {list(example_shape[1:])}: {reason}") from error

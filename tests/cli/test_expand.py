@@ -20,7 +20,10 @@ REFUSED = {"llama": CASES["llama"], "bert": CASES["bert"]} | {
         of(hf.GPT2LMHeadModel, **SIZES, **WORDS, scale_attn_by_inverse_layer_idx=True), "transformer.h"
     )
 }
-FOLDERS = {name: case for name, case in EXPANDED.items() if name != "timm"} | {"mixtral": MIXTRAL}
+FOLDERS = {name: case for name, case in EXPANDED.items() if name != "timm"} | {
+    "mixtral": MIXTRAL,
+    "llama, but its last block": CASES["llama"]._replace(blocks="model.layers[:-1]", left_out=1),
+}
 
 
 def write(case: Case, folder: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:

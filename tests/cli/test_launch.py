@@ -10,10 +10,9 @@ from esper_lightning import __version__
 from esper_lightning.__main__ import COMMANDS, SUBCOMMANDS
 
 PROGRAM = """
-import atexit, sys
-from esper_lightning.__main__ import main
+import atexit, runpy, sys
 atexit.register(lambda: print("heavy:", sorted({"torch", "lightning"} & sys.modules.keys())))
-main(sys.argv[1:])
+runpy.run_module("esper_lightning", run_name="__main__", alter_sys=True)
 """
 
 

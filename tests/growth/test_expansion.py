@@ -204,7 +204,7 @@ class Idle(Plain):
         return x
 
 
-@dataclass
+@dataclass(slots=True)
 class Boxed:
     """Output of a network in a field."""
 

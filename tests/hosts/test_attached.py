@@ -49,6 +49,27 @@ def test_it_begins_as_its_own_constructor_makes_it() -> None:
     assert host.network.shift.shape == (6, 1, 1) and host.network.shift.std() > 0.1
 
 
+class Viewing(Learner):
+    """Network that flattens by `view`, which needs contiguous features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).view(len(x), -1)[:, : self.head.in_features])
+
+
+def test_features_of_images_are_in_the_memory_format_of_the_setting_with_equal_outputs() -> None:
+    x, outputs, seen = torch.randn(4, *SHAPE), [], []
+
+    def note(_: nn.Module, __: Any, feature: Tensor) -> None:
+        seen.append(feature.is_contiguous(memory_format=torch.channels_last))
+
+    for memory_format in ("contiguous", "channels_last"):
+        host = attached(memory_format=memory_format).eval()
+        host.network.body.register_forward_hook(note)
+        outputs.append(host(x))
+    assert seen == [False, True]
+    torch.testing.assert_close(*outputs)
+
+
 def test_each_seed_draws_its_weights_from_its_own_generator() -> None:
     host, before = attached(), torch.get_rng_state()
 
@@ -100,6 +121,7 @@ def make_pool(network: str, slots: tuple[str, ...], executor: str) -> HostPool:
         ({"network": "torchvision.models.resnet1"}, r"torchvision.models has no 'resnet1'; did you mean 'resnet1"),
         ({"network": "nonsense.models.net"}, "cannot import 'nonsense.models'"),
         ({"network": "resnet18"}, "'resnet18' is no import path"),
+        ({"network": f"{__name__}.Viewing", "memory_format": "channels_last"}, "takes no inputs .*: view size is not"),
         ({"slots": ("bdy",)}, "has no module 'bdy'; did you mean 'body'"),
         ({"classes_as": "classes"}, "unexpected keyword argument 'classes'; see data.host.init_args.settings"),
         ({"network": "builtins.dict"}, "data.host.init_args.network made a dict, not a network"),

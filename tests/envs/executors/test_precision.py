@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -179,6 +180,8 @@ def test_auto_is_the_half_precision_that_a_gpu_has(
     assert training.on(torch.device("cuda", 0), gains=False).precision == precision
     assert training.on(CPU, gains=True).precision == ("bf16" if has_bf16 else "fp32")
     assert training.on(CPU, gains=False).precision == "fp32"
+    assert replace(training, onednn=False).on(CPU, gains=True).precision == "fp32"
+    assert training.on(torch.device("mps"), gains=True).precision == "fp32"
 
 
 @pytest.mark.parametrize(
