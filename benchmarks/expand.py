@@ -39,7 +39,7 @@ LENGTH, WIDTH, BATCH, SMALL = 64, 32, 4, 3
 FIRST_STEPS, FIRST_RATE = 4_000, 0.005
 SHARES = (0.125, 0.5)
 """FLOPs of the second training, in those of the first one."""
-RATES = (0.00125, 0.0025, 0.005, 0.01)
+RATES = (0.000625, 0.00125, 0.0025, 0.005, 0.01, 0.02)
 ROWS = ("small", "expand", "new alone", "copy", "three anew", "six anew")
 SEEDS = 4
 TESTED = 512

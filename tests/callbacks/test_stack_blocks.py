@@ -469,12 +469,20 @@ def test_blocks_that_differ_are_left_out_and_an_average_grows_along(blocks: str,
             self.i, self.extra = i, nn.Linear(WIDTH, WIDTH) if i == other else nn.Identity()
 
     module, ema = make(First), EMAWeightAveraging(decay=0.5)
+    module.layer_types = list("abcdef")
     indices: list[list[int]] = []
-    note = LambdaCallback(on_train_batch_start=lambda *_: indices.append([block.i for block in module.blocks]))
+    types: list[str] = []
+
+    def look(*_: object) -> None:
+        indices.append([block.i for block in module.blocks])
+        types.append("".join(module.layer_types))
+
+    note = LambdaCallback(on_train_batch_start=look)
     made = train(module, Stack(blocks, start=2, at={0.3: 3, 0.5: 5}), ema, note)
 
     assert module.depths == [3] * 10 + [4] * 6 + [6] * 16
     assert indices == [list(range(depth)) for depth in module.depths]
+    assert list(dict.fromkeys(types)) == (["abc", "abcd", "abcdef"] if other == 0 else ["abf", "abcf", "abcdef"])
     made.save_checkpoint(tmp_path / "last.ckpt")
     plain = Lit(First)
     plain.load_state_dict(torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"])
