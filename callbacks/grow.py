@@ -536,10 +536,11 @@ class Grow(Callback):
         loss, score = validation.all_seeds
         if self._train_batches:
             loss = float(self._train_loss) / self._train_batches
-        gradients = [[0.0, 0.0, 1.0, 0.0]] * (1 + len(growing.slots))  # no gradient has been seen: all have vanished
+        # Where no gradient has been seen, all have vanished.
+        gradients = [GradientStats(norm=0.0, rms=0.0, vanished=1.0, exploded=0.0)] * (1 + len(growing.slots))
         if self._gradients is not None:
-            gradients = self._gradients.tolist()
-        host, *seeds = (GradientStats(*row) for row in gradients)
+            gradients = [GradientStats(*row) for row in self._gradients.tolist()]
+        host, *seeds = gradients
         numbers = {self.monitor: pending.metric, self.loss: pending.loss, "the training loss": loss}
         not_finite = [str(name) for name, number in numbers.items() if not math.isfinite(number or 0.0)]
         not_finite = trainer.strategy.broadcast(not_finite)  # each process has a training loss of its own

@@ -85,8 +85,9 @@ class VariantMeter:
             trainer.validating = True
             trainer.fit_loop.epoch_loop.val_loop.setup_data()
             trainer.training = True
-        check_validation(trainer, module, by_steps=score is None)
+        check_validation(trainer, module, by_validation_step=score is None)
         self.batches, are_all = read_batches(trainer, count)
+        # Whether a value that Lightning logs is of the same batches, so that it must equal what is measured here.
         self._is_comparable = score is None and trainer.strategy.reduce_boolean_decision(are_all)
         if self._is_comparable and self._batches_vary(readings=1):
             self._give_up_comparison()
@@ -226,8 +227,8 @@ def first_rows(example: ExampleInput, rows: int) -> ExampleInput:
 # Batches.
 
 
-def check_validation(trainer: Trainer, module: LightningModule, *, by_steps: bool) -> None:
-    """Raise ValueError if validation batches cannot be read, or if, `by_steps`, validation_step takes no batches."""
+def check_validation(trainer: Trainer, module: LightningModule, *, by_validation_step: bool) -> None:
+    """Raise ValueError if batches cannot be read, or, `by_validation_step`, if that method takes no batches."""
     combined = _loaders(trainer)
     loaders = combined.flattened
     if combined._mode == "sequential" and len(loaders) > 1:
@@ -237,7 +238,7 @@ def check_validation(trainer: Trainer, module: LightningModule, *, by_steps: boo
             "Grow: the validation loader is an iterator, which can be read once only; give a DataLoader, or another "
             "iterable that begins anew (Grow(score=…) needs its batches, too)"
         )
-    if by_steps and is_param_in_hook_signature(module.validation_step, "dataloader_iter", explicit=True):
+    if by_validation_step and is_param_in_hook_signature(module.validation_step, "dataloader_iter", explicit=True):
         raise ValueError(
             "Grow: validation_step takes a dataloader_iter, and is measured on batches; let it take a batch, or give "
             "Grow(score=…)"

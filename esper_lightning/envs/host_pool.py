@@ -448,7 +448,7 @@ class SinglePool:
         )
         self.masks, self.masks_on_cpu = self._builder.masks, self._builder.masks_on_cpu
         self.feature_names = self._builder.names
-        self._is_observed = False
+        self._is_observed = False  # whether the observation is that of the network as it is now
         self.episode_starts = torch.zeros(1, dtype=torch.bool)
 
     @property
