@@ -55,7 +55,7 @@ def growing_pool(executor: str, precision: str = "fp32") -> HostPool:
     """Return a pool of four digits hosts in which a controller can grow seeds quickly."""
     config = EnvConfig(
         executor=executor,
-        training=HostTraining(lr=0.02, batches=8, max_grad_norm=None, onednn=False, precision=precision),
+        training=HostTraining(lr=0.005, batches=8, max_grad_norm=None, onednn=False, precision=precision),
         lifecycle=LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0),
         actions=ActionConfig(tempos={"FAST": 2}),
     )
