@@ -214,7 +214,7 @@ def right_answers(module: TamiyoModule, delay: int, games: int = 64) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [{}, {"asymmetric": True}, {"memory": "none"}], ids=str)
 def test_a_cue_is_remembered_through_masks_and_two_heads_by_an_lstm_alone(kind: dict[str, Any]) -> None:
-    module, _ = train(40, PolicyConfig(width=32, **kind))
+    module, _ = train(50, PolicyConfig(width=32, **kind))
 
     assert module.report.metrics["first_ratio_error"] < 1e-5
     right = right_answers(module, delay=3)
