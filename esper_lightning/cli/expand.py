@@ -37,7 +37,7 @@ def expand(
         blocks: Name of the list of blocks in the network, as `model.layers`.
         out: Folder to write, for `from_pretrained`; it must not exist.
         every: Number of blocks behind which a copy of the last of them is added.
-        zero: Names, or ends of names, of the last layer of each residual branch. None: they are found by trial on a
+        zero: Names, or ends of names, of the last layer of each residual branch. Empty: they are found by trial on a
             network with two blocks, random weights and a small input.
         trust_remote_code: Whether code in the folder may run, where the class of the network is not in transformers.
     """

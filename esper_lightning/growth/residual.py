@@ -18,7 +18,7 @@ class _BlockHasRun(Exception):
 
 
 class _BlockCall(NamedTuple):
-    """What a block was called with and what it returned, in the forward pass of its network."""
+    """Inputs and output of one call of a block, in the forward pass of its network."""
 
     inputs: list[Tensor]  # copies of the floating-point ones
     output: Tensor  # the first tensor of the output

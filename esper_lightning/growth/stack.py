@@ -601,7 +601,7 @@ def _move_state(
 
 
 class _Position(NamedTuple):
-    """Where a parameter is in a grown list."""
+    """Position of a parameter in a list of blocks that has grown."""
 
     block: int  # index of its block, or of the first one if blocks share it
     name: str  # within the block
@@ -653,7 +653,7 @@ def _renamed(name: str, in_block: str, *, before: int, after: int) -> str:
 
 
 class _TakeOver(NamedTuple):
-    """What a block, the target, takes over from another one, its source; objects are known by their `id`."""
+    """State of a take-over, by which one block, the target, gets the content of another, its source; ids are `id`s."""
 
     memo: dict[int, Any]  # for `deepcopy`: what is not copied, and the target's parts in place of the source's
     ids: set[int]  # modules, parameters and buffers that the source shares with no other block

@@ -1,4 +1,4 @@
-"""What a run tells its user: status lines, tables, why it has ended; and fewer messages of Lightning."""
+"""Messages of a run on the terminal: status lines, tables, the error that ends it, and fewer lines of Lightning."""
 
 import logging
 import warnings
