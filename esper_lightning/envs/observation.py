@@ -53,6 +53,8 @@ PARTS = ("", "slot.", "blueprint.")
 
 LAYOUTS = get_args(Layout)
 
+STAGE_NAMES = [stage.name for stage in Stage]
+
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -165,7 +167,7 @@ def slot_features(env: GrowthRecord, k: int) -> dict[str, float]:
     """Return the features of slot `k` by name."""
     slot, record = env.slots[k], env.records[k]
     gradient, contribution, previous = record.gradient, record.contribution, record.previous_contribution
-    values = {stage.name: float(slot.stage is stage) for stage in Stage}
+    values = dict.fromkeys(STAGE_NAMES, 0.0) | {slot.stage.name: 1.0}
     values["alpha"] = slot.alpha_now
     values["alpha.velocity"] = slot.alpha_velocity
     values["alpha.target"] = float(slot.occupied)
@@ -430,7 +432,8 @@ class ObservationBuilder:
         can_grow = growable.float()  # [N, K, B]
         has_slot = can_grow.amax(-1)  # [N, K]
         of_host = torch.stack([host[name] for name in host_names], -1) if host_names else has_slot[:, :0]
-        of_slots = torch.stack([has_slot, *(slots[name] * has_slot for name in slot_names)], -1)
-        of_blueprints = torch.stack([can_grow, *(blueprints[name] * can_grow for name in blueprint_names)], -1)
+        of_slots = torch.stack([has_slot, *(slots[name] for name in slot_names)], -1) * has_slot.unsqueeze(-1)
+        of_blueprints = torch.stack([can_grow, *(blueprints[name] for name in blueprint_names)], -1)
+        of_blueprints = of_blueprints * can_grow.unsqueeze(-1)
         rows = of_host.unsqueeze(1).expand(-1, has_slot.shape[1], -1)
         return torch.cat([rows, of_slots, of_blueprints.flatten(-2)], -1)
