@@ -293,19 +293,17 @@ class GrowingNetwork:
         return [self._refusals(name) for name in self.slots]
 
     def _refusals(self, slot: str) -> RefusalReasons:
-        evidence, config, seed_slot = self.evidence(slot), self.lifecycle, self.slots[slot]
+        evidence, seed_slot = self.evidence(slot), self._slot(slot)
         stage = seed_slot.stage
-        return RefusalReasons(
-            blending=gates.reasons_against_blending(evidence, config)
-            if stage is Stage.TRAINING
-            else [f"{stage.name} is not TRAINING"],
-            fossilizing=gates.reasons_against_fossilizing(evidence, config)
-            if stage is Stage.PROBATIONARY
-            else [f"{stage.name} is not PROBATIONARY"],
-            culling=gates.reasons_against_culling(evidence, config)
-            if seed_slot.live
-            else [f"no live seed in {stage.name}"],
-        )
+        blending, fossilizing = [f"{stage.name} is not TRAINING"], [f"{stage.name} is not PROBATIONARY"]
+        culling = [f"no live seed in {stage.name}"]
+        if stage is Stage.TRAINING:
+            blending = gates.reasons_against_blending(evidence, self.lifecycle)
+        if stage is Stage.PROBATIONARY:
+            fossilizing = gates.reasons_against_fossilizing(evidence, self.lifecycle)
+        if seed_slot.live:
+            culling = gates.reasons_against_culling(evidence, self.lifecycle)
+        return RefusalReasons(blending, fossilizing, culling)
 
     # Measurements.
 
