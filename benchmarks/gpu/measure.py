@@ -41,6 +41,9 @@ from esper_lightning.tasks import Digits
 ACCELERATOR = "gpu" if DEVICE.type == "cuda" else "cpu"
 """Lightning's name of the device."""
 
+FORMATTED = {"cpu": ("shufflenet_v2_x0_5", "stage3"), "cuda": ("resnet18", "layer3")}
+"""Network of torchvision that is trained in all formats, and the place of its slot, by type of device."""
+
 MATRIX_SIDE = {"cpu": 256, "cuda": 8192}
 """Side of the square matrices whose product is timed, by type of device."""
 
@@ -228,13 +231,13 @@ def speed(case: str, hosts: str, precisions: tuple[str, ...] = ("fp32", "bf16"))
 
 
 def formats() -> None:
-    """Measure how fast ResNets train in each precision and memory format, and compiled where that is a setting."""
+    """Measure how fast networks train in each precision and memory format, and compiled where that is a setting."""
     task, batches = Noise((3, 32, 32), 10), 1 if DEVICE.type == "cpu" else BATCHES
-    is_known = "compile" in HostTraining.__dataclass_fields__
+    (network, slot), is_known = FORMATTED[DEVICE.type], "compile" in HostTraining.__dataclass_fields__
     kinds = product(("fp32", "bf16"), ("contiguous", "channels_last"), [{}, {"compile": True}] if is_known else [{}])
     for precision, memory, compiled in kinds:
         config = EnvConfig(training=HostTraining(batches=batches, precision=precision, **compiled))
-        host = partial(Attached, network="torchvision.models.resnet18", slots=["layer3"], memory_format=memory)
+        host = partial(Attached, network=f"torchvision.models.{network}", slots=[slot], memory_format=memory)
         pool = HostPool(task, task.load().copy_to([DEVICE]), host, config=config, n_envs=2, device=DEVICE)
         label = f"{precision}, {memory}{', compiled' if compiled else ''}"
         print_result(f"{label}: first tick", f"{step(pool).tick:.2f}", "s")
