@@ -10,7 +10,6 @@ All others are concatenated along their first axis, [S·B, …]. S entries, B sa
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -27,12 +26,6 @@ MAX_PRODUCT_HOSTS: dict[str, float] = {"cpu": 4, "cuda": math.inf}
 On the CPU it then takes 50 to 150 instead of 100 to 260 µs, forward and backward, on small features of 4 to 16
 channels. On CUDA a batched product is one kernel for any number of hosts, while grouped convolutions have few fast
 ones."""
-
-TINY_IMAGE, TINY_FEATURE = 4, 64
-"""Most pixels, or most numbers of one host's image, of which a convolution on the CPU is a product with a matrix.
-
-A step of 16 digits hosts with the same two seeds of 3×3 convolutions then takes 0.71 times as long, with different
-seeds 0.95 to 1.01 times. With 128 numbers a convolution takes 0.73 to 1.37 times as long."""
 
 CHANNELS_LAST: dict[str, bool] = {"cpu": True, "cuda": False}
 """Memory format of batched image features by type of device; True: channels last.
@@ -190,16 +183,13 @@ class BatchedConv2d(BatchedLayer):
         super().__init__(layer, index)
         # Any: torch declares the function for padding of either type, but not for one that is not known.
         self.conv_options: tuple[Any, Any, Any] = (layer.stride, layer.padding, layer.dilation)
-        self.groups, self.channels = layer.groups, layer.in_channels
+        self.groups = layer.groups
         self.pointwise = layer.kernel_size == layer.stride == (1, 1) and layer.padding == (0, 0) and layer.groups == 1
 
     def forward(self, x: Tensor) -> Tensor:
-        count, pixels = self.index.count, x.shape[2] * x.shape[3]
+        count = self.index.count
         if self.pointwise and count <= MAX_PRODUCT_HOSTS[x.device.type]:
             return self._pointwise_as_bmm(x)
-        is_tiny = pixels <= TINY_IMAGE or pixels * self.channels <= TINY_FEATURE
-        if is_tiny and CHANNELS_LAST[x.device.type] and self.groups == 1 and not self.pointwise:
-            return self._as_matrix(x)
         weight, bias = self.of_entries("weight").flatten(0, 1), self.concatenated("bias")
         return F.conv2d(x, weight, bias, *self.conv_options, count * self.groups)
 
@@ -212,27 +202,6 @@ class BatchedConv2d(BatchedLayer):
         y = torch.bmm(weight, x.unflatten(1, (entries, -1)).permute(1, 2, 0, 3, 4).flatten(2))  # [S, D, B·H·W]
         y = (y if bias is None else y + bias[:, :, None].to(y.dtype)).unflatten(2, (x.shape[0], *x.shape[2:]))
         return y.permute(2, 0, 1, 3, 4).flatten(1, 2).contiguous()
-
-    def _as_matrix(self, x: Tensor) -> Tensor:  # [B, S·C, H, W] -> [B, S·D, H', W'], channels last
-        """Multiply each image, as one vector, by the matrix that repeats the kernel for each output pixel."""
-        weight, bias, entries = self.of_entries("weight"), self.optional("bias"), self.index.count
-        taps = kernel_taps(weight.shape[3:], x.shape[2:], self.conv_options, dtype=weight.dtype)
-        pixels, size = taps.shape[1], taps.shape[2:]
-        matrix = weight.flatten(3).matmul(taps.flatten(1)).unflatten(3, (pixels, -1))  # [S, D, C, H·W, H'·W']
-        rows = x.permute(0, 2, 3, 1).unflatten(3, (entries, -1)).permute(3, 0, 1, 2, 4).flatten(2)  # [S, B, H·W·C]
-        bias = None if bias is None else bias.repeat(1, size.numel())
-        y = _linear(rows, matrix.permute(0, 4, 1, 3, 2).flatten(3).flatten(1, 2), bias)  # [S, B, H'·W'·D]
-        return y.unflatten(2, (*size, -1)).permute(1, 2, 3, 0, 4).flatten(3).permute(0, 3, 1, 2)
-
-
-@cache
-def kernel_taps(
-    kernel: torch.Size, size: torch.Size, conv_options: tuple[Any, ...], *, dtype: torch.dtype
-) -> Tensor:  # [kernel elements, H·W, H', W']
-    """Return 1 where an element of a kernel takes a pixel of the input to a pixel of the output, else 0; on the CPU."""
-    with torch.inference_mode(False):  # usable in autograd even if first created in inference mode
-        pixels, elements = (torch.eye(shape.numel(), dtype=dtype).view(-1, 1, *shape) for shape in (size, kernel))
-        return F.conv2d(pixels, elements, None, *conv_options).transpose(0, 1).contiguous()
 
 
 class BatchedBatchNorm2d(BatchedLayer):
