@@ -1,7 +1,7 @@
 """Measure what it is worth to know the kind of a host in a family, and make the controllers that are told it.
 
-    python -m benchmarks.family search --config configs/digits_family.yaml --steps 57600
-    python -m benchmarks.family value --config configs/digits_family.yaml --hosts 48
+    python -m benchmarks.family search --config configs/digits_budget.yaml --steps 57600
+    python -m benchmarks.family value --config configs/digits_budget.yaml --hosts 48
 
 `search` finds schedules on training hosts, with `--steps` host epochs for each of three kinds of knowledge: the best
 schedule of all hosts; the best one of each kind of host, which a first observation may show (all variables but `fail`);
@@ -34,7 +34,7 @@ from esper_lightning.envs.family import FAIL, Context
 from esper_lightning.evaluation.search import Racing, SearchConfig, sample_host_seeds, search
 from esper_lightning.evaluation.statistics import mean_interval
 
-KNOWLEDGE = Path("benchmarks/settings/digits_family/knowledge.json")
+KNOWLEDGE = Path("benchmarks/settings/digits_budget/knowledge.json")
 """File that the controllers of this module read."""
 ENVS = 96
 """Number of environments side by side."""
