@@ -129,7 +129,7 @@ class GrowthVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
             "action_mask": self.action_masks(),
             "slot_mask": masks.slot.numpy().copy(),  # [N, ops, K]
             "blueprint_mask": masks.blueprint.numpy().copy(),  # [N, K, blueprints]
-            "score": np.array([env.update_objective().score for env in envs]),
+            "score": np.array([env.measured.score for env in envs]),
             "objective": np.array([env.objective for env in envs]),
             "parameters": np.array([env.fossilized_parameters for env in envs]),
             "rng_seed": np.array([env.rng_seed for env in envs]),

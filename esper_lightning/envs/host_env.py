@@ -287,7 +287,7 @@ class HostEnv(GrowthRecord):
             group.update(options, lr=options["lr"] * self.lr_share)
 
     # One step, in this order: begin_step, apply, an epoch of training and validation by the executor, finish_step,
-    # update_objective, reward_step.
+    # update_objectives, reward_step.
 
     def begin_step(self, op: Op) -> None:
         """Remember the state before the action of a step."""
@@ -369,12 +369,11 @@ class HostEnv(GrowthRecord):
             self._set_optimizer_options()
         return events, judgement
 
-    def update_objective(self) -> LossAndScore:
-        """Update J from the last validation. Returns its score: of all seeds, or of fossilized ones at the horizon."""
+    @property
+    def measured(self) -> LossAndScore:
+        """Loss and score by which J is measured: of all seeds, or of the fossilized ones at the horizon."""
         assert self.validated is not None, "an episode begins with a validation"
-        score = self.validated.fossilized if self.tick >= self.horizon else self.validated.all_seeds
-        self.objective = self.objective_at(score.score)
-        return score
+        return self.validated.fossilized if self.tick >= self.horizon else self.validated.all_seeds
 
     @property
     def price(self) -> float:
@@ -385,14 +384,8 @@ class HostEnv(GrowthRecord):
         """Data type of losses, scores and objectives: that of the network, at least float32."""
         return torch.promote_types(next(self.network.parameters()).dtype, torch.float32)
 
-    def objective_at(self, score: float) -> float:
-        """Return the objective J of the host with its fossilized seeds for a given score."""
-        parameters, host = torch.tensor([[self.fossilized_parameters], [self.host_parameters]])
-        scores = torch.tensor([score], dtype=self.score_dtype)
-        return objective(scores, parameters, host, torch.tensor([self.price])).item()
-
     def reward_step(self, diverged: bool) -> HostStep:
-        """Return the record of the finished step from which its reward is computed, after `update_objective`.
+        """Return the record of the finished step from which its reward is computed, after `update_objectives`.
 
         `diverged`: the Governor has rolled the host back, or ended its episode, in this step.
         """
@@ -504,3 +497,18 @@ class HostEnv(GrowthRecord):
         self.objective, self.flops_spent = state["objective"], state["flops_spent"]
         self.growing.load_state_dict(state["growing"])
         self._set_optimizer_options()  # in place of the saved ones
+
+
+def objectives(envs: Sequence[HostEnv], scores: Sequence[float]) -> list[float]:
+    """Return the objective J of each host with its fossilized seeds for a given score of each."""
+    parameters = torch.tensor([env.fossilized_parameters for env in envs])
+    hosts, prices = torch.tensor([env.host_parameters for env in envs]), torch.tensor([env.price for env in envs])
+    return objective(torch.tensor(scores, dtype=envs[0].score_dtype), parameters, hosts, prices).tolist()
+
+
+def update_objectives(envs: Sequence[HostEnv]) -> list[LossAndScore]:
+    """Update J of each host from its last validation. Returns the loss and score that J is measured by."""
+    measured = [env.measured for env in envs]
+    for env, value in zip(envs, objectives(envs, [score for _, score in measured]), strict=True):
+        env.objective = value
+    return measured

@@ -24,7 +24,7 @@ from esper_lightning.envs.executors import AUTO, EXECUTORS, LoopExecutor
 from esper_lightning.envs.executors.loop import isolate_oom
 from esper_lightning.envs.executors.parallel import usable_cores
 from esper_lightning.envs.governor import GovernorConfig, Verdict
-from esper_lightning.envs.host_env import GrowthRecord, HostEnv
+from esper_lightning.envs.host_env import GrowthRecord, HostEnv, update_objectives
 from esper_lightning.envs.measurements import (
     EpochResult,
     Validation,
@@ -228,8 +228,7 @@ class HostPool:
         self._raise_failures()  # there is no snapshot yet to roll back to
         with self.clock.measure("bookkeeping"):
             self._record_validations(envs, validated)
-            for env in envs:
-                env.update_objective()
+            update_objectives(envs)
             self.observation_builder.update()
         self._take_snapshots(envs)
         return self.observation
@@ -310,7 +309,7 @@ class HostPool:
             self._record_validations(restored, validated)
 
         with self.clock.measure("bookkeeping"):
-            scores = [env.update_objective() for env in self.envs]
+            scores = update_objectives(self.envs)
             diverged = [i in rolled_back for i in range(self.n_envs)]
             rewards = []
             for env, was_rolled_back in zip(self.envs, diverged, strict=True):

@@ -25,6 +25,7 @@ from esper_lightning.controllers.rules import FossilizedSeed, StaticController, 
 from esper_lightning.controllers.schedules import Schedule, recorded_schedules
 from esper_lightning.envs import HEADS, HostPool, StepResult
 from esper_lightning.envs.actions import ActionError
+from esper_lightning.envs.host_env import objectives
 from esper_lightning.envs.measurements import download
 from esper_lightning.growth.stages import Stage
 from esper_lightning.runtime.registry import is_of_this_package
@@ -110,7 +111,7 @@ def play_episode(
         score=score.double().numpy(),
         loss=loss.double().numpy(),
         parameters=pool.parameter_counts.numpy(),
-        objective=np.array([env.objective_at(value) for env, value in zip(pool.envs, score.tolist(), strict=True)]),
+        objective=np.array(objectives(pool.envs, score.tolist())),
         flops=flops,
         ticks=ticks,
         fossils=np.array([len(topology) for topology in topologies]),

@@ -17,7 +17,14 @@ from esper_lightning.controllers.schedules import write_schedule
 from esper_lightning.datamodules import HostPoolData
 from esper_lightning.evaluation import statistics
 from esper_lightning.evaluation.checkpoints import check_training_seeds, load_policies
-from esper_lightning.evaluation.comparison import Comparison, ComparisonResult, EvaluationConfig
+from esper_lightning.evaluation.comparison import (
+    REPLAYED,
+    TWIN_PREFIX,
+    YOKED,
+    Comparison,
+    ComparisonResult,
+    EvaluationConfig,
+)
 from esper_lightning.evaluation.statistics import Interval, mean_interval
 from esper_lightning.runtime.console import print_status, wide_console
 from esper_lightning.runtime.machine import provenance
@@ -79,7 +86,23 @@ def compare(
             wide_console().print(table)
         written = write_report(result, task_folder, record)
         wide_console().print(f"written to {task_folder}: {', '.join(written)}", soft_wrap=True)
+        wide_console().print(conclusion(result), soft_wrap=True)
     return results
+
+
+def conclusion(result: ComparisonResult) -> str:
+    """Return in one sentence what the first row is worth against the best other row that is not derived from it."""
+    derived = (REPLAYED, YOKED)
+    others = [one for one in result.entries[1:] if one.name not in derived and not one.name.startswith(TWIN_PREFIX)]
+    if not others:
+        return f"{result.reference.name} was compared with no other controller"
+    best = max(others, key=lambda entry: float(entry.values("objective").mean()))
+    lead, name = result.mean_lead(best), result.reference.name
+    how = "ahead of" if lead.low > 0.0 else "behind" if lead.high < 0.0 else "level with"
+    return (
+        f"{name} is {how} {best.name}, the best of {len(others)} other controllers, on {len(result.rng_seeds)} hosts: "
+        f"objective {lead.mean:+.3f} [{lead.low:.3f}, {lead.high:.3f}]"
+    )
 
 
 def make_tables(result: ComparisonResult) -> list[Table]:

@@ -61,6 +61,11 @@ class DepthSlot(SeedSlot):
     def grown_parameters(self) -> list[nn.Parameter]:
         return [parameter for block in self.grown for parameter in block.parameters()]
 
+    @property
+    def size(self) -> int:
+        """Number of parameters of the blocks that grew here."""
+        return sum(parameter.numel() for parameter in self.grown_parameters())
+
     def deepen(self, blueprint: str, optimizers: Sequence[Optimizer]) -> None:
         """Add copies of the last blocks to the list, with their state in the optimizers."""
         depth = len(self.block_list.blocks)

@@ -268,7 +268,9 @@ class GrowingNetwork:
         return Evidence(
             age=seed_slot.age,
             ticks_in_stage=seed_slot.ticks_in_stage,
-            in_optimizer=has_group(self.optimizer, seed_group_name(slot), seed_slot.seed),
+            # Only a germinated seed may still wait for its group; to compare groups takes time at every tick.
+            in_optimizer=seed_slot.stage is not Stage.GERMINATED
+            or has_group(self.optimizer, seed_group_name(slot), seed_slot.seed),
             alpha=seed_slot.alpha_before,
             gradient=measured.gradient,
             contribution=measured.contribution,
@@ -276,29 +278,32 @@ class GrowingNetwork:
 
     def reasons_against_blending(self, slot: str) -> list[str]:
         """Return the reasons why the seed is not blended yet; empty if it is at the end of this epoch."""
-        stage = self._slot(slot).stage
-        if stage is not Stage.TRAINING:
-            return [f"{stage.name} is not TRAINING"]
-        return gates.reasons_against_blending(self.evidence(slot), self.lifecycle)
+        return self._refusals(slot).blending
 
     def reasons_against_fossilizing(self, slot: str) -> list[str]:
         """Return the reasons why `fossilize` is not possible now; empty if it is."""
-        stage = self._slot(slot).stage
-        if stage is not Stage.PROBATIONARY:
-            return [f"{stage.name} is not PROBATIONARY"]
-        return gates.reasons_against_fossilizing(self.evidence(slot), self.lifecycle)
+        return self._refusals(slot).fossilizing
 
     def reasons_against_culling(self, slot: str) -> list[str]:
         """Return the reasons why `cull` is not possible now; empty if it is."""
-        seed_slot = self._slot(slot)
-        if not seed_slot.live:
-            return [f"no live seed in {seed_slot.stage.name}"]
-        return gates.reasons_against_culling(self.evidence(slot), self.lifecycle)
+        return self._refusals(slot).culling
 
     def refusal_reasons(self) -> list[RefusalReasons]:
         """Return for each of the K slots why its seed cannot be blended, fossilized or culled."""
-        questions = (self.reasons_against_blending, self.reasons_against_fossilizing, self.reasons_against_culling)
-        return [RefusalReasons(*(reasons(name) for reasons in questions)) for name in self.slots]
+        return [self._refusals(name) for name in self.slots]
+
+    def _refusals(self, slot: str) -> RefusalReasons:
+        evidence, seed_slot = self.evidence(slot), self._slot(slot)
+        stage = seed_slot.stage
+        blending, fossilizing = [f"{stage.name} is not TRAINING"], [f"{stage.name} is not PROBATIONARY"]
+        culling = [f"no live seed in {stage.name}"]
+        if stage is Stage.TRAINING:
+            blending = gates.reasons_against_blending(evidence, self.lifecycle)
+        if stage is Stage.PROBATIONARY:
+            fossilizing = gates.reasons_against_fossilizing(evidence, self.lifecycle)
+        if seed_slot.live:
+            culling = gates.reasons_against_culling(evidence, self.lifecycle)
+        return RefusalReasons(blending, fossilizing, culling)
 
     # Measurements.
 
@@ -355,7 +360,8 @@ class GrowingNetwork:
         self.generator.set_state(check_generator_state("the generator's state", state["generator"], self.generator))
 
     def _slot(self, name: str) -> SeedSlot:
-        check_slot_names([name], self.slots)
+        if name not in self.slots:
+            check_slot_names([name], self.slots)  # raises ValueError with a suggestion
         return self.slots[name]
 
     def _check_allowed(self, change: str, slot: str, reasons: list[str]) -> None:

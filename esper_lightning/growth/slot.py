@@ -66,6 +66,7 @@ class SeedSlot(nn.Module):
         self.isolation: Isolation = "proximal"
         self.folded: nn.Conv2d | None = None
         self.override: Callable[[SeedSlot, Tensor], Tensor] | None = None
+        self._counted: tuple[nn.Module | None, int] = None, 0  # a seed and its size
         self.register_buffer("alpha", torch.zeros(()), persistent=False)  # the extra state determines it
         self.register_load_state_dict_pre_hook(_accept_host_without_slots)
         self.empty()
@@ -141,7 +142,8 @@ class SeedSlot(nn.Module):
         self.ticks_in_stage += 1
         if self.ramping:
             self.ramp_ticks += 1
-            self.alpha.fill_(self.alpha_now)
+            if self.alpha_velocity:
+                self.alpha.fill_(self.alpha_now)
 
     def seed_parameters(self, blueprint: str) -> int:
         """Return the number of parameters of a seed."""
@@ -154,7 +156,9 @@ class SeedSlot(nn.Module):
     @property
     def size(self) -> int:
         """Number of parameters of what grew in the slot."""
-        return sum(parameter.numel() for parameter in self.grown_parameters())
+        if self._counted[0] is not self.seed:  # counted once for each seed, because a tick asks five times
+            self._counted = self.seed, sum(parameter.numel() for parameter in self.grown_parameters())
+        return self._counted[1]
 
     def deepen(self, blueprint: str, optimizers: Sequence[Optimizer]) -> None:
         """Add the blocks of a blueprint to the list of the slot; a slot for seeds has none."""

@@ -99,6 +99,10 @@ class Batches(NamedTuple):
         """Return the i-th minibatch."""
         return self._map(lambda part: part[i])
 
+    def section(self, begin: int, end: int) -> "Batches":
+        """Return the minibatches from number `begin` to number `end`, without the last one."""
+        return self._map(lambda part: part[begin:end])
+
     def split(self, number: int) -> "Batches":  # [batches, B] -> [batches · number, B / number]
         """Split each minibatch into `number` smaller ones, in order."""
         return self._map(lambda part: part.unflatten(1, (number, -1)).flatten(0, 1))

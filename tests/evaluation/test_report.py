@@ -14,7 +14,7 @@ from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.controllers.schedules import Schedule, read_schedule
 from esper_lightning.evaluation.comparison import ComparisonResult, Entry
 from esper_lightning.evaluation.play import Outcome
-from esper_lightning.evaluation.report import COLUMNS, format_interval, make_tables, write_report
+from esper_lightning.evaluation.report import COLUMNS, conclusion, format_interval, make_tables, write_report
 from esper_lightning.evaluation.statistics import Interval, mean_interval
 from tests.runs import csv_rows
 
@@ -135,6 +135,24 @@ def test_the_tables_fit_and_compare_everyone_with_the_first_row(played: Comparis
     score = other.values("score").mean()
     assert of_metrics == ["controller", "calibration error", "lowest accuracy"]
     assert further[-1][1:] == (f"{0.1 * score:.3f}", f"{score - 0.1:.3f} (1)")
+
+
+@pytest.mark.parametrize(("lead", "relation"), [(0.1, "ahead of"), (-0.1, "behind"), (0.0, "level with")])
+def test_the_last_sentence_says_what_the_policy_is_worth_against_the_best_other_controller(
+    lead: float, relation: str
+) -> None:
+    played = contest([0])
+    noise = np.random.default_rng(1).normal(size=HOSTS)
+    best = played.entries[0].outcomes[0].score - lead + 0.01 * (noise - noise.mean())
+    entries = [*played.entries, Entry("periodic", [outcome("periodic", best, 390)], [None])]
+    if lead >= 0.0:  # a control of the policy does not count, however good it is
+        entries.append(Entry("yoked", [outcome("yoked", best + 1.0, 390)], [0]))
+    others = [one for one in entries[1:] if one.name not in ("static tamiyo", "yoked")]
+    expected = max(others, key=lambda entry: entry.values("objective").mean()).name
+
+    sentence = conclusion(played._replace(entries=entries))
+
+    assert sentence.startswith(f"tamiyo is {relation} {expected}, the best of {len(others)} other controllers")
 
 
 def test_files_of_an_earlier_comparison_are_removed_and_those_of_the_user_and_of_a_search_stay(tmp_path: Path) -> None:

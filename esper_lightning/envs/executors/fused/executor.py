@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import methodcaller
 
 import torch
 from torch import Tensor
@@ -79,20 +78,35 @@ class FusedExecutor(LoopExecutor):
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         with self.kernels_of_settings(envs[0].device), raise_oom(envs):
-            # Hosts with other numbers of minibatches are trained after one another.
-            count = methodcaller("num_batches", data.samples)
-            return map_by_kind(lambda groups: self._train_all(groups, data), envs, count)
+            return map_by_kind(lambda groups: self._train_all(groups, data), envs)
 
     def _train_all(self, groups: Sequence[Sequence[HostEnv]], data: Split) -> list[Tensor]:
-        """Train hosts of one kind, one group for each device, minibatch by minibatch, so that all devices work."""
-        epochs = []
-        for envs in groups:
-            local = data.to(envs[0].device)
-            epochs.append(FusedEpoch(self._batched_of(envs, local), envs, self.task, data=local))
-        for i in range(len(epochs[0])):
+        """Train hosts of one kind, one group for each device, minibatch by minibatch, so that all devices work.
+
+        Hosts may have different numbers of minibatches: those that have seen their last one leave, the others go on.
+        """
+        drawn = {env: env.draw_batches(data.samples) for envs in groups for env in envs}
+        counts = {env: len(batches.indices) for env, batches in drawn.items()}
+        rows: dict[HostEnv, Tensor] = {}
+        sums: dict[HostEnv, Tensor] = {}
+        begin = 0
+        for end in sorted(set(counts.values())):
+            epochs = []
+            for envs in groups:
+                if active := [env for env in envs if counts[env] >= end]:
+                    local, batches = data.to(envs[0].device), [drawn[env].section(begin, end) for env in active]
+                    batched = self._batched_of(active, local)
+                    epochs.append(FusedEpoch(batched, active, self.task, data=local, batches=batches))
+            for i in range(end - begin):
+                for epoch in epochs:
+                    epoch.step(i)
             for epoch in epochs:
-                epoch.step(i)
-        return [epoch.result() for epoch in epochs]
+                for env, own, gradients in zip(epoch.envs, epoch.finish(), epoch.gradients, strict=True):
+                    sums[env] = sums[env] + own if env in sums else own
+                    if counts[env] == end:
+                        rows[env] = pack_training(sums[env][:2] / end, sums[env][2], gradients)
+            begin = end
+        return [torch.stack([rows[env] for env in envs]) for envs in groups]
 
     @torch.inference_mode()
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
@@ -128,7 +142,7 @@ class FusedExecutor(LoopExecutor):
 
 
 class FusedEpoch:
-    """One epoch of training of N batched hosts in progress, with one optimizer for all of them.
+    """Training of N batched hosts on `batches`, equally many minibatches of an epoch each, with one optimizer for all.
 
     The optimizer applies the rules of torch.optim to flat weights. Its G groups are all hosts, then all seeds: each has
     its own learning rate, weight decay and step count. Its state lies in the arena, of which the environments' own
@@ -138,7 +152,9 @@ class FusedEpoch:
     scale: Tensor  # [N] loss scales, and the steps since they last changed: in fp16 only
     good_steps: Tensor
 
-    def __init__(self, batched: BatchedHosts, envs: Sequence[HostEnv], task: Task, *, data: Split) -> None:
+    def __init__(
+        self, batched: BatchedHosts, envs: Sequence[HostEnv], task: Task, *, data: Split, batches: Sequence[Batches]
+    ) -> None:
         self.batched, self.envs, self.task, self.data = batched, envs, task, data
         training = self.training = envs[0].training
         networks, optimizers = [env.network for env in envs], [env.optimizer for env in envs]
@@ -166,7 +182,7 @@ class FusedEpoch:
         is_failing = [group in failing for group in groups]
         self.failing_mask = self._per_weight(upload(is_failing, device)) if failing else None
         self.micro_batches = training.micro_batches
-        self.batches = Batches.concatenate([env.draw_batches(data.samples).split(self.micro_batches) for env in envs])
+        self.batches = Batches.concatenate([own.split(self.micro_batches) for own in batches])
         self.totals = torch.zeros(2, len(envs), device=envs[0].device, dtype=envs[0].score_dtype)  # loss, score
         self.skipped_steps = torch.zeros_like(self.totals[0])
 
@@ -276,26 +292,22 @@ class FusedEpoch:
         rows = [torch.stack([t.reshape(len(t), -1).sum(1) for t in tensors]) for tensors in tensors_by_module]
         return torch.cat([row.sum(0) for row in rows])
 
-    def result(self) -> Tensor:  # [N, …], rows as `pack_training` makes them
-        """Write loss scales back to the environments. Returns the row of `HostEpoch.result` for each host."""
+    def finish(self) -> Tensor:  # [N, 3]
+        """Write loss scales back to the environments. Returns sums over minibatches: loss, score, skipped steps."""
         for i, own in enumerate(self.loss_scales):
             own.set(self.scale[i], self.good_steps[i])
         self.batched.release()
-        return pack_training((self.totals / len(self)).T, self.skipped_steps, self.gradients)
+        return torch.cat([self.totals, self.skipped_steps[None]]).T
 
 
-def map_by_kind(
-    work: Callable[[Sequence[Sequence[HostEnv]]], list[Tensor]],
-    envs: Sequence[HostEnv],
-    key: Callable[[HostEnv], int] = lambda env: 0,
-) -> Tensor:
-    """Run `work` on the hosts of each kind and `key`, in groups by device. Returns its rows in the order of `envs`.
+def map_by_kind(work: Callable[[Sequence[Sequence[HostEnv]]], list[Tensor]], envs: Sequence[HostEnv]) -> Tensor:
+    """Run `work` on the hosts of each kind, in groups by device. Returns its rows in the order of `envs`.
 
     `work` returns one tensor for each group, with a row for each host. The result is on the first host's device.
     """
-    groups_by_kind: dict[tuple[str, int], dict[torch.device, list[int]]] = {}
+    groups_by_kind: dict[str, dict[torch.device, list[int]]] = {}
     for i, env in enumerate(envs):
-        groups_by_kind.setdefault((env.kind, key(env)), {}).setdefault(env.device, []).append(i)
+        groups_by_kind.setdefault(env.kind, {}).setdefault(env.device, []).append(i)
     rows: dict[int, Tensor] = {}
     for groups in groups_by_kind.values():
         results = work([[envs[i] for i in indices] for indices in groups.values()])

@@ -223,7 +223,8 @@ def grow(env: HostEnv, slot: str, blueprint: str) -> None:
 
 
 def epoch_of(batched: BatchedHosts, pool: HostPool) -> FusedEpoch:
-    return FusedEpoch(batched, pool.envs, pool.task, data=pool.data.train)
+    batches = [env.draw_batches(pool.data.train.samples) for env in pool.envs]
+    return FusedEpoch(batched, pool.envs, pool.task, data=pool.data.train, batches=batches)
 
 
 def learn(pool: HostPool, steps: range, batched: BatchedHosts | None) -> None:
