@@ -13,6 +13,7 @@ from esper_lightning.envs.executors.loop import HostEpoch, LoopExecutor, isolate
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.lifecycle import count_parameters
+from esper_lightning.runtime.compiled import call
 from esper_lightning.runtime.machine import PhaseClock
 from esper_lightning.runtime.ranks import local_world
 from esper_lightning.tasks import Split, Task
@@ -44,7 +45,16 @@ class ThreadsExecutor(LoopExecutor):
         self.workers = ThreadPoolExecutor(usable_cores(), "host", _init_worker)
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
-        return self._run_in_workers(lambda env: self._train(env, data), envs)
+        def work(env: HostEnv) -> Tensor:
+            return self._train(env, data)
+
+        # While torch compiles, no other thread may run compiled code: a host of each new structure trains by itself.
+        first = {} if self.compiled is None else {env.structure: env for env in envs}
+        new = [env for structure, env in first.items() if not self.compiled.has_code(call, structure)]
+        rows = {env: self._run_in_workers(work, [env])[0] for env in new}
+        if rest := [env for env in envs if env not in rows]:
+            rows |= dict(zip(rest, self._run_in_workers(work, rest), strict=True))
+        return torch.stack([rows[env] for env in envs])
 
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         return self._run_in_workers(lambda env: self._measure(env, data), envs)
@@ -89,7 +99,7 @@ class StreamsExecutor(LoopExecutor):
             with self._ordered_streams(envs):
                 for env in envs:
                     with torch.cuda.stream(self._stream(env)), isolate_oom(env):
-                        epochs[env] = HostEpoch(env, self.task, train.to(env.device))
+                        epochs[env] = HostEpoch(env, self.task, train.to(env.device), compiled=self.compiled)
                 for i in range(max(map(len, epochs.values()), default=1) - 1):
                     for env, epoch in epochs.items():
                         # One context from fetching the batch to summing its loss. The backward pass runs on the stream
