@@ -15,8 +15,8 @@ BACKEND = "inductor"
 class Compiled:
     """Runs functions of networks compiled; after a failure, of which one warning tells, as they are.
 
-    Networks are arguments of the functions, so that networks of one structure share their code, and compiled code is no
-    part of a network. `subject` names what is compiled. A copy, or what is loaded from a pickle, has compiled nothing.
+    Networks are arguments of the functions, so that networks of one structure share code, which is no part of them.
+    `subject` names what is compiled. A copy, or what is loaded from a pickle, has compiled nothing.
     """
 
     total = 0  # graphs compiled in this process
@@ -34,9 +34,7 @@ class Compiled:
         return self.failed or (function, kind) in self._functions
 
     def __call__(self, function: Any, *args: Any, kind: Hashable = None) -> Any:
-        """Return `function(*args)`. Equal `kind`: equal structure of the networks in `args`; else torch compiles again.
-
-        Until `has_code`, no other thread may call."""
+        """Return `function(*args)`; networks of one `kind` share code. Until `has_code`, one thread may call."""
         if self.failed:
             return function(*args)
         # This takes seconds to import.
@@ -52,15 +50,15 @@ class Compiled:
         try:
             with settings:
                 result = run(*args)
+            self._functions[key] = run
+            return result
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             cause = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
             reason = str(cause).strip().splitlines()[0]
-            warnings.warn(f"{self.subject} cannot be compiled, and run uncompiled: {reason}", stacklevel=2)
-            self.failed = True
-            # Nothing has run yet: a whole graph and its backward pass are compiled ahead of the first operation.
-            return function(*args)
-        self._functions[key] = run
-        return result
+        warnings.warn(f"{self.subject} cannot be compiled, and run uncompiled: {reason}", stacklevel=2)
+        self.failed = True
+        # Nothing has run yet: a whole graph and its backward pass are compiled ahead of the first operation.
+        return function(*args)
 
 
 def call(module: Callable[..., Any], inputs: Any) -> Any:

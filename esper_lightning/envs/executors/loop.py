@@ -218,15 +218,14 @@ class HostEpoch:
         env = self.env
         inputs, targets = fetch(self.data, batch, env.training.augment)
         with env.training.autocast(env.device):
-            measures = self.task.measure(self._forward(inputs), targets)
+            if self.compiled is None:
+                outputs = env.network(inputs)
+            else:
+                outputs = self.compiled(call, env.network, inputs, kind=env.structure)
+            measures = self.task.measure(outputs, targets)
             loss = measures.loss.mean() / self.micro_batches
         (loss if env.loss_scale is None else loss * env.loss_scale.scale).backward()
         self.totals += torch.stack([loss.detach(), measures.score.mean() / self.micro_batches])
-
-    def _forward(self, inputs: Tensor) -> Tensor:
-        if self.compiled is None:
-            return self.env.network(inputs)
-        return self.compiled(call, self.env.network, inputs, kind=self.env.structure)
 
     def result(self) -> Tensor:  # a row as `pack_training` makes it
         """Return the packed `TrainingStats` of the epoch, on the host's device."""

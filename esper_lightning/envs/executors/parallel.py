@@ -45,15 +45,14 @@ class ThreadsExecutor(LoopExecutor):
         self.workers = ThreadPoolExecutor(usable_cores(), "host", _init_worker)
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
-        def work(env: HostEnv) -> Tensor:
-            return self._train(env, data)
-
-        # While torch compiles, no other thread may run compiled code: a host of each new structure trains by itself.
-        first = {} if self.compiled is None else {env.structure: env for env in envs}
-        new = [env for structure, env in first.items() if not self.compiled.has_code(call, structure)]
-        rows = {env: self._run_in_workers(work, [env])[0] for env in new}
-        if rest := [env for env in envs if env not in rows]:
-            rows |= dict(zip(rest, self._run_in_workers(work, rest), strict=True))
+        groups = [envs]
+        if self.compiled is not None:
+            # While torch compiles, no other thread may run compiled code: a host of each new structure trains alone.
+            kinds = {env.structure: env for env in envs if not self.compiled.has_code(call, env.structure)}
+            groups = [*([env] for env in kinds.values()), [env for env in envs if env not in kinds.values()]]
+        rows: dict[HostEnv, Tensor] = {}
+        for group in filter(None, groups):
+            rows |= zip(group, self._run_in_workers(lambda env: self._train(env, data), group), strict=True)
         return torch.stack([rows[env] for env in envs])
 
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:

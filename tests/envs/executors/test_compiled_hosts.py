@@ -101,7 +101,7 @@ def test_compiled_hosts_train_as_uncompiled_ones_in_every_stage_and_depth(
 def test_fused_refuses_to_compile_and_auto_takes_an_executor_that_can() -> None:
     training = replace(TRAINING, compile=True)
 
-    with pytest.raises(ValueError, match="executor fused cannot compile hosts; use env.executor loop or threads"):
+    with pytest.raises(ValueError, match=r"executor fused cannot compile hosts; use env\.executor loop"):
         pool_of(small_host, DIGITS, training, "fused")
     assert pool_of(small_host, DIGITS, TRAINING, "auto").executor_choice == "fused"
     assert pool_of(small_host, DIGITS, training, "auto").executor_choice in ("threads", "loop")
@@ -118,7 +118,7 @@ def test_a_failure_of_the_compiler_is_one_warning_and_hosts_train_on_uncompiled(
     host = partial(MLP, width=4, layers=1)
     expected = episode(pool_of(host, DIGITS, TRAINING))
 
-    with pytest.warns(UserWarning, match=r"^hosts cannot be compiled, and run uncompiled: no C\+\+ compiler was found$"):
+    with pytest.warns(UserWarning, match=r"^hosts cannot be compiled, .*: no C\+\+ compiler was found$"):
         pool = pool_of(host, DIGITS, replace(TRAINING, compile=True), "threads")
         pool.reset(range(pool.n_envs))
         pool.train_without_actions(1)
@@ -150,7 +150,7 @@ def test_what_torch_would_leave_uncompiled_without_a_word_is_a_warning() -> None
 
 
 def test_an_error_of_the_user_is_raised() -> None:
-    with pytest.warns(UserWarning, match="powers cannot be compiled"), pytest.raises(ValueError, match="^no power$"):
+    with pytest.warns(UserWarning, match="powers cannot be compiled"), pytest.raises(ValueError, match=r"^no power$"):
         Compiled("powers")(branching, torch.ones(1), "none")
 
 
