@@ -1,8 +1,6 @@
 """A policy that runs through torch.compile acts and learns as one that does not."""
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from esper_lightning.runtime import compiled
 from esper_lightning.runtime.compiled import Compiled
 from tests.cue import CueMemory
 from tests.ppo.loops import cue_loop, total
-from tests.runs import TINY, fit, load, measured, only_run
 
 
 def learned(loop: RolloutCollector, config: PPOConfig) -> list[torch.Tensor]:
@@ -48,23 +45,3 @@ def test_a_compiled_policy_acts_and_learns_alike(
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
     assert run is not None and not run.failed
-
-
-@pytest.mark.slow
-def test_a_compiled_run_is_the_uncompiled_one_and_counts_what_was_compiled(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(compiled, "BACKEND", "eager")
-    runs: dict[str, Any] = {}
-    for name in ("false", "true"):
-        fit(tmp_path / name, *TINY, f"--model.ppo.compile={name}", f"--data.env.training.compile={name}")
-        runs[name] = only_run(tmp_path / name)
-
-    counted = measured(runs["true"])
-    numbers = [number for _, number in counted.pop("compile/recompilations")]
-    assert len(numbers) == 3 and numbers[0] > 4 and min(numbers) >= 0
-    assert counted.keys() == measured(runs["false"]).keys()
-    saved, plain = load(runs["true"].last), load(runs["false"].last)
-    assert saved["state_dict"].keys() == plain["state_dict"].keys()
-    for key, weights in plain["state_dict"].items():
-        torch.testing.assert_close(saved["state_dict"][key], weights)
