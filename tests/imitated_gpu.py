@@ -38,8 +38,11 @@ READS = frozenset(
         "masked_select",
         "equal",
         "_unique2",
+        "unique_dim",
         "unique_consecutive",
         "bincount",
+        "histc",
+        "allclose",
     ]
 )
 """Operations whose result the processor needs."""
@@ -272,7 +275,9 @@ class Operations(TorchDispatchMode):
 
     def _find_waits(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         gpu = self.gpu
-        if name in READS:
+        # The sum of repeats on the GPU is the length of the result, unless that is given.
+        repeats = name == "aten::repeat_interleave" and isinstance(args[:2][-1], Tensor)
+        if name in READS or (repeats and kwargs.get("output_size") is None):
             gpu.note(gpu.waits, name)
         if name in ("aten::index", "aten::index_put_"):
             for index in args[1]:
@@ -316,7 +321,8 @@ class Functions(TorchFunctionMode):
         if name in ("to", "cpu", "cuda"):
             return self._move(name, function, args, kwargs)
         if name == "__deepcopy__":
-            result = function(*args, **kwargs)
+            with gpu.silence():  # it copies within the device, from one storage to another
+                result = function(*args, **kwargs)
             gpu.place(result, gpu.device_of(args[0]))
             return result
         if name in ("tolist", "numpy", "__array__") and gpu.device_of(args[0]).type == "cuda":
@@ -329,6 +335,8 @@ class Functions(TorchFunctionMode):
         gpu = self.gpu
         is_factory = function in _device._device_constructors()
         wanted = kwargs.get("device")
+        if wanted is None and name == "new_tensor":
+            wanted = gpu.device_of(args[0])
         if wanted is None and is_factory and _device.CURRENT_DEVICE is not None:
             wanted = _device.CURRENT_DEVICE
         target = None if wanted is None else as_device(wanted)
@@ -338,7 +346,7 @@ class Functions(TorchFunctionMode):
             kwargs["device"] = target
         pinned = bool(kwargs.pop("pin_memory", False))
         self._check_generator(name, args, kwargs, target)
-        if target is not None and target.type == "cuda" and name in ("tensor", "as_tensor"):
+        if target is not None and target.type == "cuda" and name in ("tensor", "as_tensor", "new_tensor"):
             gpu.note(gpu.waits, f"{name} on the GPU from Python numbers")
         result = function(*args, **kwargs)
         if target is None and is_factory:

@@ -3,12 +3,13 @@
 import csv
 import sys
 import zipfile
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu import measure
-from benchmarks.gpu.__main__ import make_steps, missing_distributions, run_steps, unpack_wheels
+from benchmarks.gpu.__main__ import PART_SECONDS, choose, make_parts, missing_distributions, run_parts, unpack_wheels
 from benchmarks.gpu.report import Step, parse_results
 from esper_lightning.envs.config import REQUIRED_DEVICE_TYPE
 from esper_lightning.envs.executors import EXECUTORS
@@ -38,7 +39,7 @@ def test_a_step_that_fails_or_takes_too_long_does_not_stop_the_others(tmp_path: 
     steps.append(Step("a run", [sys.executable, "-c", ""], 60, folder=tmp_path / "none"))
     steps.append(python("import time; time.sleep(99)", limit=1))
 
-    run_steps(steps, {}, tmp_path, budget=600)
+    run_parts({"part": steps}, {}, tmp_path, budget=600)
 
     rows = list(csv.DictReader((tmp_path / "report.csv").open()))
     outcomes = [row["value"] for row in rows if row["quantity"] == "outcome"]
@@ -49,7 +50,7 @@ def test_a_step_that_fails_or_takes_too_long_does_not_stop_the_others(tmp_path: 
 
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
 def test_the_steps_name_configs_and_measurements_that_exist(device: str, tmp_path: Path) -> None:
-    for step in make_steps(tmp_path, device):
+    for step in chain.from_iterable(make_parts(tmp_path, device).values()):
         if "--config" in step.command:
             assert (ROOT / step.command[step.command.index("--config") + 1]).is_file()
         if "benchmarks.gpu.measure" in step.command:
@@ -57,12 +58,25 @@ def test_the_steps_name_configs_and_measurements_that_exist(device: str, tmp_pat
 
 
 def test_the_report_has_every_executor_of_a_gpu(tmp_path: Path) -> None:
-    titles = {step.title for step in make_steps(tmp_path, "gpu")}
+    titles = {step.title for step in chain.from_iterable(make_parts(tmp_path, "gpu").values())}
     executors = {name for name in EXECUTORS if REQUIRED_DEVICE_TYPE.get(name) in (None, "cuda")}
 
     assert executors == {"loop", "streams", "fused"}
     assert titles >= {f"{step} {name}" for step in ("precisions", "waits", "fit smoke") for name in executors}
     assert {"tests", "fit smoke auto", "fit synthetic streams", "resume gpu " + str(tmp_path / "resume")} <= titles
+
+
+def test_parts_and_steps_are_chosen_by_name_and_a_part_ends_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = choose(make_parts(tmp_path, "gpu"), ["depth", "waits fused"])
+    titles = {name: [step.title for step in steps] for name, steps in parts.items() if steps}
+    assert titles == {"executors": ["waits fused"], "depth": ["depth_hosts", "depth_stack"]}
+    assert all(step.limit <= PART_SECONDS for step in chain.from_iterable(make_parts(tmp_path, "gpu").values()))
+
+    monkeypatch.setattr("benchmarks.gpu.__main__.PART_SECONDS", 0)
+    results = run_parts({"part": [python("")]}, {}, tmp_path, budget=600)
+    assert [result.value for result in results] == ["skipped: no time left"]
 
 
 @pytest.mark.slow
@@ -91,6 +105,9 @@ def test_every_precision_is_reported_on_an_imitated_gpu(
         ("memory", ("fused", 6), 2),
         ("matrix_rate", (), 3),
         ("speed", ("digits", "2", ("fp32",)), 2 + 2 * 2 * 3),
+        ("formats", (), 2 * 2 * 2),
+        ("depth_hosts", (), 2 * 3),
+        ("depth_stack", (20,), 4),
     ],
 )
 def test_a_measurement_runs_on_the_cpu(

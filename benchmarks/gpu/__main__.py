@@ -2,12 +2,16 @@
 
     make gpu
     python -m benchmarks.gpu --out gpu_report --wheels wheels
+    python -m benchmarks.gpu --list
+    python -m benchmarks.gpu --only formats depth
 
-Steps: the tests marked `cuda`, a whole `fit` with each executor, training in every precision, waits within a tick,
-launches, memory over rollouts, a run that is killed and resumed, the rate of matrix products, and the speed of the
-executors for 16, 64 and 256 hosts.
-Every step is a process of its own, so one that fails or takes too long does not stop the others. The results are in
-`report.md` and `report.csv` in the output folder, with the output of each step beside them.
+Parts, the most important first, each in at most seven minutes:
+tests: those marked `cuda`. executors: training in every precision, and waits within a tick.
+formats: bf16, memory formats and compilation. depth: hosts in bf16 that grow in depth, and `Stack` in bf16.
+counts: launches, the rate of matrix products, memory over rollouts. runs: a whole `fit` with each executor, and a run
+that is killed and resumed. speed: executors with 16, 64 and 256 hosts.
+Every step of a part is a process of its own, so one that fails or takes too long does not stop the others. The results
+are in `report.md` and `report.csv` in the output folder, with the output of each step beside them.
 
 The program needs no network and no installation. It imports the packages of this Python, and those whose wheels lie in
 the folder `--wheels`. If one is missing, it names the wheels to put there.
@@ -29,6 +33,9 @@ ROOT = Path(__file__).parent.parent.parent
 
 BUDGET_SECONDS = 24 * 60
 """Seconds for all steps together; a step that would begin later is skipped."""
+
+PART_SECONDS = 7 * 60
+"""Most seconds for the steps of one part."""
 
 NEEDED = (
     *("docstring_parser", "hypothesis", "jsonargparse", "lightning", "matplotlib", "PIL", "pytest", "rich"),
@@ -66,8 +73,8 @@ def missing_distributions(modules: Iterable[str]) -> list[str]:
     return sorted(missing)
 
 
-def make_steps(out: Path, device: str) -> list[Step]:
-    """Return all steps in their order; `device` is that of Lightning's accelerator, `gpu` or `cpu`."""
+def make_parts(out: Path, device: str) -> dict[str, list[Step]]:
+    """Return all steps in their order, by part; `device` is that of Lightning's accelerator, `gpu` or `cpu`."""
     python = sys.executable
 
     def measure(name: str, *arguments: str, limit: int) -> Step:
@@ -83,18 +90,29 @@ def make_steps(out: Path, device: str) -> list[Step]:
 
     half = ("--data.env.training.precision", "fp16")
     executors = ["loop", "streams", "fused", "auto"] if device == "gpu" else ["loop", "fused", "auto"]
-    return [
-        Step("tests", [python, "-m", "pytest", "-m", "cuda", "-p", "no:cacheprovider", "--tb=short", "-q"], 480),
-        *(fit(executor) for executor in executors),
-        fit("streams" if device == "gpu" else "loop", *half, config="synthetic", limit=180),
-        *(measure(name, executor, limit=90) for name in ("precisions", "waits") for executor in executors[:-1]),
-        measure("launches", limit=120),
-        measure("memory", "fused", limit=90),
-        measure("memory", "streams" if device == "gpu" else "loop", limit=90),
-        measure("resume", device, str(out / "resume"), limit=240),
-        measure("matrix_rate", limit=60),
-        *(measure("speed", case, str(hosts), limit=150) for case, hosts in SPEED_CASES),
-    ]
+    return {
+        "tests": [Step("tests", [python, "-m", "pytest", "-qm", "cuda", "-p", "no:cacheprovider", "--tb=short"], 400)],
+        "executors": [measure(name, one, limit=70) for name in ("precisions", "waits") for one in executors[:-1]],
+        "formats": [measure("formats", limit=400)],
+        "depth": [measure("depth_hosts", limit=240), measure("depth_stack", limit=180)],
+        "counts": [
+            measure("launches", limit=120),
+            measure("matrix_rate", limit=60),
+            *(measure("memory", one, limit=90) for one in ("fused", "streams" if device == "gpu" else "loop")),
+        ],
+        "runs": [
+            measure("resume", device, str(out / "resume"), limit=180),
+            *(fit(executor, limit=60) for executor in executors),
+            fit("streams" if device == "gpu" else "loop", *half, config="synthetic", limit=120),
+        ],
+        "speed": [measure("speed", case, str(hosts), limit=150) for case, hosts in SPEED_CASES],
+    }
+
+
+def choose(parts: Mapping[str, Sequence[Step]], only: Sequence[str]) -> dict[str, list[Step]]:
+    """Return the parts with one of these names, and of others the steps whose title begins with one of them."""
+    starts = tuple(only)
+    return {name: [one for one in parts[name] if name in only or one.title.startswith(starts)] for name in parts}
 
 
 def run_step(step: Step, environment: Mapping[str, str], out: Path, seconds_left: float) -> list[Result]:
@@ -124,13 +142,17 @@ def run_step(step: Step, environment: Mapping[str, str], out: Path, seconds_left
     ]
 
 
-def run_steps(steps: Sequence[Step], environment: Mapping[str, str], out: Path, budget: float) -> list[Result]:
-    """Run the steps within `budget` seconds, and write the report after each of them. Returns all results."""
+def run_parts(
+    parts: Mapping[str, Sequence[Step]], environment: Mapping[str, str], out: Path, budget: float
+) -> list[Result]:
+    """Run all steps within `budget` seconds, and write the report after each of them. Returns all results."""
     end, results = time.monotonic() + budget, []
-    for step in steps:
-        results += run_step(step, environment, out, end - time.monotonic())
-        print(f"{step.title}: {results[-1].value}", flush=True)
-        write_report(results, out)
+    for steps in parts.values():
+        part_end = min(end, time.monotonic() + PART_SECONDS)
+        for step in steps:
+            results += run_step(step, environment, out, part_end - time.monotonic())
+            print(f"{step.title}: {results[-1].value}", flush=True)
+            write_report(results, out)
     return results
 
 
@@ -138,10 +160,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu_report"), help="folder of the report")
     parser.add_argument("--wheels", type=Path, default=Path("wheels"), help="folder with wheels of missing packages")
-    parser.add_argument("--only", nargs="*", help="run the steps whose title begins with one of these words")
+    parser.add_argument("--only", nargs="*", help="run these parts, and steps whose title begins with one of the words")
+    parser.add_argument("--list", action="store_true", help="show the parts, the most minutes of each, and their steps")
     parser.add_argument("--accelerator", choices=("gpu", "cpu"), default="gpu", help="cpu tries the program itself")
     args = parser.parse_args()
     out = args.out.resolve()
+    parts = make_parts(out, args.accelerator)
+    parts = choose(parts, args.only or [*parts])
+    if args.list:
+        for name, steps in parts.items():
+            most = min(PART_SECONDS, sum(one.limit for one in steps)) / 60
+            print(f"{name}, at most {most:.1f} min: {', '.join(one.title for one in steps)}")
+        return
     out.mkdir(parents=True, exist_ok=True)
     packages = out / "packages"
     unpack_wheels(args.wheels, packages)
@@ -157,10 +187,7 @@ def main() -> None:
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS is reproducible with it
         "OMP_NUM_THREADS": "1",
     }
-    steps = make_steps(out, args.accelerator)
-    if args.only:
-        steps = [step for step in steps if step.title.startswith(tuple(args.only))]
-    results = run_steps(steps, environment, out, BUDGET_SECONDS)
+    results = run_parts(parts, environment, out, BUDGET_SECONDS)
     print(f"{(out / 'report.md').read_text()}written: {out / 'report.md'}, {out / 'report.csv'}")
     sys.exit(any(result.quantity == "outcome" and result.value != "ok" for result in results))
 

@@ -1,31 +1,48 @@
 """Measurements of the check on a GPU: `python -m benchmarks.gpu.measure NAME …` prints results of one of them."""
 
 import csv
+import math
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
+from lightning import LightningModule, Trainer
 from torch import Tensor
+from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader
 
+from benchmarks.depth import make_gpt
 from benchmarks.execution import DEVICE, raw_seconds, seconds, step
 from benchmarks.gpu.report import print_result
-from benchmarks.hosts import BATCH, BATCHES, CASES, ExecutorChoice, RawLoop, make_pool, tiny
+from benchmarks.hosts import BATCH, BATCHES, CASES, ExecutorChoice, Noise, RawLoop, make_pool, tiny
+from esper_lightning.callbacks import Stack
 from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
 from esper_lightning.envs.actions import Op, to_action
 from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.envs.host_training import PRECISIONS, HostTraining
 from esper_lightning.envs.measurements import download
+from esper_lightning.growth.depth import depths
 from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.hosts import GPT, Attached
 from esper_lightning.runtime.machine import resident_memory
 from esper_lightning.tasks import Digits
+
+ACCELERATOR = "gpu" if DEVICE.type == "cuda" else "cpu"
+"""Lightning's name of the device."""
+
+FORMATTED = {"cpu": ("shufflenet_v2_x0_5", "stage3"), "cuda": ("resnet18", "layer3")}
+"""Network of torchvision that is trained in all formats, and the place of its slot, by type of device."""
 
 MATRIX_SIDE = {"cpu": 256, "cuda": 8192}
 """Side of the square matrices whose product is timed, by type of device."""
@@ -213,6 +230,70 @@ def speed(case: str, hosts: str, precisions: tuple[str, ...] = ("fp32", "bf16"))
                 del pool
 
 
+def formats() -> None:
+    """Measure how fast networks train in each precision and memory format, and compiled where that is a setting."""
+    task, batches = Noise((3, 32, 32), 10), 1 if DEVICE.type == "cpu" else BATCHES
+    (network, slot), is_known = FORMATTED[DEVICE.type], "compile" in HostTraining.__dataclass_fields__
+    kinds = product(("fp32", "bf16"), ("contiguous", "channels_last"), [{}, {"compile": True}] if is_known else [{}])
+    for precision, memory, compiled in kinds:
+        config = EnvConfig(training=HostTraining(batches=batches, precision=precision, **compiled))
+        host = partial(Attached, network=f"torchvision.models.{network}", slots=[slot], memory_format=memory)
+        pool = HostPool(task, task.load().copy_to([DEVICE]), host, config=config, n_envs=2, device=DEVICE)
+        label = f"{precision}, {memory}{', compiled' if compiled else ''}"
+        print_result(f"{label}: first tick", f"{step(pool).tick:.2f}", "s")
+        trained = min(step(pool).train for _ in range(ROUNDS))
+        print_result(f"{label}: training", f"{2 * batches * BATCH / trained:.0f}", "images/s")
+    if is_known:
+        flags = ["--config", "configs/smoke.yaml", "--trainer.accelerator", ACCELERATOR, "--trainer.devices", "1"]
+        flags += ["--data.env.executor", "loop", "--data.env.training.compile", "true", "--model.ppo.compile", "true"]
+        subprocess.run([sys.executable, "-m", "esper_lightning", "fit", *flags], check=True)
+
+
+def depth_hosts() -> None:
+    """Let hosts in bf16 grow from one block to four, with each executor."""
+    width, batches = (16, 1) if DEVICE.type == "cpu" else (64, BATCHES)
+    for executor in executors():
+        training = HostTraining(batches=batches, precision="bf16")
+        actions = ActionConfig(blueprints=["stack"], tempos={"AT_ONCE": 1})
+        config, task = EnvConfig(executor=executor, training=training, actions=actions), Noise((32,), 96)
+        host = partial(GPT, width=width, blocks=1, heads=4, context=32, slots=[], most=4)
+        pool = HostPool(task, task.load().copy_to([DEVICE]), host, config=config, n_envs=2, device=DEVICE)
+        for slot in range(len(pool.space.slot)):
+            pool.step(to_action([(Op.GERMINATE, slot)] * pool.n_envs, pool.device))
+            label = f"{executor}: a tick with {depths(pool.envs[0].slots)[0]} blocks"
+            print_result(label, f"{1000 * step(pool).tick:.0f}", "ms")
+        assert {*depths(pool.envs[0].slots)} == {4} and math.isfinite(pool.envs[0].history.loss[-1]), "they train"
+
+
+class StackedGPT(LightningModule):
+    """GPT of four blocks that learns one batch by heart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt, self.losses = make_gpt(4), []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.gpt(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+
+
+def depth_stack(steps: int = 40) -> None:
+    """Grow a GPT from two blocks to four in a training of its own, in bf16, with the callback `Stack`."""
+    torch.manual_seed(0)
+    module, loader = StackedGPT(), DataLoader(torch.randint(256, (8, 129)).repeat(steps, 1), batch_size=8)
+    plain: dict[str, Any] = {"devices": 1, "logger": False, "enable_checkpointing": False, "max_steps": steps}
+    callbacks = [Stack("gpt.blocks", start=2, at=0.5)]
+    Trainer(accelerator=ACCELERATOR, precision="bf16-mixed", callbacks=callbacks, **plain).fit(module, loader)
+    losses = torch.stack(module.losses).tolist()
+    for name, at in (("first", 0), ("last before growth", steps // 2 - 1), ("first after", steps // 2), ("last", -1)):
+        print_result(f"loss, {name}", f"{losses[at]:.3f}")
+    assert len(module.gpt.blocks) == 4 and losses[-1] < losses[steps // 2] < losses[0], "it has grown, and learns"
+
+
 MEASUREMENTS: dict[str, Callable[..., None]] = {
     "waits": waits,
     "precisions": precisions,
@@ -221,6 +302,9 @@ MEASUREMENTS: dict[str, Callable[..., None]] = {
     "resume": resume,
     "matrix_rate": matrix_rate,
     "speed": speed,
+    "formats": formats,
+    "depth_hosts": depth_hosts,
+    "depth_stack": depth_stack,
 }
 
 

@@ -220,7 +220,7 @@ class HostPool:
             for i, rng_seed in zip(hosts, rng_seeds, strict=True):
                 self.envs[i] = self.env_factory.make(i, rng_seed)
                 self.envs[i].reset(rng_seed)
-                self.episode_starts[i] = False
+                self.episode_starts[i].zero_()
             self._update_constants()
         envs = [self.envs[i] for i in hosts]
         with self.clock.measure("validate"):

@@ -71,10 +71,17 @@ class LossScale:
         """Divide the gradients of an optimizer by the scale."""
         self._scaler.unscale_(optimizer)
 
-    def step(self, optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
-        """Take the optimizer's step unless gradients are not finite, and adapt the scale. `unscale` comes before."""
-        self._scaler.step(optimizer)
+    def step(self, optimizer: torch.optim.Optimizer) -> Tensor:  # [] bool
+        """Take the optimizer's step unless gradients are not finite, and adapt the scale. `unscale` comes before.
+
+        Returns whether the step was taken.
+        """
+        overflowed: list[Tensor] = []  # `unscale` has looked; a fused optimizer is told during its step alone
+        with optimizer.register_step_pre_hook(lambda stepping, *_: overflowed.append(vars(stepping)["found_inf"])):
+            self._scaler.step(optimizer)
+        finite = overflowed[0] == 0.0
         self.set(*next_scale(self.scale, self.good_steps, finite))
+        return finite
 
     def set(self, scale: Tensor, good_steps: Tensor) -> None:
         """Set scale and steps in place."""

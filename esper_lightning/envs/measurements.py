@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,7 +76,7 @@ class History:
 
 
 def upload(
-    numbers: Sequence[float] | Sequence[Sequence[float]] | np.ndarray,
+    numbers: Sequence[float] | Sequence[Sequence[float]],
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> Tensor:

@@ -243,7 +243,7 @@ def measure_variants(
                         f"a score is a number per sample, [{len(targets)}], and no mean; got {list(scores.shape)}"
                     )
                 sums.append(scores.sum())
-            total = torch.stack(sums)[group_of_variant]
+            total = torch.stack([sums[group] for group in group_of_variant])
             totals = total if totals is None else totals + total
             samples += len(targets)
     if totals is None:

@@ -158,7 +158,9 @@ class HostDistribution(FactoredDistribution):
 
     def _mean_over_rows(self, row_values: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
         op = self.log_probs["op"].exp().squeeze(-2)  # [..., ops]
-        weights = op.unsqueeze(-1) * self.relevant[:, [HEADS.index(head) for head in self.heads]]  # [..., ops, heads]
+        # Columns, because an index list would be copied to the device synchronously.
+        relevant = torch.stack([self.relevant[:, HEADS.index(head)] for head in self.heads], -1)
+        weights = op.unsqueeze(-1) * relevant  # [..., ops, heads]
         relevance = weights.sum(-2)  # [..., heads]
         means = []
         for i, head in enumerate(self.heads):

@@ -400,7 +400,7 @@ class Policy(nn.Module):
         begins = starts.T.clone()  # [N, T] bool: a segment begins with this step
         begins[:, 0] = True
         begin = begins.flatten().nonzero().squeeze(1)  # [S] env * T + step of the first step of each segment
-        lengths, order = torch.diff(begin, append=begin.new_tensor([envs * steps])).sort(descending=True, stable=True)
+        lengths, order = torch.diff(begin, append=begin.new_full((1,), envs * steps)).sort(descending=True, stable=True)
         offset = torch.arange(int(lengths[0]), device=starts.device)[:, None]  # steps since a segment's begin
         is_inside = offset < lengths  # [longest, S]
         sources = (begin[order] + offset)[is_inside]  # [N·T] env * T + step of each element of the PackedSequence

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_
 
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
@@ -198,19 +198,15 @@ class HostEpoch:
         for parameter in self.failing_parameters:
             if parameter.grad is not None:
                 parameter.grad.zero_()
-        finite = None  # fp16 only: bool tensor, whether this step is taken
         if env.loss_scale is not None:
             env.loss_scale.unscale(optimizer)
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            finite = get_total_norm([p.grad for p in parameters if p.grad is not None], float("inf")).isfinite()
-            self.skipped_steps += ~finite
         if i == len(self) - 1:
             self.gradients = env.growing.gradient_stats_tensor()
         if env.training.max_grad_norm is not None:
             for group in optimizer.param_groups:
                 clip_grad_norm_(group["params"], env.training.max_grad_norm)
-        if env.loss_scale is not None and finite is not None:
-            env.loss_scale.step(optimizer, finite)
+        if env.loss_scale is not None:
+            self.skipped_steps += ~env.loss_scale.step(optimizer)
         else:
             optimizer.step()
 

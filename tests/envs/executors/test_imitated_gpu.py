@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from esper_lightning.callbacks import Governor, RolloutState
+from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.datamodules import HostPoolData
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.actions import to_action
@@ -24,7 +25,7 @@ from esper_lightning.ppo.losses import PPOConfig, ppo_terms, update_metrics
 from esper_lightning.ppo.policy import Policy, PolicyConfig, policy_shape
 from esper_lightning.ppo.running_norm import RunningMeanStd, make_norm
 from esper_lightning.runtime.ranks import ALONE
-from esper_lightning.tasks import Digits
+from esper_lightning.tasks import AugmentConfig, Digits
 from esper_lightning.telemetry.metrics import tick_metrics
 from esper_lightning.telemetry.observer import Observer, join, observe
 from tests.conftest import SMALL, small_host
@@ -96,6 +97,29 @@ def test_a_tick_waits_for_the_gpu_twice_and_nothing_is_on_the_wrong_device(execu
         pool.test_scores()[1]
         pool.test_metrics()
         assert gpu.faults == {}
+
+
+HOST_CASES = rest_is_slow(
+    product(("loop", "streams", "fused"), ("cnn, depth", "gpt, depth", "residual", "mlp")),
+    {("loop", "cnn, depth"), ("streams", "residual")},
+)
+
+
+@pytest.mark.parametrize(("executor", "host"), HOST_CASES)
+def test_growth_in_depth_micro_batches_and_augmentation_add_no_wait(executor: str, host: str) -> None:
+    augment = AugmentConfig() if host == "gpt, depth" else AugmentConfig(pad=1, flip=True)
+    training = replace(hosts.FAST_CONFIG.training, micro_batches=2, lr_schedule="decay", augment=augment)
+    with ImitatedGpu() as gpu:
+        pool, controller = hosts.make(executor, host, 2, torch.float32, device=GPU, training=training), RandomValid(5)
+        pool.step(controller.act(pool))  # creates what is cached
+        for _ in range(5):
+            action = controller.act(pool)
+            gpu.waits.clear()
+            pool.step(action)
+            assert sum(gpu.waits.values()) == 2, gpu.waits
+        assert any(slot.occupied for env in pool.envs for slot in env.slots)
+    # Where FLOPs are counted, torch makes the causal mask in C++, on the device that tensors really have.
+    assert [fault for fault in gpu.faults if "envs/flops.py" not in fault] == []
 
 
 def play_in_processes(executor: str, world: int) -> list[dict[str, Any]]:

@@ -14,7 +14,6 @@ from itertools import chain, islice
 from operator import attrgetter
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -309,17 +308,19 @@ class Arena(FlatWeights):
 
     def _number_groups(self) -> None:
         """Number the owners in the order of sections: each is a group of the optimizer. Map numbers to groups."""
-        group_of_weight, group_of_parameter, first_parameters, num_groups = [], [], [], 0
+        lengths, group_of_parameter, first_parameters, num_groups = [], [], [], 0
         for section in self.sections:
             first_parameters += range(len(group_of_parameter), len(group_of_parameter) + section.owners)
-            groups = np.arange(num_groups, num_groups + section.owners, dtype=np.int32)
             for place in section.places:
-                group_of_weight += [np.repeat(groups, place.numel), np.repeat(groups[-1:], place.gap)]
-                group_of_parameter += groups.tolist()
+                lengths += [place.numel] * (section.owners - 1) + [place.numel + place.gap]
+                group_of_parameter += range(num_groups, num_groups + section.owners)
             num_groups += section.owners
         device = self.values.device
-        self.group_of_weight = upload(np.concatenate(group_of_weight), device)
         self.group_of_parameter = upload(group_of_parameter, device)
+        # On the device: an upload would pin four bytes for each weight. With its length known, a GPU need not be read.
+        self.group_of_weight = torch.repeat_interleave(
+            self.group_of_parameter.int(), upload(lengths, device), output_size=len(self.values)
+        )
         self.first_parameters = upload(first_parameters, device)
 
 
