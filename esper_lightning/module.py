@@ -137,7 +137,7 @@ class TamiyoModule(LightningModule):
         use_ieee_float32()
         self.policy_shape = shape
         self.policy = Policy(shape, self.policy_config)
-        self.policy.compiled = Compiled("the policy") if self.ppo.compile else None
+        self.policy.compiled.enabled = self.ppo.compile
         self.observation_norm = make_norm(shape.rows or shape.features)
         self.value_norm = RunningMeanStd((), clip=float("inf"))
         self.privileged_norm = make_norm(shape.privileged) if self.policy_config.asymmetric else None

@@ -8,7 +8,7 @@ T steps, N environments, K slots, B blueprints, P privileged features, W = width
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -31,7 +31,7 @@ from esper_lightning.ppo.distribution import (
     masked_log_softmax,
     select_row,
 )
-from esper_lightning.runtime.compiled import Compiled, call
+from esper_lightning.runtime.compiled import Compiled
 from esper_lightning.runtime.machine import FLOAT32_PARTS
 from esper_lightning.runtime.nested import map_tensors
 
@@ -270,17 +270,16 @@ class Policy(nn.Module):
     """Policy and critic with a shared body.
 
     Linear -> LayerNorm -> ReLU -> LSTM, added to its input -> LayerNorm -> action heads and critic. Without an LSTM the
-    action heads and the critic follow the ReLU. Hosts' slots and blueprints are encoded and pooled before. With
-    `compiled` everything but LSTM and critic runs compiled.
+    action heads and the critic follow the ReLU. Hosts' slots and blueprints are encoded and pooled before. What is
+    neither LSTM nor critic runs through `compiled`.
     """
-
-    compiled: Compiled | None = None
 
     def __init__(self, shape: PolicyShape, config: PolicyConfig) -> None:
         super().__init__()
         if config.asymmetric and not shape.privileged:
             raise ValueError("policy.asymmetric: these environments keep nothing from the policy; leave it at false")
         width, half = config.width, config.width // 2
+        self.compiled = Compiled("the policy", enabled=False)
         self.width = width
         self.state_width = width if config.memory == "lstm" else 0
         self.asymmetric = config.asymmetric
@@ -331,10 +330,7 @@ class Policy(nn.Module):
 
     def distribution(self, hidden: Hidden, masks: Any) -> Any:
         """Return the distribution over actions [...] for hidden features [...]."""
-        return self.heads.distribution(self._run(call, self.heads, hidden), masks)
-
-    def _run(self, function: Callable[..., Any], module: nn.Module, inputs: Any) -> Any:
-        return function(module, inputs) if self.compiled is None else self.compiled(function, module, inputs)
+        return self.heads.distribution(self.compiled(self.heads, hidden, kind="heads"), masks)
 
     def encode_step(
         self, observation: Observation, state: RecurrentState, starts: Tensor
@@ -353,7 +349,7 @@ class Policy(nn.Module):
 
     def _encode(self, observation: Observation, state: RecurrentState, starts: Tensor) -> tuple[Hidden, RecurrentState]:
         """Return the hidden features [T, N, …] of T steps and the state after the last one: see `forward`."""
-        hidden = self._run(Policy._embed, self, observation.features)
+        hidden = self.compiled(self._embed, observation.features, kind="body")
         if self.lstm is None:
             return hidden, state
         recurrent, state = self._run_lstm(hidden.core, state, starts)

@@ -13,57 +13,52 @@ BACKEND = "inductor"
 
 
 class Compiled:
-    """Runs functions of networks compiled; after a failure, of which one warning tells, as they are.
+    """Runs networks compiled while it is `enabled`, which ends with a failure, of which a warning tells.
 
-    Networks are arguments of the functions, so that networks of one structure share code, which is no part of them.
-    `subject` names what is compiled. A copy, or what is loaded from a pickle, has compiled nothing.
+    Networks of one kind share code, which is no part of them. `subject` names what is compiled.
     """
 
     total = 0  # graphs compiled in this process
 
-    def __init__(self, subject: str) -> None:
+    def __init__(self, subject: str, enabled: bool) -> None:
         self.subject = subject
-        self.failed = False
-        self._functions: dict[Hashable, Callable[..., Any]] = {}  # that have run
+        self.enabled = enabled
+        self._calls: dict[Hashable, Callable[..., Any]] = {}  # compiled `_call`, by kind of network
 
-    def __reduce__(self) -> tuple[type["Compiled"], tuple[str]]:
-        return Compiled, (self.subject,)
+    def has_code(self, kind: Hashable) -> bool:
+        """Return True if a call for this kind of network will not have to compile."""
+        return not self.enabled or kind in self._calls
 
-    def has_code(self, function: Any, kind: Hashable) -> bool:
-        """Return True if a call will not have to compile."""
-        return self.failed or (function, kind) in self._functions
-
-    def __call__(self, function: Any, *args: Any, kind: Hashable = None) -> Any:
-        """Return `function(*args)`; networks of one `kind` share code. Until `has_code`, one thread may call."""
-        if self.failed:
-            return function(*args)
+    def __call__(self, network: Callable[..., Any], inputs: Any, *, kind: Hashable) -> Any:
+        """Return `network(inputs)`. Until it `has_code`, one thread may call."""
+        if not self.enabled:
+            return network(inputs)
         # This takes seconds to import.
         from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 
-        key, settings = (function, kind), nullcontext()
-        if (run := self._functions.get(key)) is None:
-            # Torch keeps at most 8 versions of a code object, and fails for a full graph beyond: each key has its own.
-            own = FunctionType(function.__code__.replace(), function.__globals__)
+        settings = nullcontext()
+        if (run := self._calls.get(kind)) is None:
+            # Torch keeps at most 8 versions of a code object, and fails for a full graph beyond: each kind has its own.
+            own = FunctionType(_call.__code__.replace(), globals())
             run = torch.compile(own, backend=_compile_graph, fullgraph=True, dynamic=True)
             # Else a constant of a module is an input of the graph, which fails in backward passes of our own.
             settings = torch._dynamo.config.patch(specialize_float=True)
         try:
             with settings:
-                result = run(*args)
-            self._functions[key] = run
-            return result
+                outputs = run(network, inputs)
+            self._calls[kind] = run
+            return outputs
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             cause = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
             reason = str(cause).strip().splitlines()[0]
         warnings.warn(f"{self.subject} cannot be compiled, and run uncompiled: {reason}", stacklevel=2)
-        self.failed = True
+        self.enabled = False
         # Nothing has run yet: a whole graph and its backward pass are compiled ahead of the first operation.
-        return function(*args)
+        return network(inputs)
 
 
-def call(module: Callable[..., Any], inputs: Any) -> Any:
-    """Return `module(inputs)`."""
-    return module(inputs)
+def _call(network: Callable[..., Any], inputs: Any) -> Any:
+    return network(inputs)
 
 
 def _compile_graph(graph: Any, inputs: Any) -> Any:

@@ -17,7 +17,7 @@ from esper_lightning.growth.counterfactual import TRIED_ROWS, forward_variants, 
 from esper_lightning.growth.gates import NO_GRADIENT
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.stages import Stage
-from esper_lightning.runtime.compiled import Compiled, call
+from esper_lightning.runtime.compiled import Compiled
 from esper_lightning.runtime.machine import FLOAT32_PARTS, PhaseClock, first_line, is_out_of_memory
 from esper_lightning.runtime.nested import BATCH_LENGTH_ERRORS, copy_module
 from esper_lightning.tasks import Batches, Split, Task, fetch
@@ -77,7 +77,7 @@ class LoopExecutor:
     def __init__(self, task: Task, training: HostTraining) -> None:
         self.task = task
         self.training = training
-        self.compiled = Compiled("hosts") if training.compile else None
+        self.compiled = Compiled("hosts", training.compile)
         self.mixing: set[str] = set()  # architectures whose rows see each other in evaluation
 
     @contextmanager
@@ -169,8 +169,8 @@ class LoopExecutor:
 class HostEpoch:
     """One epoch of training of one host in progress, minibatch by minibatch, with data and results on its device."""
 
-    def __init__(self, env: HostEnv, task: Task, data: Split, *, compiled: Compiled | None = None) -> None:
-        self.env, self.task, self.data, self.compiled = env, task, data, compiled
+    def __init__(self, env: HostEnv, task: Task, data: Split, *, compiled: Compiled) -> None:
+        self.env, self.task, self.data, self.compiled, self.structure = env, task, data, compiled, env.structure
         self.micro_batches = env.training.micro_batches
         # Seeds that fail in this episode on purpose get zero gradients: see `HostEnv.failing_slots`.
         self.failing_parameters = [parameter for slot in env.failing_slots for parameter in slot.grown_parameters()]
@@ -214,10 +214,7 @@ class HostEpoch:
         env = self.env
         inputs, targets = fetch(self.data, batch, env.training.augment)
         with env.training.autocast(env.device):
-            if self.compiled is None:
-                outputs = env.network(inputs)
-            else:
-                outputs = self.compiled(call, env.network, inputs, kind=env.structure)
+            outputs = self.compiled(env.network, inputs, kind=self.structure)
             measures = self.task.measure(outputs, targets)
             loss = measures.loss.mean() / self.micro_batches
         (loss if env.loss_scale is None else loss * env.loss_scale.scale).backward()

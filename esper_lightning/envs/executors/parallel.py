@@ -13,7 +13,6 @@ from esper_lightning.envs.executors.loop import HostEpoch, LoopExecutor, isolate
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.lifecycle import count_parameters
-from esper_lightning.runtime.compiled import call
 from esper_lightning.runtime.machine import PhaseClock
 from esper_lightning.runtime.ranks import local_world
 from esper_lightning.tasks import Split, Task
@@ -45,15 +44,10 @@ class ThreadsExecutor(LoopExecutor):
         self.workers = ThreadPoolExecutor(usable_cores(), "host", _init_worker)
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
-        groups = [envs]
-        if self.compiled is not None:
-            # While torch compiles, no other thread may run compiled code: a host of each new structure trains alone.
-            kinds = {env.structure: env for env in envs if not self.compiled.has_code(call, env.structure)}
-            groups = [*([env] for env in kinds.values()), [env for env in envs if env not in kinds.values()]]
-        rows: dict[HostEnv, Tensor] = {}
-        for group in filter(None, groups):
-            rows |= zip(group, self._run_in_workers(lambda env: self._train(env, data), group), strict=True)
-        return torch.stack([rows[env] for env in envs])
+        # While torch compiles, no other thread may run compiled code: with a new structure, hosts train one by one.
+        has_code = all(self.compiled.has_code(env.structure) for env in envs)
+        groups = [envs] if has_code else [[env] for env in envs]
+        return torch.cat([self._run_in_workers(lambda env: self._train(env, data), group) for group in groups])
 
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         return self._run_in_workers(lambda env: self._measure(env, data), envs)

@@ -1,6 +1,5 @@
 """Hosts and functions that run through torch.compile: equal results, no silent fallback, failures that do no harm."""
 
-import pickle
 import shutil
 import warnings
 from dataclasses import replace
@@ -15,9 +14,10 @@ from torch import Tensor, nn
 from esper_lightning.envs import HostFactory, HostPool
 from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN, GPT, MLP, Attached
 from esper_lightning.runtime import compiled
-from esper_lightning.runtime.compiled import Compiled, call
+from esper_lightning.runtime.compiled import Compiled
 from esper_lightning.tasks import Digits, Task
 from tests.conftest import SMALL, small_host
 from tests.envs.executors.episodes import episode, same
@@ -34,10 +34,12 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "BACKEND", "eager")
 
 
-def pool_of(host: HostFactory, task: Task, training: HostTraining, executor: str = "loop", n_envs: int = 3) -> HostPool:
-    config = replace(SMALL, executor=executor, training=training, actions=replace(SMALL.actions, blueprints=None))
+def pool_of(host: HostFactory, task: Task, training: HostTraining, executor: str = "loop") -> HostPool:
+    """Return two hosts. In an episode of this length random actions take a host through every stage."""
+    config = replace(SMALL, executor=executor, training=training, horizon=12)
+    config = replace(config, actions=replace(SMALL.actions, blueprints=None))
     return HostPool(
-        task, task.load(), host, config=config, n_envs=n_envs, device=torch.device("cpu"), governor=GovernorConfig()
+        task, task.load(), host, config=config, n_envs=2, device=torch.device("cpu"), governor=GovernorConfig()
     )
 
 
@@ -70,10 +72,10 @@ inductor = partial(
     ("host", "task", "executor", "backend", "changes"),
     [
         (partial(MLP, width=4, layers=1), DIGITS, "threads", "eager", {}),
-        slow(partial(CNN, base=4, pools=2, depth=1, most=4), DIGITS, "loop", "aot_eager", {"micro_batches": 2}),
-        slow(partial(GPT, width=16, blocks=1, heads=2, most=4), TokenTask(), "threads", "aot_eager", {}),
+        slow(partial(CNN, base=4, pools=1, depth=1, most=2), DIGITS, "threads", "aot_eager", {"micro_batches": 2}),
         slow(DROPPING, DIGITS, "loop", "aot_eager", {"precision": "bf16"}),
-        inductor(DROPPING, DIGITS, "threads", "inductor", {}),
+        inductor(DROPPING, DIGITS, "loop", "inductor", {}),
+        inductor(partial(GPT, width=16, blocks=1, heads=2, slots=[], most=2), TokenTask(), "threads", "inductor", {}),
     ],
 )
 def test_compiled_hosts_train_as_uncompiled_ones_in_every_stage_and_depth(
@@ -87,14 +89,16 @@ def test_compiled_hosts_train_as_uncompiled_ones_in_every_stage_and_depth(
 
     torch.manual_seed(0)
     pool = pool_of(host, task, replace(training, compile=True), executor)
-    results = episode(pool)
+    stages: set[Stage] = set()
+    results = episode(pool, stages)
 
+    assert stages == ({Stage.FOSSILIZED} if isinstance(task, TokenTask) else set(Stage))
     if backend == "inductor":  # it rounds differently
-        assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-3) for a, b in zip(results, expected, strict=True))
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(results, expected, strict=True))
     else:
         assert same(results, expected)
-    assert pool.executor.compiled is not None and not pool.executor.compiled.failed
-    assert Compiled.total - graphs == len(pool.executor.compiled._functions) > 2  # hosts of one structure share a graph
+    assert pool.executor.compiled.enabled
+    assert Compiled.total - graphs == len(pool.executor.compiled._calls) > 1  # hosts of one structure share a graph
     assert dynamo_settings() == settings
 
 
@@ -128,37 +132,34 @@ def test_a_failure_of_the_compiler_is_one_warning_and_hosts_train_on_uncompiled(
     assert same(results, expected)
 
 
-def branching(x: Tensor, power: str) -> Tensor:
-    """Return x to a power that torch.compile compiles anew for each text; "none" is an error of the user."""
-    if power == "none":
-        raise ValueError("no power")
-    return x ** int(power)
+class Power(nn.Module):
+    """Raises to a power, for each of which torch compiles anew; "none" is an error of the user."""
+
+    def __init__(self, power: str) -> None:
+        super().__init__()
+        self.power = power
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.power == "none":
+            raise ValueError("no power")
+        return x ** int(self.power)
 
 
 def test_what_torch_would_leave_uncompiled_without_a_word_is_a_warning() -> None:
     """Torch compiles a function eight times, and then never again."""
-    run, other, x = Compiled("powers"), Compiled("powers"), torch.arange(3.0)
+    run, other, x = Compiled("powers", enabled=True), Compiled("powers", enabled=True), torch.arange(3.0)
     with warnings.catch_warnings(action="error"):
         for n in range(12):
-            assert torch.equal(run(branching, x, str(n), kind=n), x**n)
+            assert torch.equal(run(Power(str(n)), x, kind=n), x**n)
         for n in range(8):
-            assert torch.equal(other(branching, x, str(n)), x**n)
+            assert torch.equal(other(Power(str(n)), x, kind="any"), x**n)
 
     with pytest.warns(UserWarning, match="powers cannot be compiled, and run uncompiled: .*fullgraph"):
-        assert torch.equal(other(branching, x, "8"), x**8)
-    assert other.failed and not run.failed
+        assert torch.equal(other(Power("8"), x, kind="any"), x**8)
+    assert run.enabled and not other.enabled
 
 
 def test_an_error_of_the_user_is_raised() -> None:
+    run = Compiled("powers", enabled=True)
     with pytest.warns(UserWarning, match="powers cannot be compiled"), pytest.raises(ValueError, match=r"^no power$"):
-        Compiled("powers")(branching, torch.ones(1), "none")
-
-
-def test_a_copy_has_no_compiled_code() -> None:
-    run = Compiled("hosts")
-    run(call, nn.Linear(1, 1), torch.ones(2, 1))
-
-    copy = pickle.loads(pickle.dumps(run))
-
-    assert run.has_code(call, None) and not copy.has_code(call, None)
-    assert copy.subject == "hosts"
+        run(Power("none"), torch.ones(1), kind="any")
