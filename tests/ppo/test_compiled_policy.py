@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from esper_lightning.ppo.losses import PPOConfig, ppo_terms
 from esper_lightning.runtime import compiled
 from tests.cue import CueMemory
 from tests.ppo.loops import cue_loop, total
+from tests.runs import EPOCHS, fit, only_run
 
 
 def learned(loop: RolloutCollector, config: PPOConfig) -> list[torch.Tensor]:
@@ -45,3 +47,15 @@ def test_a_compiled_policy_acts_and_learns_alike(
 
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.slow
+def test_a_compiled_run_resumes_and_counts_its_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    warnings.filterwarnings("error", message=".* cannot be compiled")
+    flags = ("--model.ppo.compile=true", "--data.env.training.compile=true", "--data.env.horizon=3")
+    fit(tmp_path, *flags, "--trainer.max_epochs=1")
+    fit(tmp_path, *flags, "--ckpt_path=last")
+
+    numbers = [number for _, number in only_run(tmp_path).scalars()["compile/recompilations"]]
+    assert len(numbers) == EPOCHS and min(numbers[:2]) > 4, "each process compiles"
