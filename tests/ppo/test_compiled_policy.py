@@ -12,7 +12,7 @@ from esper_lightning.ppo.losses import PPOConfig, ppo_terms
 from esper_lightning.runtime import compiled
 from tests.cue import CueMemory
 from tests.ppo.loops import cue_loop, total
-from tests.runs import EPOCHS, fit, only_run
+from tests.runs import fit, only_run
 
 
 def learned(loop: RolloutCollector, config: PPOConfig) -> list[torch.Tensor]:
@@ -53,9 +53,9 @@ def test_a_compiled_policy_acts_and_learns_alike(
 def test_a_compiled_run_resumes_and_counts_its_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     warnings.filterwarnings("error", message=".* cannot be compiled")
-    flags = ("--model.ppo.compile=true", "--data.env.training.compile=true", "--data.env.horizon=3")
+    flags = ("--model.ppo.compile=true", "--data.env.training.compile=true", "--data.env.horizon=2")
     fit(tmp_path, *flags, "--trainer.max_epochs=1")
-    fit(tmp_path, *flags, "--ckpt_path=last")
+    fit(tmp_path, *flags, "--trainer.max_epochs=2", "--ckpt_path=last")
 
     numbers = [number for _, number in only_run(tmp_path).scalars()["compile/recompilations"]]
-    assert len(numbers) == EPOCHS and min(numbers[:2]) > 4, "each process compiles"
+    assert len(numbers) == 2 and min(numbers) > 4, "a resumed run compiles its own"
