@@ -37,6 +37,7 @@ from esper_lightning.runtime.checkpoint import (
     check_policy,
     differences,
 )
+from esper_lightning.runtime.compiled import Compiled
 from esper_lightning.runtime.console import DivergedError, print_status
 from esper_lightning.runtime.limits import has_end, share_of_training
 from esper_lightning.runtime.ranks import ALONE
@@ -92,6 +93,7 @@ class TamiyoModule(LightningModule):
         self.metrics: dict[str, float] = {}  # of the last rollout and update, by tag: means over all environments
         self.results: dict[str, ComparisonResult] = {}  # of the last `test` of this process, by task
         self.skips_in_a_row = 0  # minibatches skipped at the end of the last update
+        self._compiled = Compiled.total  # after the last rollout
         self._share = 0.0  # of the training that was over when the present rollout began
         # Of one rollout: updated once, from the complete rollout, so that a resumed run has the same values.
         self.critic_metrics = MetricCollection(
@@ -135,6 +137,7 @@ class TamiyoModule(LightningModule):
         use_ieee_float32()
         self.policy_shape = shape
         self.policy = Policy(shape, self.policy_config)
+        self.policy.compiled.enabled = self.ppo.compile
         self.observation_norm = make_norm(shape.rows or shape.features)
         self.value_norm = RunningMeanStd((), clip=float("inf"))
         self.privileged_norm = make_norm(shape.privileged) if self.policy_config.asymmetric else None
@@ -286,6 +289,10 @@ class TamiyoModule(LightningModule):
         means = {"return": summary.returns.mean(), **log}
         self.metrics = {f"rollout/{name}": float(value) for name, value in means.items()}
         self.metrics |= {f"train/{name}": value for name, value in metrics.items()}
+        data = attached_data(self.trainer)
+        if self.ppo.compile or (isinstance(data, HostPoolData) and data.env.training.compile):
+            self.metrics["compile/recompilations"] = float(Compiled.total - self._compiled)
+            self._compiled = Compiled.total
         # Once per rollout, so they are right after a resume, too. Lightning would write them behind the epoch's end,
         # where a run may be stopped.
         for logger in self.trainer.loggers:

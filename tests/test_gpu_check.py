@@ -2,6 +2,7 @@
 
 import csv
 import sys
+import warnings
 import zipfile
 from itertools import chain
 from pathlib import Path
@@ -13,6 +14,7 @@ from benchmarks.gpu.__main__ import PART_SECONDS, choose, make_parts, missing_di
 from benchmarks.gpu.report import Step, parse_results
 from esper_lightning.envs.config import REQUIRED_DEVICE_TYPE
 from esper_lightning.envs.executors import EXECUTORS
+from esper_lightning.runtime import compiled
 from tests.imitated_gpu import GPU, ImitatedGpu
 from tests.runs import ROOT
 
@@ -105,7 +107,6 @@ def test_every_precision_is_reported_on_an_imitated_gpu(
         ("memory", ("fused", 6), 2),
         ("matrix_rate", (), 3),
         ("speed", ("digits", "2", ("fp32",)), 2 + 2 * 2 * 3),
-        ("formats", (), 2 * 2 * 2),
         ("depth_hosts", (), 2 * 3),
         ("depth_stack", (20,), 4),
     ],
@@ -116,6 +117,21 @@ def test_a_measurement_runs_on_the_cpu(
     measure.MEASUREMENTS[name](*arguments)
 
     assert len(parse_results(name, capsys.readouterr().out)) == quantities
+
+
+@pytest.mark.slow
+def test_every_format_is_measured_with_and_without_compilation_ahead_of_a_compiled_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "eager")  # the compiler takes minutes
+    warnings.filterwarnings("error", message=".* cannot be compiled")
+    runs: list[list[str]] = []
+    monkeypatch.setattr(measure.subprocess, "run", lambda command, **_: runs.append(command))
+
+    measure.formats()
+
+    assert len(parse_results("formats", capsys.readouterr().out)) == 2 * 2 * 2 * 2
+    assert len(runs) == 1 and "--model.ppo.compile" in runs[0]
 
 
 @pytest.mark.slow

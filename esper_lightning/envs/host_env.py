@@ -1,6 +1,6 @@
 """One environment: a host network in training, with its seeds, measurements and optimizer. K slots."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -274,6 +274,13 @@ class HostEnv(GrowthRecord):
     def kind(self) -> str:
         """Architecture and depths, which hosts in one stack have in common."""
         return f"{self.architecture} {depths(self.slots)}"
+
+    @property
+    def structure(self) -> tuple[Hashable, ...]:
+        """Kind of the host and of its batches, and what its slots compute: all that compiled code depends on."""
+        training, slots = self.training, self.slots
+        batches = training.batch_size, training.micro_batches, training.precision, self.device
+        return self.kind, batches, *((slot.blueprint, slot.isolated, slot.blended, slot.live) for slot in slots)
 
     @property
     def lr_share(self) -> float:

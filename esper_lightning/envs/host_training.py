@@ -136,6 +136,9 @@ class HostTraining:
     onednn: bool = True
     """Use oneDNN for convolutions on the CPU; for hosts of a few channels torch's own kernels are faster without it."""
 
+    compile: bool = False
+    """Train hosts through torch.compile, which compiles each structure that grows for a minute or so; not for fused."""
+
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     """Augmentation of training images."""
 

@@ -139,7 +139,7 @@ class RolloutCollector:
             masks = map_tensors(pool.masks, torch.clone)
             observation, privileged = self._normalised(pool.observation, pool.privileged)
             hidden, self.state = self.policy.encode_step(observation, state, self.starts)
-            distribution = self.policy.heads.distribution(hidden, masks)
+            distribution = self.policy.distribution(hidden, masks)
             values = self.policy.estimate_value(hidden, privileged)
             action = distribution.sample(self.generator, self.ranks)
             self.raw_features[index].copy_(pool.observation.features)

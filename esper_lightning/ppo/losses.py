@@ -86,6 +86,9 @@ class PPOConfig:
     target_kl: float | None = 0.02
     """Target of the mean KL divergence of an update, which ends early at 1.5 times this. None: no limit."""
 
+    compile: bool = False
+    """Run the policy, except its LSTM and its critic, through torch.compile; the first rollout then takes minutes."""
+
     horizon_is_end: bool = True
     """Treat the horizon as a terminal state, and not as a time limit, unless environments reset themselves."""
 

@@ -31,6 +31,7 @@ from esper_lightning.ppo.distribution import (
     masked_log_softmax,
     select_row,
 )
+from esper_lightning.runtime.compiled import Compiled
 from esper_lightning.runtime.machine import FLOAT32_PARTS
 from esper_lightning.runtime.nested import map_tensors
 
@@ -197,9 +198,9 @@ class HostHeads(nn.Module):
         inputs = {"op": (core,), "slot": (core, slots), "blueprint": (blueprints, slots)}.get(head, (slots,))
         return self.tables[head](*inputs)
 
-    def distribution(self, hidden: Hidden, masks: Masks) -> HostDistribution:
-        """Return the distribution over actions [...] for hidden features [...]."""
-        return HostDistribution(self(hidden), masks)
+    def distribution(self, tables: HeadTables, masks: Masks) -> HostDistribution:
+        """Return the distribution over actions [...], given the logits that the forward pass returns."""
+        return HostDistribution(tables, masks)
 
     def decide(self, hidden: Hidden, masks: Masks) -> Action:
         """Return the most likely action of each host, [N]; to save time, with later heads of the chosen slot alone."""
@@ -233,11 +234,11 @@ class ChoiceHeads(nn.Module):
     def forward(self, hidden: Hidden) -> HeadTables:
         return {head: table(hidden.core) for head, table in self.tables.items()}
 
-    def distribution(self, hidden: Hidden, masks: ChoiceMasks) -> ChoiceDistribution:
-        return ChoiceDistribution(self(hidden), masks, self.space)
+    def distribution(self, tables: HeadTables, masks: ChoiceMasks) -> ChoiceDistribution:
+        return ChoiceDistribution(tables, masks, self.space)
 
     def decide(self, hidden: Hidden, masks: ChoiceMasks) -> ChoiceAction:
-        return self.distribution(hidden, masks).mode()
+        return self.distribution(self(hidden), masks).mode()
 
 
 class RecurrentState(NamedTuple):
@@ -269,7 +270,8 @@ class Policy(nn.Module):
     """Policy and critic with a shared body.
 
     Linear -> LayerNorm -> ReLU -> LSTM, added to its input -> LayerNorm -> action heads and critic. Without an LSTM the
-    action heads and the critic follow the ReLU. Hosts' slots and blueprints are encoded and pooled before.
+    action heads and the critic follow the ReLU. Hosts' slots and blueprints are encoded and pooled before. What is
+    neither LSTM nor critic runs through `compiled`.
     """
 
     def __init__(self, shape: PolicyShape, config: PolicyConfig) -> None:
@@ -277,6 +279,7 @@ class Policy(nn.Module):
         if config.asymmetric and not shape.privileged:
             raise ValueError("policy.asymmetric: these environments keep nothing from the policy; leave it at false")
         width, half = config.width, config.width // 2
+        self.compiled = Compiled("the policy", enabled=False)
         self.width = width
         self.state_width = width if config.memory == "lstm" else 0
         self.asymmetric = config.asymmetric
@@ -323,7 +326,11 @@ class Policy(nn.Module):
     ) -> tuple[Any, Tensor, RecurrentState]:
         """Return the distribution over actions and the normalised values, [T, N], and the state after the last step."""
         hidden, state = self._encode(observation, state, starts)
-        return self.heads.distribution(hidden, masks), self.estimate_value(hidden, privileged), state
+        return self.distribution(hidden, masks), self.estimate_value(hidden, privileged), state
+
+    def distribution(self, hidden: Hidden, masks: Any) -> Any:
+        """Return the distribution over actions [...] for hidden features [...]."""
+        return self.heads.distribution(self.compiled(self.heads, hidden, kind="heads"), masks)
 
     def encode_step(
         self, observation: Observation, state: RecurrentState, starts: Tensor
@@ -342,7 +349,15 @@ class Policy(nn.Module):
 
     def _encode(self, observation: Observation, state: RecurrentState, starts: Tensor) -> tuple[Hidden, RecurrentState]:
         """Return the hidden features [T, N, …] of T steps and the state after the last one: see `forward`."""
-        features, slots, blueprints = observation.features, None, None
+        hidden = self.compiled(self._embed, observation.features, kind="body")
+        if self.lstm is None:
+            return hidden, state
+        recurrent, state = self._run_lstm(hidden.core, state, starts)
+        return hidden._replace(core=self.lstm_norm(recurrent + hidden.core)), state
+
+    def _embed(self, features: Tensor) -> Hidden:
+        """Return the hidden features [T, N, …] ahead of the LSTM."""
+        slots, blueprints = None, None
         if self.rows is not None:
             # The first feature of a slot, and of a blueprint in it, is 1 if it is present, else 0.
             host_features, slot_features, blueprint_features = self.rows.split(features)
@@ -351,11 +366,7 @@ class Policy(nn.Module):
             pooled_blueprints = pool_rows(blueprints, present=blueprint_features[..., 0])  # [T, N, K, 2·H]
             slots = self.slot_encoder(torch.cat([slot_features, pooled_blueprints], -1))  # [T, N, K, W]
             features = torch.cat([host_features, pool_rows(slots, present=slot_features[..., 0])], -1)
-        core = F.relu(self.encoder_norm(self.encoder(features)))  # [T, N, W]
-        if self.lstm is not None:
-            recurrent, state = self._run_lstm(core, state, starts)
-            core = self.lstm_norm(recurrent + core)
-        return Hidden(core, slots, blueprints), state
+        return Hidden(F.relu(self.encoder_norm(self.encoder(features))), slots, blueprints)
 
     def _run_lstm(self, x: Tensor, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
         """Run the LSTM over x [T, N, W]. Where `starts` [T, N] is True, its state is 0 before the step.

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.envs import HostPool
+from esper_lightning.runtime import compiled
+from tests.conftest import SMALL
 from tests.decisions import WAIT, act
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
 
@@ -53,10 +55,16 @@ def test_environments_are_reset_in_place(make_pool: MakePool) -> None:
     assert len(before) > 2 * 20
 
 
-@pytest.mark.parametrize("executor", ["loop", "threads", "fused"])
-def test_a_rollback_is_in_place(make_pool: MakePool, executor: str) -> None:
+@pytest.mark.parametrize(
+    ("executor", "compile"), [("loop", False), ("threads", False), ("fused", False), ("loop", True)]
+)
+def test_a_rollback_is_in_place(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, executor: str, compile: bool
+) -> None:
     """S1: a rollback keeps a host, its weights and its snapshot in the same memory."""
-    pool = make_pool(2, governor=replace(ONLY_NAN_DIVERGES, max_rollbacks=9), horizon=9, executor=executor)
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    governor, training = replace(ONLY_NAN_DIVERGES, max_rollbacks=9), replace(SMALL.training, compile=compile)
+    pool = make_pool(2, governor=governor, horizon=9, executor=executor, training=training)
     pool.reset([1, 2])  # from the second episode on, optimizers have a state for every weight
 
     def places() -> Iterator[tuple[Any, int]]:
@@ -75,3 +83,4 @@ def test_a_rollback_is_in_place(make_pool: MakePool, executor: str) -> None:
             step = pool.step(act(WAIT, WAIT))
         assert step.terminated.tolist() == [tick % 2 == 0, tick % 2 == 1]
     assert list(places()) == before
+    assert pool.executor.compiled.enabled == compile

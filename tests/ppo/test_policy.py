@@ -151,7 +151,7 @@ def test_a_whole_sequence_is_as_many_single_steps(given_of: Callable[[int], Give
         distribution, values, last = policy(observation, state, masks, starts)
         for t in range(TICKS):
             hidden, state = policy.encode_step(Observation(observation.features[t]), state, starts[t])
-            of_step = policy.heads.distribution(hidden, type(masks)(*(part[t] for part in masks)))
+            of_step = policy.distribution(hidden, type(masks)(*(part[t] for part in masks)))
             torch.testing.assert_close(policy.estimate_value(hidden), values[t], rtol=0, atol=1e-5)
             for head, table in of_step.log_probs.items():
                 torch.testing.assert_close(table.exp(), distribution.log_probs[head][t].exp(), rtol=0, atol=2e-5)

@@ -17,6 +17,7 @@ from esper_lightning.growth.counterfactual import TRIED_ROWS, forward_variants, 
 from esper_lightning.growth.gates import NO_GRADIENT
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.stages import Stage
+from esper_lightning.runtime.compiled import Compiled
 from esper_lightning.runtime.machine import FLOAT32_PARTS, PhaseClock, first_line, is_out_of_memory
 from esper_lightning.runtime.nested import BATCH_LENGTH_ERRORS, copy_module
 from esper_lightning.tasks import Batches, Split, Task, fetch
@@ -76,6 +77,7 @@ class LoopExecutor:
     def __init__(self, task: Task, training: HostTraining) -> None:
         self.task = task
         self.training = training
+        self.compiled = Compiled("hosts", training.compile)
         self.mixing: set[str] = set()  # architectures whose rows see each other in evaluation
 
     @contextmanager
@@ -119,7 +121,7 @@ class LoopExecutor:
 
     def _train(self, env: HostEnv, data: Split) -> Tensor:  # a row as `pack_training` makes it
         with isolate_oom(env):
-            epoch = HostEpoch(env, self.task, data.to(env.device))
+            epoch = HostEpoch(env, self.task, data.to(env.device), compiled=self.compiled)
             for i in range(len(epoch)):
                 epoch.step(i)
             return epoch.result()
@@ -167,8 +169,8 @@ class LoopExecutor:
 class HostEpoch:
     """One epoch of training of one host in progress, minibatch by minibatch, with data and results on its device."""
 
-    def __init__(self, env: HostEnv, task: Task, data: Split) -> None:
-        self.env, self.task, self.data = env, task, data
+    def __init__(self, env: HostEnv, task: Task, data: Split, *, compiled: Compiled) -> None:
+        self.env, self.task, self.data, self.compiled, self.structure = env, task, data, compiled, env.structure
         self.micro_batches = env.training.micro_batches
         # Seeds that fail in this episode on purpose get zero gradients: see `HostEnv.failing_slots`.
         self.failing_parameters = [parameter for slot in env.failing_slots for parameter in slot.grown_parameters()]
@@ -212,7 +214,8 @@ class HostEpoch:
         env = self.env
         inputs, targets = fetch(self.data, batch, env.training.augment)
         with env.training.autocast(env.device):
-            measures = self.task.measure(env.network(inputs), targets)
+            outputs = self.compiled(env.network, inputs, kind=self.structure)
+            measures = self.task.measure(outputs, targets)
             loss = measures.loss.mean() / self.micro_batches
         (loss if env.loss_scale is None else loss * env.loss_scale.scale).backward()
         self.totals += torch.stack([loss.detach(), measures.score.mean() / self.micro_batches])

@@ -44,7 +44,10 @@ class ThreadsExecutor(LoopExecutor):
         self.workers = ThreadPoolExecutor(usable_cores(), "host", _init_worker)
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
-        return self._run_in_workers(lambda env: self._train(env, data), envs)
+        # While torch compiles, no other thread may run compiled code: with a new structure, hosts train one by one.
+        has_code = all(self.compiled.has_code(env.structure) for env in envs)
+        groups = [envs] if has_code else [[env] for env in envs]
+        return torch.cat([self._run_in_workers(lambda env: self._train(env, data), group) for group in groups])
 
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         return self._run_in_workers(lambda env: self._measure(env, data), envs)
@@ -89,7 +92,7 @@ class StreamsExecutor(LoopExecutor):
             with self._ordered_streams(envs):
                 for env in envs:
                     with torch.cuda.stream(self._stream(env)), isolate_oom(env):
-                        epochs[env] = HostEpoch(env, self.task, train.to(env.device))
+                        epochs[env] = HostEpoch(env, self.task, train.to(env.device), compiled=self.compiled)
                 for i in range(max(map(len, epochs.values()), default=1) - 1):
                     for env, epoch in epochs.items():
                         # One context from fetching the batch to summing its loss. The backward pass runs on the stream

@@ -74,9 +74,9 @@ def watch(fake: FakeCuda, patch: pytest.MonkeyPatch, pool: HostPool) -> list[tup
         stream.log.append(what)
         notes.append((pool.envs.index(env), what, stream))
 
-    def watched_begin(epoch: HostEpoch, env: HostEnv, *args: Any) -> None:
+    def watched_begin(epoch: HostEpoch, env: HostEnv, *args: Any, **options: Any) -> None:
         note(env, "begin")
-        begin(epoch, env, *args)
+        begin(epoch, env, *args, **options)
 
     def watched_step(epoch: HostEpoch, i: int) -> None:
         note(epoch.env, f"batch {i}")

@@ -60,6 +60,8 @@ class FusedExecutor(LoopExecutor):
 
     def __init__(self, task: Task, training: HostTraining) -> None:
         super().__init__(task, training)
+        if training.compile:
+            raise ValueError("executor fused cannot compile hosts; use env.executor loop, threads or streams")
         self.batched: dict[tuple[str, torch.device], BatchedHosts] = {}  # by kind of host and device
         self.checked: set[str] = set()  # architectures
 
