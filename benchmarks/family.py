@@ -164,7 +164,9 @@ def find_knowledge(pool: HostPool, steps: int, rng_seed: int) -> Knowledge:
         if visible(context) not in kinds:
             kinds.append(visible(context))
     found = [
-        Known(dict(one.variables), search(pool, SearchConfig(steps=steps // len(contexts), seed=rng_seed), contexts=[one]))
+        Known(
+            dict(one.variables), search(pool, SearchConfig(steps=steps // len(contexts), seed=rng_seed), contexts=[one])
+        )
         for one in contexts
     ]
     print("\n".join(f"{entry.variables}: {entry.schedule}" for entry in found), flush=True)

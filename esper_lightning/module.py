@@ -290,7 +290,8 @@ class TamiyoModule(LightningModule):
         self.metrics = {f"rollout/{name}": float(value) for name, value in means.items()}
         self.metrics |= {f"train/{name}": value for name, value in metrics.items()}
         data = attached_data(self.trainer)
-        if self.ppo.compile or (isinstance(data, HostPoolData) and data.env.training.compile):
+        pools = data.pools.values() if isinstance(data, HostPoolData) else ()
+        if self.ppo.compile or any(pool.config.training.compile for pool in pools):
             self.metrics["compile/recompilations"] = float(Compiled.total - self._compiled)
             self._compiled = Compiled.total
         # Once per rollout, so they are right after a resume, too. Lightning would write them behind the epoch's end,

@@ -277,10 +277,8 @@ class HostEnv(GrowthRecord):
 
     @property
     def structure(self) -> tuple[Hashable, ...]:
-        """Kind of the host and of its batches, and what its slots compute: all that compiled code depends on."""
-        training, slots = self.training, self.slots
-        batches = training.batch_size, training.micro_batches, training.precision, self.device
-        return self.kind, batches, *((slot.blueprint, slot.isolated, slot.blended, slot.live) for slot in slots)
+        """Kind of the host and what its slots compute: all in which compiled code of one pool may differ."""
+        return self.kind, self.device, *((s.blueprint, s.isolated, s.blended, s.live) for s in self.slots)
 
     @property
     def lr_share(self) -> float:

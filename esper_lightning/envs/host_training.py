@@ -76,7 +76,7 @@ class LossScale:
 
         Returns whether the step was taken.
         """
-        overflowed: list[Tensor] = []  # `unscale` has looked; a fused optimizer is told during its step alone
+        overflowed: list[Tensor] = []  # found by `unscale`; a fused optimizer holds it during its step alone
         with optimizer.register_step_pre_hook(lambda stepping, *_: overflowed.append(vars(stepping)["found_inf"])):
             self._scaler.step(optimizer)
         finite = overflowed[0] == 0.0
@@ -137,7 +137,7 @@ class HostTraining:
     """Use oneDNN for convolutions on the CPU; for hosts of a few channels torch's own kernels are faster without it."""
 
     compile: bool = False
-    """Train hosts through torch.compile, which compiles each structure that grows for a minute or so; not for fused."""
+    """Train hosts through torch.compile. It compiles anew at each change of structure, for a minute; not for fused."""
 
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     """Augmentation of training images."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
 from esper_lightning.controllers.learned import LearnedController
@@ -94,13 +95,15 @@ def conclusion(result: ComparisonResult) -> str:
     """Return in one sentence what the first row is worth against the best other row that is not derived from it."""
     derived = (REPLAYED, YOKED)
     others = [one for one in result.entries[1:] if one.name not in derived and not one.name.startswith(TWIN_PREFIX)]
-    if not others:
-        return f"{result.reference.name} was compared with no other controller"
-    best = max(others, key=lambda entry: float(entry.values("objective").mean()))
-    lead, name = result.mean_lead(best), result.reference.name
+    finite = [one for one in [result.reference, *others] if np.isfinite(one.values("objective")).all()]
+    name = result.reference.name
+    if result.reference not in finite or len(finite) == 1:
+        return f"{name} cannot be compared: it, or every controller that is not derived from it, has no objective"
+    best = max(finite[1:], key=lambda entry: float(entry.values("objective").mean()))
+    lead = result.mean_lead(best)
     how = "ahead of" if lead.low > 0.0 else "behind" if lead.high < 0.0 else "level with"
     return (
-        f"{name} is {how} {best.name}, the best of {len(others)} other controllers, on {len(result.rng_seeds)} hosts: "
+        f"{name} is {how} {best.name}, the best controller beside it, on {len(result.rng_seeds)} hosts: "
         f"objective {lead.mean:+.3f} [{lead.low:.3f}, {lead.high:.3f}]"
     )
 

@@ -93,7 +93,7 @@ class Evidence(NamedTuple):
 
     age: int  # host epochs since germination
     ticks_in_stage: int  # host epochs in the present stage
-    in_optimizer: bool  # True if an optimizer holds the seed's parameters
+    in_optimizer: bool  # False if the seed has germinated and no optimizer holds its parameters yet
     alpha: float  # alpha in the last host epoch, under which the contribution was measured
     gradient: GradientStats | None = None  # gradient statistics of the seed's parameters
     contribution: float | None = None  # score with the seed minus score without it, in points, on the same data

@@ -66,7 +66,6 @@ class SeedSlot(nn.Module):
         self.isolation: Isolation = "proximal"
         self.folded: nn.Conv2d | None = None
         self.override: Callable[[SeedSlot, Tensor], Tensor] | None = None
-        self._counted: tuple[nn.Module | None, int] = None, 0  # a seed and its size
         self.register_buffer("alpha", torch.zeros(()), persistent=False)  # the extra state determines it
         self.register_load_state_dict_pre_hook(_accept_host_without_slots)
         self.empty()
@@ -78,6 +77,7 @@ class SeedSlot(nn.Module):
         self.blueprint: str | None = None
         self.ramp = Ramp()
         self.ramp_ticks = self.age = self.ticks_in_stage = 0
+        self._counted: tuple[nn.Module | None, int] = None, 0  # a seed and its size
         self.alpha.zero_()
 
     def initialise(self, generator: torch.Generator) -> None:

@@ -87,7 +87,7 @@ class PPOConfig:
     """Target of the mean KL divergence of an update, which ends early at 1.5 times this. None: no limit."""
 
     compile: bool = False
-    """Run the policy, except its LSTM and its critic, through torch.compile; the first rollout then takes minutes."""
+    """Run the layers of the policy ahead of its LSTM, and its action heads, through torch.compile in training."""
 
     horizon_is_end: bool = True
     """Treat the horizon as a terminal state, and not as a time limit, unless environments reset themselves."""

@@ -270,8 +270,8 @@ class Policy(nn.Module):
     """Policy and critic with a shared body.
 
     Linear -> LayerNorm -> ReLU -> LSTM, added to its input -> LayerNorm -> action heads and critic. Without an LSTM the
-    action heads and the critic follow the ReLU. Hosts' slots and blueprints are encoded and pooled before. What is
-    neither LSTM nor critic runs through `compiled`.
+    action heads and the critic follow the ReLU. Hosts' slots and blueprints are encoded and pooled before. In training,
+    the layers ahead of the LSTM and the action heads run through `compiled`.
     """
 
     def __init__(self, shape: PolicyShape, config: PolicyConfig) -> None:

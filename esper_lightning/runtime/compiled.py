@@ -13,9 +13,9 @@ BACKEND = "inductor"
 
 
 class Compiled:
-    """Runs networks compiled while it is `enabled`, which ends with a failure, of which a warning tells.
+    """Runs networks compiled while it is `enabled`. A failure to compile is a warning, and ends that.
 
-    Networks of one kind share code, which is no part of them. `subject` names what is compiled.
+    Networks of one kind share compiled code, which is kept here. `subject` names what is compiled.
     """
 
     total = 0  # graphs compiled in this process
@@ -30,7 +30,7 @@ class Compiled:
         return not self.enabled or kind in self._calls
 
     def __call__(self, network: Callable[..., Any], inputs: Any, *, kind: Hashable) -> Any:
-        """Return `network(inputs)`. Until it `has_code`, one thread may call."""
+        """Return `network(inputs)`. Only one thread may call for a kind of network without code; see `has_code`."""
         if not self.enabled:
             return network(inputs)
         # This takes seconds to import.
@@ -50,7 +50,7 @@ class Compiled:
             return outputs
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             cause = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
-            reason = str(cause).strip().splitlines()[0]
+            reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         warnings.warn(f"{self.subject} cannot be compiled, and run uncompiled: {reason}", stacklevel=2)
         self.enabled = False
         # Nothing has run yet: a whole graph and its backward pass are compiled ahead of the first operation.

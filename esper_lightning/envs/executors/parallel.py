@@ -44,10 +44,12 @@ class ThreadsExecutor(LoopExecutor):
         self.workers = ThreadPoolExecutor(usable_cores(), "host", _init_worker)
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
-        # While torch compiles, no other thread may run compiled code: with a new structure, hosts train one by one.
-        has_code = all(self.compiled.has_code(env.structure) for env in envs)
-        groups = [envs] if has_code else [[env] for env in envs]
-        return torch.cat([self._run_in_workers(lambda env: self._train(env, data), group) for group in groups])
+        # While torch compiles, no other thread may run compiled code: one host of each new structure trains alone.
+        new = {env.structure: env for env in envs if not self.compiled.has_code(env.structure)}
+        rows: dict[HostEnv, Tensor] = {}
+        for group in filter(None, (*([env] for env in new.values()), [env for env in envs if env not in new.values()])):
+            rows |= zip(group, self._run_in_workers(lambda env: self._train(env, data), group), strict=True)
+        return torch.stack([rows[env] for env in envs])
 
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         return self._run_in_workers(lambda env: self._measure(env, data), envs)

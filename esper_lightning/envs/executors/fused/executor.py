@@ -55,7 +55,7 @@ class FusedExecutor(LoopExecutor):
     Hosts live in the arena of their kind from their first epoch on: the weights, running statistics and optimizer
     states of the environments are views of its rows, which an epoch changes in place. A host that has become deeper
     moves to the arena of that depth at its next epoch. Loss scales are copied from the environments at the beginning of
-    an epoch, and back at its end.
+    a `FusedEpoch`, and back at its end.
     """
 
     def __init__(self, task: Task, training: HostTraining) -> None:
@@ -90,7 +90,7 @@ class FusedExecutor(LoopExecutor):
         drawn = {env: env.draw_batches(data.samples) for envs in groups for env in envs}
         counts = {env: len(batches.indices) for env, batches in drawn.items()}
         rows: dict[HostEnv, Tensor] = {}
-        sums: dict[HostEnv, Tensor] = {}
+        sums: dict[torch.device, Tensor] = {}  # of the hosts that go on, [N, 3]
         begin = 0
         for end in sorted(set(counts.values())):
             epochs = []
@@ -103,10 +103,12 @@ class FusedExecutor(LoopExecutor):
                 for epoch in epochs:
                     epoch.step(i)
             for epoch in epochs:
-                for env, own, gradients in zip(epoch.envs, epoch.finish(), epoch.gradients, strict=True):
-                    sums[env] = sums[env] + own if env in sums else own
-                    if counts[env] == end:
-                        rows[env] = pack_training(sums[env][:2] / end, sums[env][2], gradients)
+                device = epoch.envs[0].device
+                total = epoch.finish() + sums.get(device, 0.0)
+                packed = pack_training(total[:, :2] / end, total[:, 2], epoch.gradients)
+                rows.update((env, row) for env, row in zip(epoch.envs, packed, strict=True) if counts[env] == end)
+                staying = [i for i, env in enumerate(epoch.envs) if counts[env] > end]
+                sums[device] = total[upload(staying, device, torch.int64)]
             begin = end
         return [torch.stack([rows[env] for env in envs]) for envs in groups]
 
