@@ -11,8 +11,8 @@ said. `blocks` stands for the host's list, or lists. All training is `Trainer.fi
 run: make the trainings that the results lack. A budget is given in targets (tokens, or labels) for each parameter of
     six blocks, and has the FLOPs of six blocks on so many targets. A fixed depth, or growth after shares of the steps,
     gets the number of steps that costs as much; rows that decide in training get several. The search of the learning
-    rate begins with `--rates`, and goes on by factors of 2 until the best one has worse ones on both sides, by the
-    validation loss of RNG seed 0; then come the other `--seeds` at that rate.
+    rate begins with `--rates`, else with the best of the nearest budget, and goes on by factors of 2 until the best one
+    has worse ones on both sides, by the validation loss of RNG seed 0; then come the other `--seeds` at that rate.
 table: test losses of a budget, each row at its best rate; means and 95 % intervals by Student's t over RNG seeds, by
     which leads are paired. Rows that decide in training are interpolated in the log of the FLOPs that they spent. The
     best fixed depth, in bold, has the lowest validation loss among those with most RNG seeds. Equal steps: the lead
@@ -27,6 +27,7 @@ Hosts: GPTs on bytes: `gpt16` to `gpt64`, named by their widths, learn the sourc
 """
 
 import argparse
+import inspect
 import logging
 import math
 import subprocess
@@ -128,7 +129,7 @@ class Headers(Text):
     """Next-byte prediction on the C++ headers of the installed torch, in an order that mixes their folders."""
 
     def _read(self) -> tuple[Tensor, list[int]]:
-        files = Path(torch.__file__).parent.glob("include/torch/csrc/**/*.h")
+        files = Path(inspect.getfile(torch)).parent.glob("include/torch/csrc/**/*.h")
         mixed = sorted(files, key=lambda path: (zlib.crc32(path.name.encode()), path))
         stream = torch.frombuffer(bytearray().join(path.read_bytes() for path in mixed), dtype=torch.uint8)
         return stream, [int(share * len(stream)) for share in self.shares]
@@ -248,11 +249,9 @@ def evaluate(net: nn.Module, split: Split, most: int) -> float:
 
 
 def fit(module: LitNet, split: Split, batch: int, seed: int, *, stacks: Sequence[Stack] = ()) -> None:
-    settings: dict[str, Any] = {"accelerator": "cpu", "barebones": True, "gradient_clip_val": 1.0}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*does not have many workers.*")
-        trainer = Trainer(max_steps=module.steps, callbacks=list(stacks), **settings)
-        trainer.fit(module, DataLoader(Windows(split, batch, seed), batch_size=None))
+    plain: dict[str, Any] = {"accelerator": "cpu", "barebones": True}  # neither bar, checkpoints, nor loggers
+    trainer = Trainer(max_steps=module.steps, gradient_clip_val=1.0, callbacks=list(stacks), **plain)
+    trainer.fit(module, DataLoader(Windows(split, batch, seed), batch_size=None))
 
 
 def parse(host: str, row: str) -> tuple[int, list[Stack]]:
@@ -318,9 +317,18 @@ def train(cell: Cell, rate: float, seed: int) -> Result:
     return Result(*cell, rate, seed, float(flops), depth, *losses, seconds, *origin)
 
 
-def fill(path: Path, cell: Cell, rates: Sequence[float], seeds: Sequence[int]) -> None:
+def first_rate(results: Sequence[Result], cell: Cell) -> float:
+    """Return the rate with which a search begins: the best of the nearest budget, if possible of the same row."""
+    host, tokens, row, optimizer, _ = cell
+    others = [result for result in results if (result.host, result.optimizer, result.seed) == (host, optimizer, 0)]
+    others.sort(key=lambda result: (result.row != row, abs(math.log(result.tokens / tokens)), result.validation))
+    return others[0].rate if others else HOSTS[host].rate
+
+
+def fill(path: Path, cell: Cell, rates: Sequence[float] | None, seeds: Sequence[int]) -> None:
     """Search the learning rate of a cell, and make the trainings of RNG seeds at the best one, as far as they lack."""
-    known = {(result.rate, result.seed): result for result in read_rows(path, Result) if result[:5] == cell}
+    results = read_rows(path, Result)
+    known = {(result.rate, result.seed): result for result in results if result[:5] == cell}
     with appended_rows(path, Result) as append:
 
         def measure(rate: float, seed: int) -> None:
@@ -329,7 +337,7 @@ def fill(path: Path, cell: Cell, rates: Sequence[float], seeds: Sequence[int]) -
                 append([result])
                 print(f"{cell}: rate {rate:g}, seed {seed}, {result.depth} blocks, test {result.test:.4f}", flush=True)
 
-        todo = set(rates)
+        todo = set(rates or [first_rate(results, cell)])
         while todo:
             for rate in sorted(todo):
                 measure(rate, 0)
@@ -348,14 +356,14 @@ Curves = dict[str, dict[int, list[Result]]]
 
 
 def curves_of(results: Sequence[Result], host: str, optimizer: str) -> Curves:
-    """Return the trainings at the best rates, but those of a row whose number of steps is another one today."""
+    """Return the trainings at the best rates; not those of a row that has another number of steps by now."""
     cells: dict[tuple[Any, ...], list[Result]] = {}
     for result in (result for result in results if (result.host, result.optimizer) == (host, optimizer)):
         if result.steps in lengths(host, result.tokens, result.row):
             cells.setdefault(result[:5], []).append(result)
     at_best = [result for of in cells.values() for rate in [best_rate(of)] for result in of if result.rate == rate]
     curves: Curves = {}
-    for result in sorted(at_best, key=lambda result: result.flops):
+    for result in sorted(at_best, key=lambda result: ("Stack" in result.row, result.row, result.flops)):
         curves.setdefault(result.row, {}).setdefault(result.seed, []).append(result)
     return curves
 
@@ -412,7 +420,8 @@ def saved(curves: Curves, row: str, flops: float) -> tuple[Interval, bool] | Non
     The interval is that of the log of the FLOPs needed, whose errors are even.
     """
     rivals = curves.get(best_fixed(curves, flops), {})
-    goals = {seed: goal for seed, of in rivals.items() if seed in curves[row] and (goal := loss_at(of, flops)) > 0.0}
+    goals = {seed: loss_at(of, flops) for seed, of in rivals.items() if seed in curves[row]}
+    goals = {seed: goal for seed, goal in goals.items() if not math.isnan(goal)}
     needed = [flops_to(curves[row][seed], goal) for seed, goal in goals.items()]
     if not needed or any(map(math.isnan, needed)):
         return None
@@ -433,6 +442,8 @@ def table(results: Sequence[Result], host: str, optimizer: str, tokens: float) -
     yield "|---|--:|--:|--:|--:|---|---|---|---|"
     for row, by_seed in curves.items():
         own = [result for curve in by_seed.values() for result in curve if result.tokens == tokens]
+        if not own:
+            continue
         losses = [loss for curve in by_seed.values() if not math.isnan(loss := loss_at(curve, budget))]
         steps, depths, rates = (sorted({getattr(r, name) for r in own}) for name in ("steps", "depth", "rate"))
         cells = [", ".join(f"{x:g}" for x in numbers) for numbers in (steps, depths, rates)]
@@ -488,14 +499,14 @@ def main(args: Sequence[str] | None = None) -> None:
         return
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module="lightning")
     for tokens in chosen.budget:
         if chosen.verb == "table":
             print("\n".join(table(read_rows(chosen.csv, Result), host, optimizer, tokens)), end="\n\n")
             continue
         for row in chosen.rows:
             for steps in lengths(host, tokens, row):
-                rates = chosen.rates or [HOSTS[host].rate]
-                fill(chosen.csv, (host, tokens, row, optimizer, steps), rates, chosen.seeds)
+                fill(chosen.csv, (host, tokens, row, optimizer, steps), chosen.rates, chosen.seeds)
 
 
 if __name__ == "__main__":
