@@ -420,7 +420,7 @@ def saved(curves: Curves, row: str, flops: float) -> tuple[Interval, bool] | Non
     The interval is that of the log of the FLOPs needed, whose errors are even.
     """
     rivals = curves.get(best_fixed(curves, flops), {})
-    goals = {seed: loss_at(of, flops) for seed, of in rivals.items() if seed in curves[row]}
+    goals = {seed: loss_at(of, flops) for seed, of in rivals.items() if len(curves[row].get(seed, ())) > 1}
     goals = {seed: goal for seed, goal in goals.items() if not math.isnan(goal)}
     needed = [flops_to(curves[row][seed], goal) for seed, goal in goals.items()]
     if not needed or any(map(math.isnan, needed)):
