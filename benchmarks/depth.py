@@ -452,7 +452,7 @@ def table(results: Sequence[Result], host: str, optimizer: str, tokens: float) -
         if "Stack" in row and len(steps) == 1:
             cells[-2] = told(leads(curves, row, f"blocks={depths[0]}", steps[0], "steps"))
         if "Stack" in row and (found := saved(curves, row, budget)):
-            mean, low, high = (f"{100 * x:.0f}" for x in found[0])
+            mean, low, high = (f"{100 * x:.0f}".replace("-", "−") for x in found[0])
             cells[-1] = f"{mean} % [{low}, {high}]".replace(" [nan, nan]", "") + "*" * (not found[1])
         yield f"| {f'**`{row}`**' if row == best else f'`{row}`'} | {' | '.join(cells)} |"
 
