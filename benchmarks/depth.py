@@ -1,113 +1,103 @@
-"""Growth in depth by copies against networks of a fixed depth, at equal training FLOPs.
+"""Growth in depth by the callback `Stack` against networks of a fixed depth: loss at equal FLOPs, FLOPs to equal loss.
 
-    python -m benchmarks.depth run --steps 14000 --rows six three "3 to 6" --rates 4e-3 2e-3 1e-3
-    python -m benchmarks.depth run --steps 14000 --rows six three "3 to 6" --seeds 0 1 2    # at the best rate so far
-    python -m benchmarks.depth table --steps 14000
-    python -m benchmarks.depth curves --steps 14000 --out docs/depth.png
-    python -m benchmarks.depth run --host gpt32 --steps 3000 --rows one two "1 to 2" --rates 5e-3
-    python -m benchmarks.depth value
+    python -m benchmarks.depth run --host gpt16 --budget 25                       # all rows, best rates, RNG seed 0
+    python -m benchmarks.depth run --host gpt16 --budget 25 --rows blocks=3 'Stack("blocks")' --seeds 0 1 2 3
+    python -m benchmarks.depth table --host gpt16 --budget 25
+    python -m benchmarks.depth picture --host gpt16 --rows blocks=2 blocks=3 'Stack("blocks")' --out docs/depth.png
 
-run: make the trainings that the results lack. All rows have the same number of FLOPs of training, those of `--steps`
-    steps of six blocks, so a small network makes more steps. The learning rate warms up over 100 steps, is constant,
-    and falls to 0 over the last fifth of the FLOPs. AdamW; gradients are clipped to norm 1; one thread.
-table: the best learning rate of each row, by the validation loss of RNG seed 0, with the rates beside it; the test loss
-    at that rate; the lead over six blocks, paired by RNG seed; the FLOPs and the processor time that are saved: 1 − the
-    share at which the validation loss of the row falls below the final one of six blocks; processor time of the whole
-    training relative to six blocks.
-curves: validation loss over FLOPs, a line for each row at its best rate, means over RNG seeds.
-value: what it is worth to know the context (network, rate and budget) of the small GPTs. Test losses, RNG seed 0; and
-    how far the best single row, the best row of each budget, a rule, and the best fixed depth are behind the best row
-    of each context. The rule doubles one block while the budget has so many tokens for each parameter of the final
-    network, at six FLOPs per token and parameter.
+A row is the line that a user writes: the callback, and the number of blocks that the class builds, six where nothing is
+said. `blocks` stands for the host's list, or lists. All training is `Trainer.fit`, in one thread.
 
-Hosts: `gpt` (width 64, bytes, source of the Python installation), `vit` (patches of 4) and `cnn` (three stages, each as
-deep as the row says) on letters at 32×32, `mlp` (residual, width 64) on the table of digits. `gpt32` and `gpt16` are
-narrower, with shorter texts; `english` is `gpt32` on the Python language reference.
+run: make the trainings that the results lack. A budget is given in targets (tokens, or labels) for each parameter of
+    six blocks, and has the FLOPs of six blocks on so many targets. A fixed depth, or growth after shares of the steps,
+    gets the number of steps that costs as much; rows that decide in training get several. The search of the learning
+    rate begins with `--rates`, else with the best of the nearest budget, and goes on by factors of 2 until the best one
+    has worse ones on both sides, by the validation loss of RNG seed 0; then come the other `--seeds` at that rate.
+table: test losses of a budget, each row at its best rate; means and 95 % intervals by Student's t over RNG seeds, by
+    which leads are paired. Rows that decide in training are interpolated in the log of the FLOPs that they spent. The
+    best fixed depth, in bold, has the lowest validation loss among those with most RNG seeds. Equal steps: the lead
+    over the final depth from the start. Compute saved, 1 − F′ / F: the best fixed depth has its loss after the budget
+    F, and the row after F′ FLOPs, by lines over log F between trainings of several budgets, all with a decay of their
+    own; beyond them, marked by *, the outer line goes on.
+picture: loss over FLOPs on a host, and compute saved over targets per parameter on all hosts.
+
+Hosts: GPTs on bytes: `gpt16` to `gpt64`, named by their widths, learn the source of the Python installation, `english`
+(width 32) the Python language reference, and `headers` (width 48) the C++ headers of torch. `vit` (patches of 4) and
+`cnn` (three stages, each as deep as the row says) are on letters at 32×32.
 """
 
 import argparse
+import inspect
+import logging
+import math
+import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import date
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from lightning import LightningModule, Trainer
 from matplotlib import pyplot as plt
+from scipy import stats
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, IterableDataset
 from torchvision.models.vision_transformer import VisionTransformer
 
 from benchmarks.rows import appended_rows, read_rows
-from esper_lightning.envs.flops import FlopCounter, positions_per_parameter
-from esper_lightning.growth import stack
+from benchmarks.tables import shown
+from esper_lightning.callbacks import Stack
+from esper_lightning.callbacks.plans import Shares
+from esper_lightning.envs.flops import FlopCounter
+from esper_lightning.evaluation.statistics import CONFIDENCE, Interval
 from esper_lightning.growth.lifecycle import count_parameters
-from esper_lightning.growth.stack import Content, Order, State
 from esper_lightning.hosts import GPT
-from esper_lightning.tasks import Glyphs, Source, Tabular, Text
+from esper_lightning.tasks import Glyphs, Source, Text
 from esper_lightning.tasks.task import Split, TaskData
 
-RESULTS = Path(__file__).parent / "results" / "depth.csv"
+RESULTS = Path(__file__).parent / "results" / "depth_shipped.csv"
 WARMUP, DECAY = 100, 0.2
-"""Steps of warm-up, and share of the FLOPs over which the learning rate falls to 0."""
-POINTS = 20
-"""Validations of a training, at equal shares of its FLOPs."""
+"""Steps of warm-up, and share of the steps over which the learning rate falls to 0."""
 VALIDATED, TESTED = 256, 2048
 """Largest numbers of samples of a validation and of the test."""
-
-
-class Plan(NamedTuple):
-    """Depth of a network over its training."""
-
-    start: int
-    growth: tuple[tuple[float, int], ...] = ()  # (share of the FLOPs, depth from then on)
-    order: Order = "stack"
-    new: Content = "copy"
-    state: State = "copy"
-    rate_after: float = 1.0  # factor of the learning rate after growth
-
-
-AT_20 = ((0.2, 6),)
-PLANS = {
-    "one": Plan(1),
-    "two": Plan(2),
-    "three": Plan(3),
-    "six": Plan(6),
-    "3 to 6": Plan(3, AT_20),
-    "3 to 6 at 10 %": Plan(3, ((0.1, 6),)),
-    "3 to 6 at 30 %": Plan(3, ((0.3, 6),)),
-    "3 to 6 at 50 %": Plan(3, ((0.5, 6),)),
-    "3 to 6, interleave": Plan(3, AT_20, order="interleave"),
-    "3 to 6, last": Plan(3, AT_20, order="last"),
-    "3 to 6, middle": Plan(3, AT_20, order="middle"),
-    "3 to 6, zero": Plan(3, AT_20, new="zero"),
-    "3 to 6, fresh": Plan(3, AT_20, new="fresh"),
-    "3 to 6, state reset": Plan(3, AT_20, state="reset"),
-    "3 to 6, half the rate after": Plan(3, AT_20, rate_after=0.5),
-    "1 to 6": Plan(1, AT_20),
-    "1 to 3 to 6": Plan(1, ((0.1, 3), (0.3, 6))),
-    "1 to 2": Plan(1, ((0.3, 2),)),
-    "1 to 3": Plan(1, ((0.3, 3),)),
-    "1 to 2 to 4": Plan(1, ((0.2, 2), (0.5, 4))),
-    "2 to 4": Plan(2, ((0.3, 4),)),
-    "2 to 6": Plan(2, ((0.3, 6),)),
-    "2 to 4 to 8": Plan(2, ((0.2, 4), (0.5, 8))),
-}
-
-
-DOUBLED = ("one", "1 to 2", "1 to 2 to 4")
-"""Plans of the rule."""
-THRESHOLDS = (10, 15, 20, 25, 30, 40)
-"""Tokens per parameter that the rule asks for."""
+REFERENCE = 6
+"""Number of blocks of the network that defines budgets, and of a row that names none."""
+DECIDING = (0.5, 0.7, 1.0)
+"""Steps of rows that decide in training, in those of their first depth for the whole budget."""
+ROWS = (
+    *(f"blocks={blocks}" for blocks in (1, 2, 3, 4, 6)),
+    'Stack("blocks")',
+    'Stack("blocks", start=2, at=0.5)',
+    'Stack("blocks", start=2, at=0.75)',
+    'Stack("blocks", start=2, at={0.3: 4, 0.6: 6})',
+    'Stack("blocks", start=2, at=0.5), blocks=4',
+    'Stack("blocks", start=1, at=0.5), blocks=2',
+    'Stack("blocks", start=1, at={0.1: 2, 0.3: 4}), blocks=4',
+    'Stack("blocks", start=1, at={0.3: 2, 0.6: 4}), blocks=4',
+    'Stack("blocks", start=1, at={0.5: 2, 0.75: 4}), blocks=4',
+    'Stack("blocks", plan="scaling")',
+    'Stack("blocks", start=1, plan="scaling")',
+    'Stack("blocks", start=1, plan="tamiyo_depth"), blocks=4',
+)
 
 
 class ResidualBlock(nn.Module):
-    """Pre-norm residual block: normalise, widen, GELU, narrow."""
+    """Pre-norm residual block of convolutions: normalise, widen, GELU, narrow."""
 
-    def __init__(self, norm: nn.Module, widen: nn.Module, narrow: nn.Module) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.widen, self.narrow = norm, widen, narrow
+        self.norm = nn.BatchNorm2d(width)
+        self.widen, self.narrow = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.narrow(F.gelu(self.widen(self.norm(x))))
@@ -130,16 +120,19 @@ def make_cnn(depth: int) -> nn.Module:
     layers: list[nn.Module] = [nn.Conv2d(1, 8, 3, padding=1)]
     for before, width in ((8, 8), (8, 16), (16, 32)):
         layers += [] if before == width else [nn.Conv2d(before, width, 2, stride=2)]
-        convolutions = ((nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2)) for _ in range(depth))
-        layers.append(nn.Sequential(*(ResidualBlock(nn.BatchNorm2d(width), *both) for both in convolutions)))
-    return nn.Sequential(
-        *layers, nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 62)
-    )
+        layers.append(nn.Sequential(*(ResidualBlock(width) for _ in range(depth))))
+    end = (nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 62))
+    return nn.Sequential(*layers, *end)
 
 
-def make_mlp(depth: int) -> nn.Module:
-    blocks = (ResidualBlock(nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64)) for _ in range(depth))
-    return nn.Sequential(nn.Linear(64, 64), nn.Sequential(*blocks), nn.LayerNorm(64), nn.Linear(64, 10))
+class Headers(Text):
+    """Next-byte prediction on the C++ headers of the installed torch, in an order that mixes their folders."""
+
+    def _read(self) -> tuple[Tensor, list[int]]:
+        files = Path(inspect.getfile(torch)).parent.glob("include/torch/csrc/**/*.h")
+        mixed = sorted(files, key=lambda path: (zlib.crc32(path.name.encode()), path))
+        stream = torch.frombuffer(bytearray().join(path.read_bytes() for path in mixed), dtype=torch.uint8)
+        return stream, [int(share * len(stream)) for share in self.shares]
 
 
 class Host(NamedTuple):
@@ -147,242 +140,373 @@ class Host(NamedTuple):
 
     make: Callable[[int], nn.Module]
     lists: tuple[str, ...]  # names of its lists of like blocks
-    zero: tuple[str, ...]  # last layers of the residual branches of a block
     load: Callable[[], TaskData]
     batch: int  # samples in a minibatch
+    rate: float  # learning rate with which a search begins
+
+
+def gpt_host(task: type[Text], width: int, rate: float, length: int = 64) -> Host:
+    load = cache(lambda: task(length=length).load())
+    return Host(partial(make_gpt, width=width, length=length), ("blocks",), load, 4, rate)
 
 
 LETTERS = cache(lambda: Glyphs(32, train=24_000, validation=1_000, test=4_000).load())
-GPT_HOST = Host(make_gpt, ("blocks",), ("attention.project", "mlp.2"), lambda: Source(length=128).load(), 4)
 HOSTS = {
-    "gpt": GPT_HOST,
-    "vit": Host(make_vit, ("encoder.layers",), ("self_attention.out_proj", "mlp.3"), LETTERS, 32),
-    "cnn": Host(make_cnn, ("1", "3", "5"), ("narrow",), LETTERS, 32),
-    "mlp": Host(make_mlp, ("1",), ("narrow",), lambda: Tabular("digits").load(), 32),
-    "gpt32": GPT_HOST._replace(make=partial(make_gpt, width=32, length=64), load=lambda: Source(length=64).load()),
-    "gpt16": GPT_HOST._replace(make=partial(make_gpt, width=16, length=64), load=lambda: Source(length=64).load()),
-    "english": GPT_HOST._replace(make=partial(make_gpt, width=32, length=64), load=lambda: Text(length=64).load()),
+    "gpt16": gpt_host(Source, 16, 0.01),
+    "gpt32": gpt_host(Source, 32, 0.005),
+    "gpt48": gpt_host(Source, 48, 0.005),
+    "gpt64": gpt_host(Source, 64, 0.002, length=128),
+    "english": gpt_host(Text, 32, 0.005),
+    "headers": gpt_host(Headers, 48, 0.005),
+    "vit": Host(make_vit, ("encoder.layers",), LETTERS, 32, 0.001),
+    "cnn": Host(make_cnn, ("1", "3", "5"), LETTERS, 32, 0.002),
 }
 
 
-class Row(NamedTuple):
-    """One measurement of a training."""
+class Result(NamedTuple):
+    """One training. Trainings of a cell, the first five fields, differ in learning rate and RNG seed alone."""
 
     host: str
-    steps: int  # of six blocks: the budget
-    plan: str
+    tokens: float  # the budget: targets for each parameter of six blocks
+    row: str
+    optimizer: str
+    steps: int
     rate: float
     seed: int
-    split: str
-    share: float  # of the FLOPs
-    flops: float
-    seconds: float  # processor time of training, without validations
-    depth: int
-    loss: float
-    accuracy: float
+    flops: float  # of all training steps, forward and backward
+    depth: int  # at the end
+    validation: float
+    test: float
+    seconds: float  # processor time of `fit`
+    revision: str
+    date: str
+    threads: int
 
 
-def loss_of(net: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cross-entropy and accuracy, means over samples and places."""
+Cell = tuple[str, float, str, str, int]
+
+
+class Windows(IterableDataset):
+    """Endless minibatches of random samples."""
+
+    def __init__(self, split: Split, batch: int, seed: int) -> None:
+        self.split, self.batch, self.random = split, batch, torch.Generator().manual_seed(seed)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            chosen = torch.randint(self.split.samples, (self.batch,), generator=self.random)
+            yield self.split.inputs[chosen], self.split.targets[chosen]
+
+
+class Joined(Optimizer):
+    """Two optimizers that step as one."""
+
+    def __init__(self, first: Optimizer, second: Optimizer) -> None:
+        super().__init__(groups := first.param_groups + second.param_groups, {})
+        self.param_groups, self.first, self.second = groups, first, second
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.first.step(closure)
+        self.second.step()
+        return loss
+
+
+class LitNet(LightningModule):
+    """A network with a rate that warms up, stays, and falls to 0; with `by_muon` for the matrices of its blocks."""
+
+    def __init__(self, net: nn.Module, steps: int, rate: float, *, by_muon: bool = False) -> None:
+        super().__init__()
+        self.net, self.steps, self.rate, self.by_muon = net, steps, rate, by_muon
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return loss_of(self.net, *batch)
+
+    def configure_optimizers(self) -> Any:
+        learning = {name: x for name, x in self.net.named_parameters() if x.requires_grad}
+        matrices = [x for name, x in learning.items() if self.by_muon and name.startswith("blocks.") and x.ndim == 2]
+        others = [x for x in learning.values() if all(x is not matrix for matrix in matrices)]
+        optimizer: Optimizer = AdamW(others, lr=self.rate, betas=(0.9, 0.98), weight_decay=0.1, fused=True)
+        if matrices:
+            optimizer = Joined(Muon(matrices, lr=self.rate, adjust_lr_fn="match_rms_adamw"), optimizer)
+        scheduler = LambdaLR(optimizer, lambda k: min(1.0, (k + 1) / WARMUP, (1.0 - k / self.steps) / DECAY))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def loss_of(net: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Return cross-entropy, the mean over samples and places."""
     outputs = net(inputs if inputs.dtype == torch.uint8 else inputs.float())
-    outputs, targets = outputs.flatten(0, -2), targets.long().flatten()
-    return F.cross_entropy(outputs, targets), (outputs.detach().argmax(1) == targets).float().mean()
+    return F.cross_entropy(outputs.flatten(0, -2), targets.long().flatten())
 
 
 @torch.no_grad()
-def evaluate(net: nn.Module, split: Split, most: int) -> tuple[float, float]:
-    """Return loss and accuracy on evenly spaced samples of a split."""
+def evaluate(net: nn.Module, split: Split, most: int) -> float:
+    """Return the loss on evenly spaced samples of a split; infinity if it is not a number."""
     net.eval()
     chosen = torch.linspace(0, split.samples - 1, min(most, split.samples)).long()
-    sums = torch.zeros(2)
-    for part in chosen.split(64):
-        sums += len(part) * torch.stack(loss_of(net, split.inputs[part], split.targets[part]))
+    losses = [len(part) * loss_of(net, split.inputs[part], split.targets[part]) for part in chosen.split(64)]
     net.train()
-    loss, accuracy = (sums / len(chosen)).tolist()
-    return loss, accuracy
+    return float(torch.stack(losses).sum().nan_to_num(nan=math.inf) / len(chosen))
+
+
+def fit(module: LitNet, split: Split, batch: int, seed: int, *, stacks: Sequence[Stack] = ()) -> None:
+    plain: dict[str, Any] = {"accelerator": "cpu", "barebones": True}  # neither bar, checkpoints, nor loggers
+    trainer = Trainer(max_steps=module.steps, gradient_clip_val=1.0, callbacks=list(stacks), **plain)
+    trainer.fit(module, DataLoader(Windows(split, batch, seed), batch_size=None))
+
+
+def parse(host: str, row: str) -> tuple[int, list[Stack]]:
+    """Return how many blocks the class builds in a row, and its callbacks, one for each list of the host."""
+
+    def line(stack: Stack | None = None, blocks: int = REFERENCE) -> tuple[int, Stack | None]:
+        return blocks, stack
+
+    texts = [row.replace('"blocks"', f'"net.{name}"') for name in HOSTS[host].lists]
+    lines = [eval(f"line({text})", {"line": line, "Stack": Stack}) for text in texts]
+    return lines[0][0], [stack for _, stack in lines if stack is not None]
 
 
 @cache
-def step_flops(host: Host, depth: int) -> int:
-    """Return the FLOPs of one training step, forward and backward."""
-    net, split = host.make(depth), host.load().train
+def count_step(host: str, blocks: int) -> tuple[int, int]:
+    """Return the FLOPs of one training step, forward and backward, and its targets."""
+    net, split, batch = HOSTS[host].make(blocks), HOSTS[host].load().train, HOSTS[host].batch
     with FlopCounter() as counter:
-        loss_of(net, split.inputs[: host.batch], split.targets[: host.batch])[0].backward()
-    return counter.total
+        loss_of(net, split.inputs[:batch], split.targets[:batch]).backward()
+    return counter.total, counter.targets
 
 
-def train(name: str, steps: int, plan_name: str, rate: float, seed: int) -> Iterator[Row]:
-    """Train one network and yield its measurements."""
-    host, plan = HOSTS[name], PLANS[plan_name]
-    data, budget, growth = host.load(), steps * step_flops(host, 6), list(plan.growth)
+def budget_of(host: str, tokens: float) -> float:
+    """Return the FLOPs of six blocks on so many targets for each of their parameters."""
+    flops, targets = count_step(host, REFERENCE)
+    return tokens * count_parameters(HOSTS[host].make(REFERENCE)) / targets * flops
+
+
+@cache
+def lengths(host: str, tokens: float, row: str) -> tuple[int, ...]:
+    """Return the numbers of steps of a row: that which costs the budget, or several if it decides in training."""
+    (blocks, stacks), budget = parse(host, row), budget_of(host, tokens)
+    if not stacks:
+        return (round(budget / count_step(host, blocks)[0]),)
+    stacks[0].built = SimpleNamespace(most=blocks)  # the default of `start` depends on it
+    start, plan = stacks[0].start, stacks[0].plan
+    if not isinstance(plan, Shares):
+        return tuple(round(share * budget / count_step(host, start)[0]) for share in DECIDING)
+    depths = {0.0: start} | (dict(plan.at) if isinstance(plan.at, Mapping) else {plan.at: blocks})
+    parts = zip(depths.values(), pairwise([*depths, 1.0]), strict=True)
+    return (round(budget / sum((end - begin) * count_step(host, depth)[0] for depth, (begin, end) in parts)),)
+
+
+@cache
+def revision() -> str:
+    """Return the commit of the code, with a mark if files have changed since."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def train(cell: Cell, rate: float, seed: int) -> Result:
+    name, _, row, optimizer, steps = cell
+    host, (blocks, stacks) = HOSTS[name], parse(name, row)
+    data, origin = host.load(), (revision(), date.today().isoformat(), torch.get_num_threads())
     torch.manual_seed(seed)
-    random = torch.Generator().manual_seed(seed)
-    net, depth, spent, seconds, factor = host.make(plan.start), plan.start, 0, 0.0, 1.0
-    matrices, vectors = ([p for p in net.parameters() if (p.dim() > 1) == large] for large in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.98), fused=True)
-    points = [(k + 1) / POINTS for k in range(POINTS)]
-
-    def row(split: str, loss: float, accuracy: float) -> Row:
-        share = round(spent / budget, 4)
-        return Row(name, steps, plan_name, rate, seed, split, share, spent, round(seconds, 2), depth, loss, accuracy)
-
-    step = 0
-    while spent < budget:
-        started = time.process_time()
-        if growth and spent >= growth[0][0] * budget:
-            _, depth = growth.pop(0)
-            factor *= plan.rate_after
-            for blocks in host.lists:
-                zero = host.zero if plan.new == "zero" else ()
-                content = {"new": plan.new, "state": plan.state, "zero": zero}
-                stack(net, blocks, to=depth, optimizer=optimizer, order=plan.order, **content)
-        for group in optimizer.param_groups:
-            group["lr"] = rate * factor * min(1.0, (step + 1) / WARMUP, (1.0 - spent / budget) / DECAY)
-        chosen = torch.randint(data.train.samples, (host.batch,), generator=random)
-        optimizer.zero_grad()
-        loss_of(net, data.train.inputs[chosen], data.train.targets[chosen])[0].backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-        step, spent = step + 1, spent + step_flops(host, depth)
-        seconds += time.process_time() - started
-        if spent >= points[0] * budget:
-            points.pop(0)
-            yield row("validation", *evaluate(net, data.validation, VALIDATED))
-    yield row("test", *evaluate(net, data.test, TESTED))
+    module = LitNet(host.make(blocks), steps, rate, by_muon=optimizer == "muon")
+    started = time.process_time()
+    fit(module, data.train, host.batch, seed, stacks=stacks)
+    seconds = round(time.process_time() - started, 1)
+    flops = stacks[0].flops_spent if stacks else steps * count_step(name, blocks)[0]
+    depth = len(list(module.net.get_submodule(host.lists[0]).children()))
+    losses = [evaluate(module.net, *part) for part in ((data.validation, VALIDATED), (data.test, TESTED))]
+    return Result(*cell, rate, seed, float(flops), depth, *losses, seconds, *origin)
 
 
-def best_rates(rows: Sequence[Row]) -> dict[str, dict[float, float]]:
-    """Return the final validation loss of each plan by rate, RNG seed 0, the best rate first."""
-    found: dict[str, dict[float, float]] = {}
-    for row in rows:
-        if row.split == "validation" and row.share >= 1.0 and row.seed == 0:
-            found.setdefault(row.plan, {})[row.rate] = row.loss
-    return {plan: dict(sorted(of.items(), key=lambda pair: pair[1])) for plan, of in found.items()}
+def first_rate(results: Sequence[Result], cell: Cell) -> float:
+    """Return the rate with which a search begins: the best of the nearest budget, if possible of the same row."""
+    host, tokens, row, optimizer, _ = cell
+    others = [result for result in results if (result.host, result.optimizer, result.seed) == (host, optimizer, 0)]
+    others.sort(key=lambda result: (result.row != row, abs(math.log(result.tokens / tokens)), result.validation))
+    return others[0].rate if others else HOSTS[host].rate
 
 
-def table(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of the table."""
-    rates = best_rates(rows)
-    at_best = [row for row in rows if row.rate == next(iter(rates.get(row.plan, ())), None)]
-    tests = {(row.plan, row.seed): row for row in at_best if row.split == "test"}
-    lines = ["| network | rate | rates tried | test loss | ahead of six | FLOPs saved | time saved | processor time |"]
-    lines.append("|---|--:|---|---|---|---|---|--:|")
-    for plan in (plan for plan in PLANS if plan in rates):
-        seeds = sorted(seed for name, seed in tests if name == plan)
-        both = [seed for seed in seeds if ("six", seed) in tests]
-        leads = np.array([tests["six", seed].loss - tests[plan, seed].loss for seed in both])
-        saved = [[100 * (1 - reached(at_best, plan, seed, by=by)) for seed in both] for by in ("flops", "seconds")]
-        slower = np.median([tests[plan, seed].seconds / tests["six", seed].seconds for seed in both] or [np.nan])
-        tried = ", ".join(f"{rate:g}" for rate in sorted(rates[plan]))
-        lead = f"{leads.mean():+.3f} ({', '.join(f'{lead:+.3f}' for lead in leads)})" if len(leads) else ""
-        cells = (
-            f"{next(iter(rates[plan])):g}",
-            tried,
-            ", ".join(f"{tests[plan, seed].loss:.3f}" for seed in seeds),
-            "" if plan == "six" else lead,
-            *("" if plan == "six" else ", ".join(f"{share:.0f} %" for share in of) for of in saved),
-            f"{slower:.2f}",
-        )
-        lines.append(f"| {plan} | {' | '.join(cells)} |")
-    return lines
+def fill(path: Path, cell: Cell, rates: Sequence[float] | None, seeds: Sequence[int]) -> None:
+    """Search the learning rate of a cell, and make the trainings of RNG seeds at the best one, as far as they lack."""
+    results = read_rows(path, Result)
+    known = {(result.rate, result.seed): result for result in results if result[:5] == cell}
+    with appended_rows(path, Result) as append:
+
+        def measure(rate: float, seed: int) -> None:
+            if (rate, seed) not in known:
+                result = known[rate, seed] = train(cell, rate, seed)
+                append([result])
+                print(f"{cell}: rate {rate:g}, seed {seed}, {result.depth} blocks, test {result.test:.4f}", flush=True)
+
+        todo = set(rates or [first_rate(results, cell)])
+        while todo:
+            for rate in sorted(todo):
+                measure(rate, 0)
+            best = best_rate(known.values())
+            todo = {rate for rate in (best / 2, 2 * best) if (rate, 0) not in known}
+        for seed in seeds:
+            measure(best, seed)
 
 
-def reached(rows: Sequence[Row], plan: str, seed: int, *, by: Literal["flops", "seconds"]) -> float:
-    """Return the share of the FLOPs, or of the time, of six blocks at which a plan is below their final loss for good.
+def best_rate(results: Iterable[Result]) -> float:
+    return min((result for result in results if result.seed == 0), key=lambda result: result.validation).rate
 
-    1 if it never is.
+
+Curves = dict[str, dict[int, list[Result]]]
+"""Trainings of each row by RNG seed, in the order of their FLOPs."""
+
+
+def curves_of(results: Sequence[Result], host: str, optimizer: str) -> Curves:
+    """Return the trainings at the best rates; not those of a row that has another number of steps by now."""
+    cells: dict[tuple[Any, ...], list[Result]] = {}
+    for result in (result for result in results if (result.host, result.optimizer) == (host, optimizer)):
+        if result.steps in lengths(host, result.tokens, result.row):
+            cells.setdefault(result[:5], []).append(result)
+    at_best = [result for of in cells.values() for rate in [best_rate(of)] for result in of if result.rate == rate]
+    curves: Curves = {}
+    for result in sorted(at_best, key=lambda result: ("Stack" in result.row, result.row, result.flops)):
+        curves.setdefault(result.row, {}).setdefault(result.seed, []).append(result)
+    return curves
+
+
+def loss_at(curve: Sequence[Result], x: float, by: str = "flops") -> float:
+    """Return the test loss at `x` FLOPs or steps, interpolated in their log; NaN beyond the trainings of the curve."""
+    xs = [getattr(result, by) for result in curve]
+    if not xs or not 0.99 * xs[0] <= x <= 1.01 * xs[-1]:
+        return math.nan
+    return float(np.interp(math.log(x), np.log(xs), [result.test for result in curve]))
+
+
+def flops_to(curve: Sequence[Result], loss: float) -> float:
+    """Return the FLOPs after which a curve is at `loss` for good, by lines over log FLOPs of which the outer go on.
+
+    NaN if the line does not fall, or if there is none.
     """
-    (six,) = (r for r in rows if (r.plan, r.seed, r.split) == ("six", seed, "validation") and r.share >= 1.0)
-    goal, own = six.loss, [r for r in rows if (r.plan, r.seed, r.split) == (plan, seed, "validation")]
-    curve = sorted((getattr(r, by) / getattr(six, by), r.loss) for r in own)
-    above = [k for k, (_, loss) in enumerate(curve) if loss > goal]
-    if not above or above[-1] == len(curve) - 1:
-        return 1.0 if above else curve[0][0]
-    (x0, y0), (x1, y1) = curve[above[-1] : above[-1] + 2]
-    return x0 + (x1 - x0) * (y0 - goal) / (y0 - y1)
+    points = [(math.log(result.flops), result.test) for result in curve]
+    above = [k for k, (_, test) in enumerate(points) if test > loss]
+    first = max(0, min(above[-1] if above else 0, len(points) - 2))
+    if len(points) < 2 or points[first][1] <= points[first + 1][1]:
+        return math.nan
+    (x0, y0), (x1, y1) = points[first : first + 2]
+    return math.exp(x0 + (x1 - x0) * (y0 - loss) / (y0 - y1))
 
 
-def value(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of the table of the small GPTs, with rows that every context has; see above."""
-    small = ("gpt32", "gpt16", "english")
-    tests: dict[tuple[str, float, int], dict[str, Row]] = {}  # by host, rate and budget
-    for row in (row for row in rows if row.host in small and row.split == "test" and row.seed == 0):
-        tests.setdefault((row.host, row.rate, row.steps), {})[row.plan] = row
-    contexts = sorted(tests)
-    plans = [plan for plan in PLANS if all(plan in tests[context] for context in contexts)]
-    found = np.array([[tests[context][plan].loss for context in contexts] for plan in plans])  # [plans, contexts]
-    behind = found - found.min(0)
-    lines = [f"| network | {' | '.join(f'{h}, {r:g}, {s}' for h, r, s in contexts)} | behind the best, mean |"]
-    lines.append(f"|---|{'--:|' * (len(contexts) + 1)}")
-    for plan, of, gaps in zip(plans, found, behind, strict=True):
-        lines.append(f"| {plan} | {' | '.join(f'{loss:.3f}' for loss in of)} | {gaps.mean():.3f} |")
-    budgets = np.array([steps for _, _, steps in contexts])
-    of_budget = [behind[:, budgets == steps] for steps in dict.fromkeys(budgets)]
-    fixed = [i for i, plan in enumerate(plans) if not PLANS[plan].growth]
-
-    def tokens(row: Row) -> float:  # per parameter of the final network
-        return positions_per_parameter(row.flops, count_parameters(HOSTS[row.host].make(row.depth)))
-
-    def of_rule(least: float) -> float:
-        chosen = ([p for p in DOUBLED if p == "one" or tokens(tests[context][p]) >= least][-1] for context in contexts)
-        return float(np.mean([behind[plans.index(plan), k] for k, plan in enumerate(chosen)]))
-
-    for name, number in (
-        ("best single row", behind.mean(1).min()),
-        ("best row of each budget", sum(own.sum(1).min() for own in of_budget) / len(contexts)),
-        *((f"rule, {least} tokens per parameter", of_rule(least)) for least in THRESHOLDS),
-        ("best fixed depth of each context", behind[fixed].min(0).mean()),
-    ):
-        lines.append(f"\n{name}: {number:.4f} nats behind the best of each context, mean over {len(contexts)} contexts")
-    return lines
+def t_interval(values: Sequence[float]) -> Interval:
+    """Return the mean with its interval by Student's t, NaN for a single value."""
+    mean, degrees = float(np.mean(values)), len(values) - 1
+    half = stats.sem(values) * stats.t.ppf(0.5 + CONFIDENCE / 2.0, degrees) if degrees else math.nan
+    return Interval(mean, mean - half, mean + half)
 
 
-def draw(rows: Sequence[Row], out: Path) -> None:
-    """Draw validation loss over FLOPs."""
-    figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
-    for plan, rates in best_rates(rows).items():
-        own = [r for r in rows if r.plan == plan and r.rate == next(iter(rates)) and r.split == "validation"]
-        seeds = {r.seed for r in own}
-        curves = [[(r.flops, r.loss) for r in own if r.seed == seed] for seed in seeds]
-        mean = np.mean([curve[: min(map(len, curves))] for curve in curves], axis=0)
-        axes.plot(mean[:, 0] / 1e12, mean[:, 1], label=f"{plan} ({len(seeds)})")
-    axes.set(xlabel="training FLOPs (10¹²)", ylabel="validation loss (nats)")
-    axes.legend(title="network (RNG seeds)", fontsize="small")
+def best_fixed(curves: Curves, flops: float) -> str:
+    """Return the best fixed depth by validation among those with most RNG seeds at a budget; an empty text: none."""
+    found = {
+        row: [r.validation for curve in by_seed.values() for r in curve if abs(r.flops / flops - 1.0) < 0.01]
+        for row, by_seed in curves.items()
+        if row.startswith("blocks=")
+    }
+    return min(filter(found.get, found), key=lambda row: (-len(found[row]), np.mean(found[row])), default="")
+
+
+def leads(curves: Curves, row: str, rival: str, x: float, by: str = "flops") -> list[float]:
+    """Return by how much `row` is ahead of a rival at `x` FLOPs or steps, for the RNG seeds that both have there."""
+    rivals = curves.get(rival, {})
+    found = [loss_at(rivals.get(seed, []), x, by) - loss_at(curve, x, by) for seed, curve in curves[row].items()]
+    return [lead for lead in found if not math.isnan(lead)]
+
+
+def saved(curves: Curves, row: str, flops: float) -> tuple[Interval, bool] | None:
+    """Return the compute that a row saves, as a share, and if its trainings reach so far. None where they do not tell.
+
+    The interval is that of the log of the FLOPs needed, whose errors are even.
+    """
+    rivals = curves.get(best_fixed(curves, flops), {})
+    goals = {seed: loss_at(of, flops) for seed, of in rivals.items() if len(curves[row].get(seed, ())) > 1}
+    goals = {seed: goal for seed, goal in goals.items() if not math.isnan(goal)}
+    needed = [flops_to(curves[row][seed], goal) for seed, goal in goals.items()]
+    if not needed or any(map(math.isnan, needed)):
+        return None
+    is_inside = not any(math.isnan(loss_at(curves[row][seed], x)) for seed, x in zip(goals, needed, strict=True))
+    mean, low, high = (1.0 - math.exp(x) for x in t_interval(np.log(needed) - math.log(flops)))
+    return Interval(mean, high, low), is_inside
+
+
+def table(results: Sequence[Result], host: str, optimizer: str, tokens: float) -> Iterator[str]:
+    """Yield the lines of the table of one budget."""
+
+    def told(values: Sequence[float], signed: bool = True) -> str:
+        return shown(t_interval(values), signed).partition(" ± nan")[0].partition(" [nan")[0] if values else ""
+
+    curves, budget = curves_of(results, host, optimizer), budget_of(host, tokens)
+    best = best_fixed(curves, budget)
+    yield "| row | steps | blocks | rate | RNG seeds | loss | ahead, equal FLOPs | ahead, equal steps | compute saved |"
+    yield "|---|--:|--:|--:|--:|---|---|---|---|"
+    for row, by_seed in curves.items():
+        own = [result for curve in by_seed.values() for result in curve if result.tokens == tokens]
+        if not own:
+            continue
+        losses = [loss for curve in by_seed.values() if not math.isnan(loss := loss_at(curve, budget))]
+        steps, depths, rates = (sorted({getattr(r, name) for r in own}) for name in ("steps", "depth", "rate"))
+        cells = [", ".join(f"{x:g}" for x in numbers) for numbers in (steps, depths, rates)]
+        cells += [str(len(losses)), told(losses, signed=False)]
+        cells += [told(leads(curves, row, best, budget)) if row != best else "", "", ""]
+        if "Stack" in row and len(steps) == 1:
+            cells[-2] = told(leads(curves, row, f"blocks={depths[0]}", steps[0], "steps"))
+        if "Stack" in row and (found := saved(curves, row, budget)):
+            mean, low, high = (f"{100 * x:.0f}".replace("-", "−") for x in found[0])
+            cells[-1] = f"{mean} % [{low}, {high}]".replace(" [nan, nan]", "") + "*" * (not found[1])
+        yield f"| {f'**`{row}`**' if row == best else f'`{row}`'} | {' | '.join(cells)} |"
+
+
+def draw(results: Sequence[Result], host: str, optimizer: str, rows: Sequence[str], out: Path) -> None:
+    """Draw loss over FLOPs on one host, means over RNG seeds, and compute saved over targets per parameter on all."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11.0, 4.4), layout="constrained")
+    for each in dict.fromkeys(result.host for result in results):
+        curves = curves_of(results, each, optimizer)
+        budgets = {tokens: budget_of(each, tokens) for tokens in sorted({r.tokens for r in results if r.host == each})}
+        for row in filter(curves.get, rows):
+            seeds = curves[row].values()
+            xs = sorted({result.flops for curve in seeds for result in curve})
+            if each == host:
+                losses = [np.nanmean([loss_at(curve, x) for curve in seeds]) for x in xs]
+                left.plot(np.array(xs) / 1e9, losses, "o-" if "Stack" in row else "s:", label=row)
+            found = {tokens: share[0] for tokens, flops in budgets.items() if (share := saved(curves, row, flops))}
+            if "Stack" in row and found:
+                means, lows, highs = 100.0 * np.array(list(found.values())).T
+                bars = np.nan_to_num([means - lows, highs - means])
+                right.errorbar(list(found), means, bars, fmt="o-", capsize=3, label=f"{each}: {row}")
+    left.set(xlabel="training FLOPs (10⁹)", ylabel="test loss (nats)", xscale="log", title=host)
+    right.set(xlabel="targets for each parameter of six blocks", ylabel="compute saved (%)", xscale="log")
+    for axes in (left, right):
+        axes.legend(fontsize="x-small")
     figure.savefig(out, dpi=120)
 
 
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=("run", "table", "curves", "value"))
-    parser.add_argument("--host", choices=HOSTS, default="gpt")
-    parser.add_argument("--steps", type=int, default=14_000, help="budget in steps of six blocks")
-    parser.add_argument("--rows", nargs="+", choices=PLANS, default=list(PLANS), metavar="ROW")
-    parser.add_argument("--rates", nargs="+", type=float, help="learning rates; left out: the best so far of each row")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="RNG seeds")
+    parser.add_argument("verb", choices=("run", "table", "picture"))
+    parser.add_argument("--host", choices=HOSTS, default="gpt16")
+    parser.add_argument("--budget", nargs="+", type=float, default=[25.0], help="targets per parameter of six blocks")
+    parser.add_argument("--rows", nargs="+", default=ROWS, metavar="ROW", help="user's lines, as in ROWS of this file")
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
+    parser.add_argument("--rates", nargs="+", type=float, help="learning rates with which the search begins")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="RNG seeds at the best rate")
     parser.add_argument("--csv", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=Path("depth.png"))
     chosen = parser.parse_args(args)
-    if chosen.verb == "value":
-        print("\n".join(value(read_rows(chosen.csv, Row))))
+    host, optimizer = chosen.host, chosen.optimizer
+    if chosen.verb == "picture":
+        draw(read_rows(chosen.csv, Result), host, optimizer, chosen.rows, chosen.out)
         return
-    rows = [row for row in read_rows(chosen.csv, Row) if (row.host, row.steps) == (chosen.host, chosen.steps)]
-    if chosen.verb == "table":
-        print("\n".join(table(rows)))
-    elif chosen.verb == "curves":
-        draw([row for row in rows if row.plan in chosen.rows], chosen.out)
-    else:
-        torch.set_num_threads(1)
-        done = {row[:5] for row in rows}
-        best = best_rates(rows)
-        with appended_rows(chosen.csv, Row) as append:
-            for seed in chosen.seeds:
-                for plan in chosen.rows:
-                    for rate in chosen.rates or list(best[plan])[:1]:
-                        if (chosen.host, chosen.steps, plan, rate, seed) not in done:
-                            measured = list(train(chosen.host, chosen.steps, plan, rate, seed))
-                            append(measured)
-                            print(f"{plan}, rate {rate:g}, seed {seed}: test loss {measured[-1].loss:.4f}", flush=True)
+    torch.set_num_threads(1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module="lightning")
+    for tokens in chosen.budget:
+        if chosen.verb == "table":
+            print("\n".join(table(read_rows(chosen.csv, Result), host, optimizer, tokens)), end="\n\n")
+            continue
+        for row in chosen.rows:
+            for steps in lengths(host, tokens, row):
+                fill(chosen.csv, (host, tokens, row, optimizer, steps), chosen.rates, chosen.seeds)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning import LightningModule, Trainer
 from scipy import stats
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, IterableDataset
 
-from benchmarks.depth import DECAY, VALIDATED, WARMUP, evaluate, loss_of, make_gpt
+from benchmarks.depth import VALIDATED, LitNet, evaluate, fit, loss_of, make_gpt
 from benchmarks.rows import appended_rows, read_rows
 from esper_lightning.envs.flops import FlopCounter
 from esper_lightning.growth import stack
@@ -61,58 +58,20 @@ class Row(NamedTuple):
     """Test loss on the text of the first training."""
 
 
-class Windows(IterableDataset):
-    """Endless minibatches of random windows of a text."""
-
-    def __init__(self, data: TaskData, seed: int) -> None:
-        self.split, self.random = data.train, torch.Generator().manual_seed(seed)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        while True:
-            chosen = torch.randint(self.split.samples, (BATCH,), generator=self.random)
-            yield self.split.inputs[chosen], self.split.targets[chosen]
-
-
-class LitGPT(LightningModule):
-    """Language model with a learning rate that warms up, stays, and falls to 0."""
-
-    def __init__(self, net: nn.Module, steps: int, rate: float) -> None:
-        super().__init__()
-        self.net, self.steps, self.rate = net, steps, rate
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return loss_of(self.net, *batch)[0]
-
-    def configure_optimizers(self) -> Any:
-        learning = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(learning, lr=self.rate, betas=(0.9, 0.98), weight_decay=0.1, fused=True)
-        scheduler = LambdaLR(optimizer, lambda k: min(1.0, (k + 1) / WARMUP, (1.0 - k / self.steps) / DECAY))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
 @cache
 def text(name: str) -> TaskData:
     return {"source": Source, "english": Text}[name](length=LENGTH).load()
 
 
 def train(net: nn.Module, name: str, steps: int, rate: float, seed: int) -> None:
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=steps,
-        gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(LitGPT(net, steps, rate), DataLoader(Windows(text(name), seed), batch_size=None))
+    fit(LitNet(net, steps, rate), text(name).train, BATCH, seed)
 
 
 def step_flops(net: nn.Module) -> int:
     """Return the FLOPs of one training step of what can learn."""
     split = text("source").train
     with FlopCounter() as counter:
-        loss_of(net, split.inputs[:BATCH], split.targets[:BATCH])[0].backward()
+        loss_of(net, split.inputs[:BATCH], split.targets[:BATCH]).backward()
     net.zero_grad()
     return counter.total
 
@@ -146,8 +105,8 @@ def measure(name: str, share: float, row: str, rate: float, seed: int) -> Row:
     net = second(row, seed)
     steps = round(share * FIRST_STEPS * step_flops(make_gpt(SMALL, WIDTH, LENGTH)) / step_flops(net))
     train(net, name, steps, rate, 100 + seed)
-    validation = evaluate(net, text(name).validation, VALIDATED)[0]
-    tests = [evaluate(net, text(each).test, TESTED)[0] for each in (name, "source")]
+    validation = evaluate(net, text(name).validation, VALIDATED)
+    tests = [evaluate(net, text(each).test, TESTED) for each in (name, "source")]
     return Row(name, share, row, rate, seed, steps, validation, *tests)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import depth, expand, grow, tables, zero_shot
+from benchmarks import expand, grow, tables, zero_shot
 from benchmarks.rows import read_rows
 from esper_lightning.evaluation.statistics import mean_interval
 from tests.runs import ROOT
@@ -237,40 +237,13 @@ def test_the_pages_tables_of_kinds_of_host_are_those_of_the_kept_results(name: s
     assert len(lines) >= 6 and "\n".join(lines) in page
 
 
-def test_pages_show_the_kept_results_of_growing_transfer_depth_and_expansion() -> None:
-    pages = {name: (RESULTS / f"{name}.md").read_text() for name in ("grow", "zero_shot", "depth")}
+def test_pages_show_the_kept_results_of_growing_transfer_and_expansion() -> None:
+    pages = {name: (RESULTS / f"{name}.md").read_text() for name in ("grow", "zero_shot")}
     assert "\n".join(grow.table(read_rows(grow.RESULTS, grow.Row))) in pages["grow"]
     rows = read_rows(zero_shot.RESULTS, zero_shot.Row)
     clipped = zero_shot.table(read_rows(zero_shot.RESULTS.with_stem("zero_shot_clipped"), zero_shot.Row), "general")
     tables_of_policies = [table(rows, zero_shot.GENERAL) for table in (zero_shot.table, zero_shot.seed_table)]
     for table in (*tables_of_policies, clipped[: clipped.index("")]):
         assert "\n".join(table) in pages["zero_shot"]
-    trained = read_rows(depth.RESULTS, depth.Row)
-    for host, steps in (("gpt", 14_000), ("gpt32", 6_000), ("vit", 3_000), ("cnn", 2_000), ("mlp", 1_500)):
-        lines = depth.table([row for row in trained if (row.host, row.steps) == (host, steps)])
-        assert len(lines) > 4 and "\n".join(lines) in pages["depth"]
-    assert "\n".join(depth.value(trained)).partition("\n\n")[0] in pages["depth"]
     guide = (ROOT / "docs" / "guides" / "expand.md").read_text()
     assert "\n".join(expand.table(read_rows(expand.RESULTS, expand.Row))) in guide
-
-
-def test_networks_of_any_depth_are_compared_at_equal_flops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results = str(tmp_path / "depth.csv")
-    plans = ["six", "three", "3 to 6", "1 to 3 to 6", "3 to 6, zero", "3 to 6, interleave"]
-    run = ["run", "--host", "mlp", "--steps", "40", "--rows", *plans, "--rates", "1e-3", "--csv", results]
-    depth.main(run)
-    depth.main(run)  # makes no training twice
-    rows = read_rows(Path(results), depth.Row)
-
-    assert [row.plan for row in rows if row.split == "test"] == plans
-    budget = 40 * depth.step_flops(depth.HOSTS["mlp"], 6)
-    for row in (row for row in rows if row.split == "test"):
-        assert 0 <= row.flops - budget < depth.step_flops(depth.HOSTS["mlp"], row.depth)
-        assert row.depth == max([depth.PLANS[row.plan].start, *(to for _, to in depth.PLANS[row.plan].growth)])
-    capsys.readouterr()
-    depth.main(["table", "--host", "mlp", "--steps", "40", "--csv", results])
-    lines = capsys.readouterr().out.splitlines()
-    by_plan = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in lines[2:]}
-    six, grown = (next(row.loss for row in rows if (row.plan, row.split) == (p, "test")) for p in ("six", "3 to 6"))
-    assert list(by_plan) == [plan for plan in depth.PLANS if plan in plans]
-    assert by_plan["3 to 6"][3] == f"{grown:.3f}" and by_plan["3 to 6"][4].startswith(f"{six - grown:+.3f}")
