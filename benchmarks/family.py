@@ -38,6 +38,8 @@ KNOWLEDGE = Path("benchmarks/settings/digits_budget/knowledge.json")
 """File that the controllers of this module read."""
 ENVS = 96
 """Number of environments side by side."""
+TOLD = ("benchmarks.family.Oracle", "benchmarks.family.Classified")
+"""Controllers of this module, as `model.evaluation.against` names them."""
 EPISODES = 4
 """Number of episodes of ENVS hosts whose first observations train the classifier."""
 RIDGE = 1.0
@@ -217,6 +219,7 @@ def main(args: Sequence[str] | None = None) -> None:
     pool = open_data(chosen.config).make_pool(ENVS)
     if chosen.verb == "search":
         find_knowledge(pool, chosen.steps, chosen.seed).write(chosen.knowledge)
+        print(f"written to {chosen.knowledge}; model.evaluation.against may now name {', '.join(TOLD)}")
     else:
         print("\n".join(value_of_knowledge(pool, read_knowledge(chosen.knowledge), chosen.hosts)))
 

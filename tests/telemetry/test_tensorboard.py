@@ -31,9 +31,9 @@ SCALARS, HISTOGRAMS = (
 )
 """Tags that the page describes."""
 
-NOT_HERE = {"memory/cuda", "tasks/<task>/<objective, score, parameters>", "test/<metric>"}
-"""Tags that need a GPU (tests/envs/executors/test_imitated_gpu.py), several tasks (tests/cli/test_mixed.py) or a
-comparison (tests/cli/test_test_command.py)."""
+NOT_HERE = {"compile/recompilations", "memory/cuda", "tasks/<task>/<objective, score, parameters>", "test/<metric>"}
+"""Tags that need compilation (tests/ppo/test_compiled_policy.py), a GPU (tests/envs/executors/test_imitated_gpu.py),
+several tasks (tests/cli/test_mixed.py) or a comparison (tests/cli/test_test_command.py)."""
 
 EVERYTHING = {"scalars": 0, "histograms": 0, "tensors": 0}
 
