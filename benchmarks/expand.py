@@ -19,12 +19,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from scipy import stats
 from torch import Tensor, nn
 
-from benchmarks.depth import VALIDATED, LitNet, evaluate, fit, loss_of, make_gpt
+from benchmarks.depth import VALIDATED, LitNet, evaluate, fit, loss_of, make_gpt, t_interval
 from benchmarks.rows import appended_rows, read_rows
 from esper_lightning.envs.flops import FlopCounter
 from esper_lightning.growth import stack
@@ -142,8 +140,7 @@ def table(rows: list[Row]) -> Iterator[str]:
         }
         for row, by_seed in at_best.items():
             leads = [at_best["small"][seed].test - r.test for seed, r in by_seed.items()]
-            mean, error = np.mean(leads), stats.sem(leads)
-            low, high = stats.t.interval(0.95, len(leads) - 1, mean, error) if error else (mean, mean)
+            mean, low, high = t_interval(leads)
             told = "" if row == "small" else f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
             losses = [sum(getattr(r, k) for r in by_seed.values()) / len(by_seed) for k in ("test", "test_first")]
             rate = next(iter(by_seed.values())).rate

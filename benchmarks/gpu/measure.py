@@ -15,13 +15,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from lightning import LightningModule, Trainer
+from lightning import Callback, Trainer
 from torch import Tensor
-from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
-from benchmarks.depth import make_gpt
+from benchmarks.depth import LitNet, make_gpt
 from benchmarks.execution import DEVICE, raw_seconds, seconds, step
 from benchmarks.gpu.report import print_result
 from benchmarks.hosts import BATCH, BATCHES, CASES, ExecutorChoice, Noise, RawLoop, make_pool, tiny
@@ -263,33 +262,31 @@ def depth_hosts() -> None:
         assert {*depths(pool.envs[0].slots)} == {4} and math.isfinite(pool.envs[0].history.loss[-1]), "they train"
 
 
-class StackedGPT(LightningModule):
-    """GPT of four blocks that learns one batch by heart."""
+class Losses(Callback):
+    """Keeps the losses of all training steps."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.gpt, self.losses = make_gpt(4), []
+        self.values: list[Tensor] = []
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(self.gpt(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
-        self.losses.append(loss.detach())
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self.values.append(outputs["loss"].detach())
 
 
 def depth_stack(steps: int = 40) -> None:
     """Grow a GPT from two blocks to four in a training of its own, in bf16, with the callback `Stack`."""
     torch.manual_seed(0)
-    module, loader = StackedGPT(), DataLoader(torch.randint(256, (8, 129)).repeat(steps, 1), batch_size=8)
+    text = torch.randint(256, (8, 129))
+    module, kept = LitNet(make_gpt(4), steps, rate=1e-2), Losses()
     plain: dict[str, Any] = {"devices": 1, "logger": False, "enable_checkpointing": False, "max_steps": steps}
-    callbacks = [Stack("gpt.blocks", start=2, at=0.5)]
-    Trainer(accelerator=ACCELERATOR, precision="bf16-mixed", callbacks=callbacks, **plain).fit(module, loader)
-    losses = torch.stack(module.losses).tolist()
+    callbacks = [Stack("net.blocks", start=2, at=0.5), kept]
+    trainer = Trainer(accelerator=ACCELERATOR, precision="bf16-mixed", callbacks=callbacks, **plain)
+    trainer.fit(module, DataLoader([(text[:, :-1], text[:, 1:])] * steps, batch_size=None))
+    losses = torch.stack(kept.values).tolist()
     for name, at in (("first", 0), ("last before growth", steps // 2 - 1), ("first after", steps // 2), ("last", -1)):
         print_result(f"loss, {name}", f"{losses[at]:.3f}")
-    assert len(module.gpt.blocks) == 4 and losses[-1] < losses[steps // 2] < losses[0], "it has grown, and learns"
+    assert len([*module.net.get_submodule("blocks").children()]) == 4 and losses[-1] < losses[steps // 2] < losses[0], (
+        "it has grown, and learns"
+    )
 
 
 MEASUREMENTS: dict[str, Callable[..., None]] = {

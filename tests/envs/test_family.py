@@ -125,7 +125,8 @@ def test_stacks_of_several_kinds_of_hosts_learn_what_the_hosts_learn_alone(make_
         # On some processors the rounding of the executors has grown to .011 here.
         torch.testing.assert_close(fused.metrics.loss, loss := loop.metrics.loss, rtol=1e-2, atol=1e-2)
         assert loss.isfinite().all()
-    torch.testing.assert_close(pools[1].test_scores()[1], pools[0].test_scores()[1], rtol=0.0, atol=0.045)
+    # Three of 100 images, the difference on some processors; in float32 it is a little above .03.
+    torch.testing.assert_close(pools[1].test_scores()[1], pools[0].test_scores()[1], rtol=0.0, atol=0.03 + 1e-6)
 
 
 @pytest.mark.parametrize("executor", ["loop", "fused"])

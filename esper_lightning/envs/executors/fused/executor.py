@@ -107,8 +107,8 @@ class FusedExecutor(LoopExecutor):
                 total = epoch.finish() + sums.get(device, 0.0)
                 packed = pack_training(total[:, :2] / end, total[:, 2], epoch.gradients)
                 rows.update((env, row) for env, row in zip(epoch.envs, packed, strict=True) if counts[env] == end)
-                staying = [i for i, env in enumerate(epoch.envs) if counts[env] > end]
-                sums[device] = total[upload(staying, device, torch.int64)]
+                if staying := [i for i, env in enumerate(epoch.envs) if counts[env] > end]:
+                    sums[device] = total[upload(staying, device)]
             begin = end
         return [torch.stack([rows[env] for env in envs]) for envs in groups]
 
