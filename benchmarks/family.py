@@ -1,6 +1,6 @@
 """Measure what it is worth to know the kind of a host in a family, and make the controllers that are told it.
 
-    python -m benchmarks.family search --config configs/digits_budget.yaml --steps 57600
+    python -m benchmarks.family search --config configs/digits_budget.yaml --steps 46080
     python -m benchmarks.family value --config configs/digits_budget.yaml --hosts 48
 
 `search` finds schedules on training hosts, with `--steps` host epochs for each of three kinds of knowledge: the best
@@ -193,10 +193,13 @@ def value_of_knowledge(pool: HostPool, knowledge: Knowledge, hosts: int) -> list
         [nearest(knowledge.kinds, visible(context)).schedule for context in contexts],
         [nearest(knowledge.contexts, dict(context.variables)).schedule for context in contexts],
     ]
-    schedules = list(dict.fromkeys(schedule for row in choices for schedule in row))
-    racing = Racing(pool, 10_000, contexts, episodes=0)  # hosts that no search has met
-    played = racing.play(schedules, hosts).reshape(len(schedules), len(contexts), hosts)
-    table = np.array([[played[schedules.index(s), c] for c, s in enumerate(row)] for row in choices])  # [4, C, H]
+    table = np.empty((len(choices), len(contexts), hosts))
+    for c, context in enumerate(contexts):
+        chosen = [row[c] for row in choices]
+        schedules = list(dict.fromkeys(chosen))
+        racing = Racing(pool, 10_000, [context], episodes=0)  # hosts that no search has met
+        played = racing.play(schedules, hosts)
+        table[:, c] = [played[schedules.index(schedule)] for schedule in chosen]
     lines = ["| context | never growing | best single | of its kind | of its context |", "|---|---|---|---|---|"]
     for context, row in zip(contexts, table.mean(2).T, strict=True):
         lines.append(f"| {context} | {' | '.join(f'{value:.3f}' for value in row)} |")
@@ -211,7 +214,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("verb", choices=("search", "value"))
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--knowledge", type=Path, default=KNOWLEDGE, help="the file to write or to read")
-    parser.add_argument("--steps", type=int, default=57_600, help="host epochs for each kind of knowledge")
+    parser.add_argument("--steps", type=int, default=46_080, help="host epochs for each kind of knowledge")
     parser.add_argument("--hosts", type=int, default=48, help="fresh hosts of each context")
     parser.add_argument("--seed", type=int, default=0, help="RNG seed of the search")
     chosen = parser.parse_args(args)

@@ -3,9 +3,10 @@
     python -m benchmarks.tune --config configs/digits.yaml --out benchmarks/settings/digits.yaml
     esper-lightning test --config digits --config benchmarks/settings/digits.yaml --ckpt_path …
 
-All settings of a controller are played on the same hosts, with equal numbers of each context of a family (the number of
-hosts is rounded up), and compared by the objective on validation images. The best few are compared again on twice as
-many other hosts. No host or image of an evaluation is used.
+All settings of a controller are played on the same hosts, with equal numbers of each context of a family, and compared
+by the objective on validation images. The best few are compared again on twice as many other hosts. Each controller has
+the same number of host epochs: as many as the training of the policy, where the comparison shall be fair. No host or
+image of an evaluation is used.
 """
 
 import argparse
@@ -26,12 +27,10 @@ from esper_lightning.datamodules import HostPoolData
 from esper_lightning.envs import HostPool
 from esper_lightning.evaluation.search import final_objectives, sample_host_seeds
 
-HOSTS = 96
-"""Number of hosts on which every setting is played."""
 FINALISTS = 6
 """Number of settings that are played again."""
 ROUNDS = 2
-"""Rounds of HOSTS hosts for the finalists."""
+"""Rounds of as many hosts as in the first comparison, for the finalists."""
 
 Rule = PeriodicConfig | ClimbingConfig
 """Settings of a hand-written controller."""
@@ -89,22 +88,25 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True, help="a YAML file")
-    parser.add_argument("--hosts", type=int, default=HOSTS, help="on which every setting is tried")
+    parser.add_argument("--steps", type=int, default=46_080, help="host epochs for each controller")
     parser.add_argument("--seed", type=int, default=0, help="of the hosts")
     options = parser.parse_args(args)
     torch.set_num_threads(1)
     data = open_data(options.config)
     if len(data.pools) > 1:
         parser.error(f"{options.config} has hosts of several tasks; tune the rules for each in a config of its own")
-    members = len(data.pool.env_factory.context_distribution.contexts)
-    pool = data.make_pool(-(-options.hosts // members) * members)
-    how = f"--hosts {options.hosts} --seed {options.seed}"
+    contexts = len(data.pool.env_factory.context_distribution.contexts)
+    how = f"--steps {options.steps} --seed {options.seed}"
     comments = [f"# Rules tuned on training hosts of {options.config.name} by benchmarks/tune.py ({how})."]
     best: dict[str, dict[str, Any]] = {}
-    for name, rules in candidate_settings(pool).items():
+    for name, rules in candidate_settings(data.pool).items():
+        episodes = options.steps // (data.pool.config.horizon * (len(rules) + FINALISTS * ROUNDS))
+        pool = data.make_pool(max(1, episodes // contexts) * contexts)
         rule, objective = tune(pool, rules, options.seed)
         best[name] = asdict(rule)
-        comments.append(f"# {name}: {objective:.3f} on validation images, the best of {len(rules)} settings.")
+        comments.append(
+            f"# {name}: {objective:.3f} on validation images, the best of {len(rules)} settings, {pool.n_envs} hosts."
+        )
         print(comments[-1].removeprefix("# "), flush=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(
