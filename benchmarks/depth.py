@@ -30,7 +30,6 @@ import argparse
 import inspect
 import logging
 import math
-import subprocess
 import time
 import warnings
 import zlib
@@ -54,7 +53,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset
 from torchvision.models.vision_transformer import VisionTransformer
 
-from benchmarks.rows import appended_rows, read_rows
+from benchmarks.rows import appended_rows, read_rows, revision
 from benchmarks.tables import shown
 from esper_lightning.callbacks import Stack
 from esper_lightning.callbacks.plans import Shares
@@ -293,13 +292,6 @@ def lengths(host: str, tokens: float, row: str) -> tuple[int, ...]:
     depths = {0.0: start} | (dict(plan.at) if isinstance(plan.at, Mapping) else {plan.at: blocks})
     parts = zip(depths.values(), pairwise([*depths, 1.0]), strict=True)
     return (round(budget / sum((end - begin) * count_step(host, depth)[0] for depth, (begin, end) in parts)),)
-
-
-@cache
-def revision() -> str:
-    """Return the commit of the code, with a mark if files have changed since."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def train(cell: Cell, rate: float, seed: int) -> Result:

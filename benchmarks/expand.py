@@ -1,7 +1,7 @@
 """A trained GPT of three blocks as the start of a training: go on, expand it, or begin anew, at equal training FLOPs.
 
     python -m benchmarks.expand run      # make the trainings that the results lack
-    python -m benchmarks.expand table    # docs/results/expand.md
+    python -m benchmarks.expand table    # docs/methods/expand.md
 
 The small network (width 32, 64 bytes of text) is trained on the source of the Python installation. The second
 training is on more of that text, or on the Python language reference, with a share of the FLOPs of the first one.

@@ -87,7 +87,7 @@ class Grow(Callback):
     After each validation a decider chooses one action: put a seed into a slot, make one permanent, remove one, or
     wait. The action is carried out before the next training batch, so that a checkpoint holds the network as it was
     validated. Until something grows the training is bit for bit what it is without this callback. The guide is
-    docs/guides/seeds.md.
+    docs/methods/seeds.md.
 
     Args:
         slots: Modules of the network behind which seeds may grow, as in `attach_slots`, named within the network or

@@ -67,7 +67,7 @@ class Stack(Callback):
 
     The last checkpoint is that of the plain class and loads without this callback. Until the first change the training
     is bit for bit that of the small network. Blocks keep the index and the buffers that the class gave them at their
-    place, and a configuration of the network holds the present number of blocks. The guide is docs/guides/depth.md.
+    place, and a configuration of the network holds the present number of blocks. See docs/methods/stack.md.
 
     Args:
         blocks: Name of the `nn.ModuleList` or `nn.Sequential` of like blocks in the LightningModule, as `net.blocks`;

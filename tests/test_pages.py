@@ -60,7 +60,8 @@ class Page:
 
 
 def guide(name: str) -> Page:
-    return Page(ROOT / "docs" / "guides" / f"{name}.md")
+    """Return a guide, or the page in another folder as `methods/stack`."""
+    return Page(ROOT / "docs" / f"{name if '/' in name else f'guides/{name}'}.md")
 
 
 OpenGuide = Callable[[str], Page]
@@ -125,6 +126,8 @@ class Programs(NamedTuple):
     """Texts that the programs print."""
     file: str = ""
     """Name of the file whose blocks are the programs; empty for those without a name."""
+    beside: str = ""
+    """Page with the files that the programs import."""
 
 
 SLOW_PROGRAMS = [
@@ -134,8 +137,14 @@ SLOW_PROGRAMS = [
 ]
 FAST_PROGRAMS = [
     Programs("README.md", slice(1), said=("norm PROBATIONARY → FOSSILIZED", "built in: ")),
-    Programs("docs/guides/seeds.md", file="by_hand.py", said=(*guide("seeds").blocks(""), "layer='2', reason='')")),
-    Programs("docs/guides/expand.md", needs=("transformers",)),
+    Programs(
+        "docs/guides/seeds.md",
+        file="by_hand.py",
+        said=(*guide("seeds").blocks(""), "layer='2', reason='')"),
+        beside="docs/methods/seeds.md",
+    ),
+    Programs("docs/methods/expand.md", needs=("transformers",)),
+    Programs("docs/methods/tamiyo.md"),
     Programs("docs/guides/your_own.md", said=("'layer1', 'layer2'", "[320, 3, 32, 32]")),
 ]
 
@@ -150,8 +159,8 @@ def test_the_programs_of_a_page_run(
 ) -> None:
     for name in programs.needs:
         pytest.importorskip(name)
-    source = Page(ROOT / programs.page)
-    for title, text in source.files.items():
+    source, beside = Page(ROOT / programs.page), Page(ROOT / (programs.beside or programs.page))
+    for title, text in (beside.files | source.files).items():
         Path(title).write_text(text)
     texts = source.blocks("python", programs.file)[programs.which]
     assert texts
@@ -187,7 +196,7 @@ def test_the_command_line_of_a_page_trains_from_its_config(
 def test_grow_prints_the_lines_of_its_page_and_its_checkpoint_is_loaded_without_a_trainer(
     open_guide: OpenGuide, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page, names = open_guide("seeds"), {}
+    page, names = open_guide("methods/seeds"), {}
     L.seed_everything(0, verbose=False)
 
     exec(page.files["train.py"].replace("max_epochs=12", f"max_epochs=12, {', '.join(CPU)}"), names)
@@ -196,7 +205,7 @@ def test_grow_prints_the_lines_of_its_page_and_its_checkpoint_is_loaded_without_
     assert "\n".join(line for line in printed if line.startswith("Grow, tick")).startswith(lines.strip())
     (saved,), images = tmp_path.rglob("*.ckpt"), torch.rand(4, 1, 8, 8)
     expected = names["trainer"].lightning_module.eval().model(images)
-    controls, hook = page.blocks("python")
+    (controls,), (hook,) = page.blocks("python"), guide("seeds").blocks("python")
     exec(hook.replace("best.ckpt", str(saved)), names)
     torch.testing.assert_close(names["model"].eval().model(images), expected)
     exec(controls.replace("max_epochs=12", f"max_epochs=1, {', '.join(CPU)}"), names)
@@ -208,12 +217,14 @@ def test_grow_prints_the_lines_of_its_page_and_its_checkpoint_is_loaded_without_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["seeds", "depth"])
+@pytest.mark.parametrize("name", ["methods/seeds", "methods/scaling"])
 def test_a_config_grows_with_lightnings_own_command_line(name: str, open_guide: OpenGuide) -> None:
-    open_guide(name)
+    page = open_guide(name)
+    if name == "methods/scaling":
+        Path("mine.py").write_text(guide("methods/stack").files["mine.py"] + page.files["mine.py"])
     mine = importlib.import_module("mine")
     small = ["--trainer.accelerator=cpu", "--trainer.logger=false"]
-    if name == "seeds":
+    if name == "methods/seeds":
         args = ["fit", "--config", "grow.yaml", "--trainer.max_epochs=2", *small]
         made = LightningCLI(mine.LitClassifier, mine.digits, args=args)
         (callback,) = (each for each in made.trainer.callbacks if isinstance(each, Grow))
@@ -233,7 +244,7 @@ def test_a_config_grows_with_lightnings_own_command_line(name: str, open_guide: 
 def test_stack_prints_the_lines_of_its_page_and_its_checkpoint_is_that_of_the_plain_class(
     open_guide: OpenGuide, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page, names = open_guide("depth"), {}
+    page, names = open_guide("methods/stack"), {}
 
     exec(page.files["train.py"].replace("max_steps=100", f"max_steps=100, {', '.join(CPU)}"), names)
 
@@ -250,17 +261,18 @@ def test_stack_prints_the_lines_of_its_page_and_its_checkpoint_is_that_of_the_pl
 def test_a_rule_says_on_the_page_why_it_does_not_grow(
     open_guide: OpenGuide, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page, (call,) = open_guide("depth"), re.findall(r"`(Stack\(.*?\))` in the training above", guide("depth").text)
-    program = re.sub(r"Stack\(.*?\)", call, page.files["train.py"].split("plain = ")[0])
+    page, stack_page = guide("methods/scaling"), open_guide("methods/stack")
+    (call,) = re.findall(r"`(Stack\(.*?\))` in \[the training of", page.text)
+    program = re.sub(r"Stack\(.*?\)", call, stack_page.files["train.py"].split("plain = ")[0])
 
     exec(program.replace("max_steps=100", f"max_steps=100, {', '.join(CPU)}"), {})
 
     *_, line = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Stack"))
-    assert line == page.blocks("text")[1].strip()
+    assert line == page.blocks("text")[0].strip()
 
 
 def test_a_plan_of_the_page_grows_when_the_loss_stands_still_and_remembers(open_guide: OpenGuide) -> None:
-    open_guide("depth")
+    open_guide("methods/scaling")
     mine = importlib.import_module("mine")
 
     def ask(plan: Any, share: float, metrics: dict[str, float]) -> int:
@@ -278,7 +290,7 @@ def test_a_plan_of_the_page_grows_when_the_loss_stands_still_and_remembers(open_
 def test_the_loop_of_stack_prints_its_sources_and_the_named_layers_change_nothing(
     open_guide: OpenGuide, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = open_guide("depth")
+    page = open_guide("methods/stack")
     (loop,) = page.blocks("python")
     exec(loop, {})
     assert capsys.readouterr().out.strip() in loop
@@ -291,7 +303,7 @@ def test_the_loop_of_stack_prints_its_sources_and_the_named_layers_change_nothin
     torch.testing.assert_close(model.loss(batch), before)
 
 
-@pytest.mark.parametrize("order", re.findall(r"`(\[[\d, ]+\]|\"[\d, -]+\")`", guide("depth").text))
+@pytest.mark.parametrize("order", re.findall(r"`(\[[\d, ]+\]|\"[\d, -]+\")`", guide("methods/stack").text))
 def test_the_orders_of_the_page_are_ones(order: str) -> None:
     sources = listed_order(ast.literal_eval(order))
     assert sources is not None and sources_of(len(set(sources)), len(sources), sources) == sources
@@ -430,8 +442,8 @@ def test_the_task_of_the_page_is_one_and_a_mistyped_layer_is_answered_with_the_n
 
 
 @pytest.mark.slow
-def test_the_settings_of_the_page_on_transfer_make_a_run(open_guide: OpenGuide, tmp_path: Path) -> None:
-    _, settings = open_guide("transfer").blocks("yaml")
+def test_the_settings_of_several_tasks_make_a_run(open_guide: OpenGuide, tmp_path: Path) -> None:
+    _, settings = open_guide("concepts/environment").blocks("yaml")
     (tmp_path / "page.yaml").write_text(settings)
     root = ("--trainer.default_root_dir", str(tmp_path / "runs"))
 

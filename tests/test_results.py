@@ -238,12 +238,23 @@ def test_the_pages_tables_of_kinds_of_host_are_those_of_the_kept_results(name: s
 
 
 def test_pages_show_the_kept_results_of_growing_transfer_and_expansion() -> None:
-    pages = {name: (RESULTS / f"{name}.md").read_text() for name in ("grow", "zero_shot")}
-    assert "\n".join(grow.table(read_rows(grow.RESULTS, grow.Row))) in pages["grow"]
+    docs = ROOT / "docs"
+    pages = {path.stem: path.read_text() for path in (*docs.glob("methods/*.md"), RESULTS / "zero_shot.md")}
+    assert "\n".join(grow.table(read_rows(grow.RESULTS, grow.Row))) in pages["seeds"]
     rows = read_rows(zero_shot.RESULTS, zero_shot.Row)
     clipped = zero_shot.table(read_rows(zero_shot.RESULTS.with_stem("zero_shot_clipped"), zero_shot.Row), "general")
     tables_of_policies = [table(rows, zero_shot.GENERAL) for table in (zero_shot.table, zero_shot.seed_table)]
     for table in (*tables_of_policies, clipped[: clipped.index("")]):
         assert "\n".join(table) in pages["zero_shot"]
-    guide = (ROOT / "docs" / "guides" / "expand.md").read_text()
-    assert "\n".join(expand.table(read_rows(expand.RESULTS, expand.Row))) in guide
+    assert "\n".join(expand.table(read_rows(expand.RESULTS, expand.Row))) in pages["expand"]
+
+
+@pytest.mark.parametrize("name", ["stack", "scaling", "tamiyo"])
+def test_the_leads_of_a_card_are_on_a_page_of_results(name: str) -> None:
+    """A page may have the lead from the other side, without a sign."""
+    card = (ROOT / "docs" / "methods" / f"{name}.md").read_text()
+    pages = re.sub(r"[+−]| nats", "", "".join(path.read_text() for path in RESULTS.glob("*.md")))
+    leads = re.findall(r"[+−](\d?\.\d{3}) \[[+−]?(\d?\.\d{3}), [+−]?(\d?\.\d{3})\]", card)
+    assert len(leads) >= 6
+    for mean, low, high in leads:
+        assert f"{mean} [{low}, {high}]" in pages or f"{mean} [{high}, {low}]" in pages, mean

@@ -97,7 +97,7 @@ class FamilyConfig:
 
     Names of variables are `host.<argument of the host>`, `data.transform`, `training.lr` (or lr_schedule,
     weight_decay, flops), `objective.price`, `horizon`, `offer.slots`, `offer.blueprints`, and `fail` or
-    `fail.<blueprint>`; see docs/guides/transfer.md.
+    `fail.<blueprint>`; see docs/concepts/environment.md.
     """
 
     train: list[VariableGrid] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Networks that grow seeds in slots, usable alone with any training loop. See docs/guides/seeds.md."""
+"""Networks that grow seeds in slots, usable alone with any training loop. See docs/methods/seeds.md."""
 
 from esper_lightning.growth.attach import attach_from_state_dict, attach_slots, detach_slots
 from esper_lightning.growth.blend import Ramp

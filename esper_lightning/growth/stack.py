@@ -75,7 +75,7 @@ def stack(
     block holds the copy's part. What blocks share with each other stays shared. Slots in a copy are its own, and empty.
     Indices that blocks know, such as `layer_idx`, and the configuration of the network follow. If the first backward
     pass gives a new block no gradient, a warning says that it is not run. Raises ValueError, and changes nothing, if
-    the list cannot grow. The guide is docs/guides/depth.md.
+    the list cannot grow. See docs/methods/stack.md.
 
     Args:
         network: The network that runs the blocks, with its configuration.
