@@ -331,7 +331,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
     The best other controller is the one with the highest mean on the validation data of the hosts that all have met.
     """
-    found = group(rows)
+    found = group([row for row in rows if row.place not in zero_shot.SETTINGS])
     kinds: dict[str, list[Host]] = {"**all**": list(found[WAITING])}
     for host, row in found[WAITING].items():
         context = parse_context(row.context)
@@ -350,12 +350,9 @@ def table(rows: Sequence[Row]) -> list[str]:
     lines = [f"| hosts | {' | '.join(heads)} |", "|---|--:|" + "---|" * (len(heads) - 1)]
     for kind, hosts in sorted(kinds.items()):
         ahead = {split: lead(found, WAITING, POLICY, hosts=hosts, split=split) for split in ("validation", "test")}
-        common = [host for host in hosts if all(host in of for of in found.values())]
-        others = {
-            name: lead(found, WAITING, name, hosts=common, split="validation").mean()
-            for name in found
-            if name != WAITING
-        }
+        names = [name for name in found if name != WAITING and any(host in found[name] for host in hosts)]
+        common = [host for host in hosts if all(host in found[name] for name in names)]
+        others = {name: lead(found, WAITING, name, hosts=common, split="validation").mean() for name in names}
         best = min(others, key=others.__getitem__)
         cells = [
             str(len(hosts)),
@@ -444,35 +441,30 @@ def checks(rows: Sequence[Row]) -> list[str]:
     """
     found = group(rows)
     names = [name for name in (POLICY, *CHECKS) if name in found]
-    lines = [f"| place | hosts | waiting | {' | '.join([*names, 'better at the end'])} |"]
-    lines.append("|---|--:|---|" + "---|" * (len(names) + 1))
-    costs = [f"| place | {' | '.join([*names, 'better at the end'])} |", "|---|" + "---|" * (len(names) + 1)]
+    heads = f"{' | '.join([*names, 'better at the end'])} |"
+    lines = [f"| place | hosts | waiting | {heads}", "|---|--:|---|" + "---|" * (len(names) + 1)]
+    costs = [f"| place | {heads}", "|---|" + "---|" * (len(names) + 1)]
     for place in dict.fromkeys(row.place for row in rows):
-        hosts = [host for host in found[WAITING] if host[0] == place and all(host in found[name] for name in names)]
-        if not hosts:
-            continue
-        leads = [lead(found, name, WAITING, hosts=hosts) for name in names]
-        leads.append(np.where(lead(found, POLICY, WAITING, hosts=hosts, split="validation") > 0.0, leads[0], 0.0))
-        waiting = [found[WAITING][host] for host in hosts]
-        cells = [str(len(hosts)), number(float(np.mean([row.test for row in waiting])))]
-        lines.append(f"| {' | '.join([place, *cells, *(shown(mean_interval(values), True) for values in leads)])} |")
-        flops = np.array([row.flops for row in waiting])
-        cells = []
+        hosts = [host for host in found[WAITING] if host[0] == place]
+        waiting = np.array([(found[WAITING][host].test, found[WAITING][host].flops) for host in hosts])
+        cells, shares = [], []
         for name in names:
+            if not all(host in found[name] for host in hosts):
+                cells.append("")
+                shares.append("")
+                continue
             own = [found[name][host] for host in hosts]
-            share = (np.array([row.flops + row.forks for row in own]) / flops).mean()
-            cells.append(
-                f"{share:.2f}; {np.mean([(r.checks, r.dropped, r.fossils) for r in own], 0).round(1).tolist()}"
-            )
-        share = 1.0 + (np.array([found[POLICY][host].flops for host in hosts]) / flops).mean()
-        costs.append(f"| {' | '.join([place, *cells])} | {share:.2f} |")
-    return [
-        *lines,
-        "",
-        "FLOPs over those of waiting; checks, seeds that failed, seeds kept, by host:",
-        "",
-        *costs,
-    ]
+            cells.append(shown(mean_interval(lead(found, name, WAITING, hosts=hosts)), True))
+            share = (np.array([row.flops + row.forks for row in own]) / waiting[:, 1]).mean()
+            counts = np.mean([(row.checks, row.dropped, row.fossils) for row in own], 0)
+            shares.append(f"{share:.2f}; {counts[0]:.1f}, {counts[1]:.1f}, {counts[2]:.1f}")
+        is_ahead = lead(found, POLICY, WAITING, hosts=hosts, split="validation") > 0.0
+        end = np.where(is_ahead, lead(found, POLICY, WAITING, hosts=hosts), 0.0)
+        share = 1.0 + (np.array([found[POLICY][host].flops for host in hosts]) / waiting[:, 1]).mean()
+        head = f"{place} | {len(hosts)} | {number(waiting[:, 0].mean())}"
+        lines.append(f"| {' | '.join([head, *cells, shown(mean_interval(end), True)])} |")
+        costs.append(f"| {' | '.join([place, *shares])} | {share:.2f}; grown {int(is_ahead.sum())} |")
+    return [*lines, "", "FLOPs over those of waiting; checks, seeds that failed, seeds kept, by host:", "", *costs]
 
 
 def main(args: Sequence[str] | None = None) -> None:
