@@ -148,11 +148,15 @@ def fit_classifier(pool: HostPool, kinds: Sequence[Variables]) -> Tensor:  # [fe
         pool.step(wait.act(pool))
         rows.append(features(pool))
         labels += [kinds.index(visible(env.context.context)) for env in pool.envs]
-    x, y = torch.cat(rows).double(), torch.nn.functional.one_hot(torch.tensor(labels)).double()
+    return solve_ridge(torch.cat(rows).double(), torch.nn.functional.one_hot(torch.tensor(labels)).double())
+
+
+def solve_ridge(x: Tensor, y: Tensor, weight: float = RIDGE) -> Tensor:  # [n, F + 1], [n, outputs] -> [F + 1, outputs]
+    """Return the weights of a ridge regression of y on x, whose last feature is 1."""
     mean, scale = x.mean(0), x.std(0).clamp(min=1e-6)
     mean[-1], scale[-1] = 0.0, 1.0
     normal = (x - mean) / scale
-    found = torch.linalg.solve(normal.T @ normal + RIDGE * torch.eye(x.shape[1]).double(), normal.T @ y)
+    found = torch.linalg.solve(normal.T @ normal + weight * torch.eye(x.shape[1]).double(), normal.T @ y)
     weights = found / scale[:, None]
     weights[-1] -= mean @ weights
     return weights.float()

@@ -173,6 +173,29 @@ SETTINGS: dict[str, Setting] = {
         hosts=6,
         executor="loop",
     ),
+    # Fixed before a policy was trained that is to do no harm: hosts that may be better off without growth.
+    "sgd, falling rate": Setting(
+        Digits,
+        partial(cnn, widths=[16, 24, 24], kernel=3),
+        "wide",
+        HostTraining(optimizer="sgd", batches=16, lr=0.05, lr_schedule="cosine", weight_decay=0.0005),
+        horizon=15,
+    ),
+    "five ticks": Setting(
+        Digits, partial(cnn, widths=[8, 12, 16], kernel=3), "Digits", HostTraining(batches=16, lr=0.01), horizon=5
+    ),
+    "97 images": Setting(
+        partial(Digits, test=1500),
+        partial(cnn, widths=[8, 12, 16], kernel=3),
+        "wide",
+        HostTraining(optimizer="adamw", batches=8, lr=0.01, weight_decay=0.01),
+    ),
+    "a quantity": Setting(
+        partial(Tabular, "diabetes", score="r2"),
+        partial(MLP, width=8, layers=2),
+        "table",
+        HostTraining(batches=8, batch_size=16, lr=0.01, lr_schedule="decay"),
+    ),
 }
 """Held-out settings by name."""
 

@@ -85,7 +85,7 @@ def test_a_fault_of_the_settings_is_named(
 @pytest.mark.slow
 def test_large_steps_without_an_entropy_bonus_end_in_a_policy_that_tries_nothing(run: Callable[..., Report]) -> None:
     found = run(
-        *("--trainer.max_epochs=8", "--model.ppo.entropy={start: 0.0, end: 0.0}", "--model.ppo.target_kl=null"),
+        *("--trainer.max_epochs=16", "--model.ppo.entropy={start: 0.0, end: 0.0}", "--model.ppo.target_kl=null"),
         "--model.ppo.lr={start: 0.05, end: 0.05}",
     )
 
