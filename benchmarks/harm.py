@@ -1,7 +1,7 @@
 """Measure on which hosts waiting wins, whether a first look tells, and what a check by forking is worth.
 
     python -m benchmarks.harm play --hosts 24 --controllers waiting tamiyo "best rule" "dearest first" "best schedule"
-    python -m benchmarks.harm play --controllers waiting tamiyo "score, 0" "price" --hosts 12 --where "another table"
+    python -m benchmarks.harm play --where "another table"
     python -m benchmarks.harm table
     python -m benchmarks.harm look
     python -m benchmarks.harm checks
@@ -11,11 +11,9 @@ play: play controllers on fresh hosts of the training distribution of a config, 
 table: Markdown tables of the lead of waiting, on validation and on test data, by place and by variable.
 look: fit ridge regressions of the lead of waiting over the policy on observations after 1, 2 and 3 ticks of waiting.
     Each host is judged by the fit to the hosts of other folds, and by the fit to the hosts of other tasks.
-checks: Markdown table of the leads over waiting with and without the check, and of its cost.
-
-A check by forking compares a network in which a seed is about to become permanent with the network that has trained
-without this seed since its germination, on validation data, and goes on with the latter unless the seed is ahead.
-Hosts are deterministic, so the network without the seed is the host, played again without the actions on the seed.
+checks: Markdown table of the leads over waiting of the policy, of the better of both, and of checks by forking, whose
+    rows are kept. They compared a network in which a seed was about to become permanent with the network that had
+    trained without this seed since its germination, and went on with the latter unless the seed was ahead.
 """
 
 import argparse
@@ -39,15 +37,10 @@ from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.controllers.schedules import FixedSchedule, Schedule, read_schedule
 from esper_lightning.datamodules import HostPoolData
-from esper_lightning.envs import Action, HostPool, Op, StepResult
-from esper_lightning.envs.actions import to_action
-from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.host_pool import WAIT_ACTION
-from esper_lightning.envs.rewards import rent
+from esper_lightning.envs import HostPool, StepResult
 from esper_lightning.envs.vector_env import EVALUATION, episode_rng_seeds
 from esper_lightning.evaluation.play import play_episode
 from esper_lightning.evaluation.statistics import mean_interval
-from esper_lightning.tasks import Batches
 
 RESULTS = Path("benchmarks/results/harm.csv")
 
@@ -75,143 +68,8 @@ class Row(NamedTuple):
     test: float  # objective
     fossils: int
     flops: float  # of the network, as in every comparison
-    forks: float  # of the networks that were trained beside it
-    checks: int
-    dropped: int
+    forks: float  # of networks that were trained beside it, for a check of each seed
     context: str  # in the rows of waiting
-
-
-class Check(NamedTuple):
-    """Condition on which a seed is kept, by paired differences on the samples of validation."""
-
-    measure: str = "score"  # or loss
-    errors: float = 0.0  # standard errors by which the network with the seed must be ahead
-    priced: bool = False  # it must be ahead by its rent, too
-    undo: bool = False  # a seed that is culled, or that is not permanent at the end, has never been
-    race: float | None = None  # share of the training after which the host without any growth is compared, once
-
-
-CHECKS = {
-    "score": Check(),
-    "score, 1 SE": Check(errors=1.0),
-    "loss": Check("loss"),
-    "price": Check(priced=True),
-    "price, −1 SE": Check(priced=True, errors=-1.0),
-    "price, undo": Check(priced=True, undo=True),
-    "half, price": Check(priced=True, race=0.5),
-    "half, loss": Check("loss", race=0.5),
-    "three quarters, price": Check(priced=True, race=0.75),
-}
-"""Checks by name."""
-
-
-class Checked:
-    """Plays a controller, and goes on without each seed that does not pass the check."""
-
-    def __init__(self, controller: Controller, check: Check) -> None:
-        self.controller, self.check = controller, check
-
-    def reset(self, pool: HostPool) -> None:
-        self.controller.reset(pool)
-        self.states: list[list[dict[str, object]]] = []  # before the actions of each tick, of each host
-        self.actions: list[list[tuple[int, ...]]] = []
-        self.lost = [False] * pool.n_envs  # the host without growth has won
-        self.flops, self.checks, self.dropped = (np.zeros(pool.n_envs, dtype=np.int64) for _ in range(3))
-
-    def act(self, pool: HostPool) -> Action:
-        """Return the action of the controller; WAIT where it is on a seed without which the host goes on."""
-        rows, check = pool.read_action(self.controller.act(pool)), self.check
-        self.states.append(pool.state_dict()["envs"])
-        judged: dict[int, set[int]] = {}
-        undone: dict[int, set[int]] = {}
-        for host, (env, (op, slot, *_)) in enumerate(zip(pool.envs, rows, strict=True)):
-            is_last = env.tick == env.horizon - 1
-            if env.ended or self.lost[host]:
-                rows[host] = WAIT_ACTION
-            elif check.race is not None:
-                if env.tick == round(check.race * env.horizon):
-                    judged[host] = set(range(len(env.slots)))
-            elif op == Op.FOSSILIZE:
-                judged[host] = {slot}
-            elif check.undo and op == Op.CULL:
-                undone[host] = {slot}
-            if check.undo and is_last:
-                undone[host] = {k for k, one in enumerate(env.slots) if one.live and k not in judged.get(host, set())}
-        for asked, is_judged in ((judged, True), (undone, False)):
-            for host in self._fork(pool, asked, is_judged) if any(asked.values()) else ():
-                self.lost[host] = check.race is not None
-                if rows[host][1] in asked[host]:
-                    rows[host] = WAIT_ACTION
-        self.actions.append(rows)
-        return to_action(rows, pool.device)
-
-    def _fork(self, pool: HostPool, asked: dict[int, set[int]], is_judged: bool) -> set[int]:
-        """Replace each asked host by itself without the seeds in the asked slots, unless it is judged and loses.
-
-        Returns the hosts that were replaced.
-        """
-        births = {
-            host: min((self._birth(host, slot) for slot in slots), default=len(self.actions))
-            for host, slots in asked.items()
-        }
-        with_seeds = {host: self._measure(pool, host, asked[host]) for host in asked}
-        first, forks = min(births.values()), {}
-        counts = [env.on_batches for env in pool.envs]
-        pool.load_state_dict({"envs": self.states[first]})
-        for host, env in enumerate(pool.envs):
-            env.on_batches = partial(self._count, env, host, births[host]) if host in asked else None
-        for tick in range(first, len(self.actions)):
-            rows = list(self.actions[tick])
-            for host, row in enumerate(rows):
-                left_out = host in asked and row[1] in asked[host] and tick >= self._birth(host, row[1])
-                if left_out or not pool.masks_on_cpu.allows(host, row):  # the latter after a rollback of one of both
-                    rows[host] = WAIT_ACTION
-            pool.step(to_action(rows, pool.device))
-            forks[tick] = rows, pool.state_dict()["envs"]
-        replaced = set()
-        for host in asked:
-            gains = with_seeds[host] - self._measure(pool, host, set())
-            error = float(gains.std()) / len(gains) ** 0.5
-            self.checks[host] += 1
-            if not is_judged or float(gains.mean()) <= self.check.errors * error:
-                replaced.add(host)
-                self.dropped[host] += 1
-        for host in replaced:
-            for tick in range(births[host], len(self.actions)):
-                rows, states = forks[tick]
-                self.actions[tick][host], self.states[tick + 1][host] = rows[host], states[host]
-        pool.load_state_dict({"envs": self.states[-1]})
-        for env, count in zip(pool.envs, counts, strict=True):
-            env.on_batches = count
-        return replaced
-
-    def _birth(self, host: int, slot: int) -> int:
-        """Return the tick from which a seed in a slot is left out; the present one if there was none."""
-        if self.check.race is not None:
-            return 0
-        germinated = (Op.GERMINATE, slot)
-        return max(
-            (t for t, rows in enumerate(self.actions) if rows[host][:2] == germinated), default=len(self.actions)
-        )
-
-    def _count(self, env: HostEnv, host: int, birth: int, batches: Batches) -> None:
-        if env.tick >= birth:
-            self.flops[host] += env.flops.of_step(env.slots) * batches.indices.numel()
-
-    @torch.no_grad()
-    def _measure(self, pool: HostPool, host: int, slots: set[int]) -> Tensor:  # [samples]; more is better
-        """Return score or negative loss of a host with all its seeds on each sample of validation.
-
-        If the check is priced, the rent is subtracted, as if the seeds in `slots` were permanent.
-        """
-        env = pool.envs[host]
-        data = pool.data.validation.variant(env.context.variant_index).batch()
-        env.network.eval()
-        measures = pool.task.measure(env.network(data.inputs), data.targets)
-        values = (measures.score if self.check.measure == "score" else -measures.loss).double()
-        live = sum(env.slots[k].size for k in slots if env.slots[k].live)
-        parameters = torch.tensor(env.fossilized_parameters + live)
-        return values - float(rent(parameters, env.host_parameters, env.price)) * self.check.priced
 
 
 class Stretched(FixedSchedule):
@@ -244,8 +102,6 @@ def make_hosts(data: HostPoolData, place: str, hosts: int, policy: Controller) -
 
 def make_player(name: str, data: HostPoolData, place: str, pool: HostPool) -> Controller:
     """Return the controller of a name. Raises ValueError if there is none."""
-    if name in CHECKS:
-        return Checked(load_controller(POLICY), CHECKS[name])
     if name == POLICY:
         return load_controller(POLICY)
     if name == "best schedule":
@@ -261,7 +117,7 @@ def make_player(name: str, data: HostPoolData, place: str, pool: HostPool) -> Co
         "dearest first": zero_shot.RULES["climbing, dearest, 3 at once"],
     }
     if name not in rules:
-        raise ValueError(f"no controller {name!r}; there are {', '.join([*rules, POLICY, 'best schedule', *CHECKS])}")
+        raise ValueError(f"no controller {name!r}; there are {', '.join([*rules, POLICY, 'best schedule'])}")
     return rules[name]()
 
 
@@ -284,11 +140,6 @@ def play(csv: Path, config: Path, places: Sequence[str], controllers: Sequence[s
                     steps[:] = [step.metrics.objective.tolist()]
 
                 end = play_episode(pool, name, controller, rng_seeds=rng_seeds, on_step=keep)
-                checked = controller if isinstance(controller, Checked) else None
-                zeros = np.zeros(hosts, dtype=np.int64)
-                forks, checks, dropped = (
-                    (checked.flops, checked.checks, checked.dropped) if checked else (zeros, zeros, zeros)
-                )
                 append(
                     Row(
                         place,
@@ -296,9 +147,8 @@ def play(csv: Path, config: Path, places: Sequence[str], controllers: Sequence[s
                         host,
                         *(float(f"{value:.5g}") for value in (steps[0][host], end.objective[host])),
                         int(end.fossils[host]),
-                        *(float(f"{value / 1e6:.5g}") for value in (end.flops[host], forks[host])),
-                        int(checks[host]),
-                        int(dropped[host]),
+                        float(f"{end.flops[host] / 1e6:.5g}"),
+                        0.0,
                         end.contexts[host] if name == WAITING else "",
                     )
                     for host in range(hosts)
@@ -440,7 +290,7 @@ def checks(rows: Sequence[Row]) -> list[str]:
     `better at the end` chooses between the policy and waiting by the objective on validation data after the training.
     """
     found = group(rows)
-    names = [name for name in (POLICY, *CHECKS) if name in found]
+    names = [POLICY, *(name for name in found if any(row.forks for row in found[name].values()))]
     heads = f"{' | '.join([*names, 'better at the end'])} |"
     lines = [f"| place | hosts | waiting | {heads}", "|---|--:|---|" + "---|" * (len(names) + 1)]
     costs = [f"| place | {heads}", "|---|" + "---|" * (len(names) + 1)]
@@ -455,16 +305,14 @@ def checks(rows: Sequence[Row]) -> list[str]:
                 continue
             own = [found[name][host] for host in hosts]
             cells.append(shown(mean_interval(lead(found, name, WAITING, hosts=hosts)), True))
-            share = (np.array([row.flops + row.forks for row in own]) / waiting[:, 1]).mean()
-            counts = np.mean([(row.checks, row.dropped, row.fossils) for row in own], 0)
-            shares.append(f"{share:.2f}; {counts[0]:.1f}, {counts[1]:.1f}, {counts[2]:.1f}")
+            shares.append(f"{(np.array([row.flops + row.forks for row in own]) / waiting[:, 1]).mean():.2f}")
         is_ahead = lead(found, POLICY, WAITING, hosts=hosts, split="validation") > 0.0
         end = np.where(is_ahead, lead(found, POLICY, WAITING, hosts=hosts), 0.0)
         share = 1.0 + (np.array([found[POLICY][host].flops for host in hosts]) / waiting[:, 1]).mean()
         head = f"{place} | {len(hosts)} | {number(waiting[:, 0].mean())}"
         lines.append(f"| {' | '.join([head, *cells, shown(mean_interval(end), True)])} |")
         costs.append(f"| {' | '.join([place, *shares])} | {share:.2f}; grown {int(is_ahead.sum())} |")
-    return [*lines, "", "FLOPs over those of waiting; checks, seeds that failed, seeds kept, by host:", "", *costs]
+    return [*lines, "", "FLOPs over those of waiting:", "", *costs]
 
 
 def main(args: Sequence[str] | None = None) -> None:
