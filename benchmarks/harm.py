@@ -262,7 +262,7 @@ def look(rows: Sequence[Row], config: Path) -> list[str]:
 
         def fit(known: np.ndarray) -> np.ndarray:
             weights = solve_ridge(x[known], torch.from_numpy(y[known, None]), LOOK_RIDGE)
-            return (x @ weights)[:, 0].numpy() > 0.0
+            return (x @ weights.double())[:, 0].numpy() > 0.0
 
         return fit
 
