@@ -18,15 +18,20 @@ ORIGIN = ("revision", "date")
 DIRTY = "-dirty"
 """End of a revision whose code had changes that were not committed."""
 
+UNKNOWN = "unknown"
+"""Revision of rows whose code is in no repository, or whose origin is lost."""
+
 
 @cache
 def revision() -> str:
-    """Return the commit of the code, with a mark if files other than results have changed since."""
+    """Return the commit of the code, marked if files other than results have changed since; UNKNOWN without git."""
     folder = Path(__file__).parent
     head = ["git", "rev-parse", "--short=8", "HEAD"]
-    found = subprocess.run(head, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+    found = subprocess.run(head, cwd=folder, capture_output=True, text=True)
+    if found.returncode:
+        return UNKNOWN
     changes = ["git", "diff", "--quiet", "HEAD", "--", ":/", ":(exclude)results"]
-    return found + DIRTY * bool(subprocess.run(changes, cwd=folder).returncode)
+    return found.stdout.strip() + DIRTY * bool(subprocess.run(changes, cwd=folder).returncode)
 
 
 def read_rows(path: Path, kind: type[Row]) -> list[Row]:

@@ -4,25 +4,25 @@
 
 `benchmarks/results/provenance.yaml` says of each CSV file which pages show it, which files of the code make it, and by
 which command, at which commit and on which day its rows were made. Rows with columns of their own for commit and day
-need no more. A table is stale if a commit after one of these has changed one of the files, unless `still_valid` says
-of this commit why it does not matter. Commits count, not what has not been committed yet.
+need no more. A table is stale if one of the files differs from that commit, in more than comments and docstrings where
+it is Python, unless `still_valid` says of each commit since why it does not matter. Changes that are not committed do
+not count.
 """
 
+import ast
 import csv
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import yaml
 
-from benchmarks.rows import DIRTY
+from benchmarks.rows import DIRTY, UNKNOWN
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-UNKNOWN = "unknown"
-"""Revision of rows whose origin is lost."""
 
 
 class Table(NamedTuple):
@@ -59,9 +59,24 @@ def read_tables() -> list[Table]:
     return tables
 
 
-def commits_after(revision: str, code: Sequence[str]) -> list[str]:
-    """Return the commits that changed files of the code, the oldest first."""
-    return git("log", "--no-merges", "--reverse", "--format=%H", f"{revision}..HEAD", "--", *code).split()
+def meaning(code: str) -> str:
+    """Return what Python source does, without comments, docstrings and layout."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            node.body = [one for one in body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))]
+    return ast.dump(tree)
+
+
+def is_changed(path: str, revision: str) -> bool:
+    """Return True if a file, which differs from a revision or is missing on one side, differs in more than words."""
+    if not path.endswith(".py"):
+        return True
+    sides = [
+        subprocess.run(["git", "show", f"{commit}:{path}"], cwd=ROOT, capture_output=True, text=True)
+        for commit in (revision, "HEAD")
+    ]
+    return any(side.returncode for side in sides) or len({meaning(side.stdout) for side in sides}) > 1
 
 
 def reasons(table: Table) -> Iterator[str]:
@@ -69,17 +84,25 @@ def reasons(table: Table) -> Iterator[str]:
     for revision in table.revisions:
         if revision == UNKNOWN:
             yield "revision unknown"
-        elif revision.endswith(DIRTY):
+            continue
+        if revision.endswith(DIRTY):
             yield f"{revision}: the code had changes that are in no commit"
-        else:
-            commits = commits_after(revision, table.code)
-            changes = [one for one in commits if not any(one.startswith(valid) for valid in table.still_valid)]
-            if changes:
-                (first, *_) = git("show", "--format=", "--name-only", changes[0], "--", *table.code).split()
-                yield f"{revision}: {len(changes)} later commits, the first {changes[0][:8]} in {first}"
+            continue
+        for path in git("diff", "--name-only", revision, "HEAD", "--", *table.code).splitlines():
+            if is_changed(path, revision):
+                commits = git(
+                    "log", "--no-merges", "--format=%h", "--abbrev=8", f"{revision}..HEAD", "--", path
+                ).split()
+                changes = [one for one in commits if one not in table.still_valid]
+                if changes or not commits:  # without one, a merge has changed the file
+                    yield f"{revision}: {path} has changed, in {changes[0] if changes else 'a merge'} and before"
+                    break
 
 
 def main() -> None:
+    asked = subprocess.run(["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True)
+    if asked.stdout.strip() != "false":
+        sys.exit("stale: the history of the code is not here as a whole; run `git fetch --unshallow` in a clone")
     stale = [(table, lines) for table in read_tables() if (lines := list(reasons(table)))]
     for table, lines in stale:
         print(f"{', '.join(table.files)} ({', '.join(table.pages)})", *lines, f"by {table.command}", sep="\n    ")

@@ -1,12 +1,12 @@
 """Tune the settings of hand-written controllers on a config's training hosts, so that they are fair baselines.
 
-    python -m benchmarks.tune --config configs/digits.yaml --out benchmarks/settings/digits.yaml
+    python -m benchmarks.tune --config configs/digits.yaml --steps 17280 --out benchmarks/settings/digits.yaml
     esper-lightning test --config digits --config benchmarks/settings/digits.yaml --ckpt_path …
 
 All settings of a controller are played on the same hosts, with equal numbers of each context of a family, and compared
 by the objective on validation images. The best few are compared again on twice as many other hosts. Each controller has
-the same number of host epochs: as many as the training of the policy, where the comparison shall be fair. No host or
-image of an evaluation is used.
+at most `--steps` host epochs: for a fair comparison as many as the training of the policy. No host or image of an
+evaluation is used.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True, help="a YAML file")
-    parser.add_argument("--steps", type=int, default=46_080, help="host epochs for each controller")
+    parser.add_argument("--steps", type=int, required=True, help="host epochs for each controller")
     parser.add_argument("--seed", type=int, default=0, help="of the hosts")
     options = parser.parse_args(args)
     torch.set_num_threads(1)
@@ -100,8 +100,10 @@ def main(args: Sequence[str] | None = None) -> None:
     comments = [f"# Rules tuned on training hosts of {options.config.name} by benchmarks/tune.py ({how})."]
     best: dict[str, dict[str, Any]] = {}
     for name, rules in candidate_settings(data.pool).items():
-        episodes = options.steps // (data.pool.config.horizon * (len(rules) + FINALISTS * ROUNDS))
-        pool = data.make_pool(max(1, episodes // contexts) * contexts)
+        least = contexts * data.pool.config.horizon * (len(rules) + FINALISTS * ROUNDS)  # one host of each context
+        if options.steps < least:
+            parser.error(f"{len(rules)} settings of {name} need at least {least} host epochs; give --steps {least}")
+        pool = data.make_pool(options.steps // least * contexts)
         rule, objective = tune(pool, rules, options.seed)
         best[name] = asdict(rule)
         comments.append(

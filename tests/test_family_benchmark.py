@@ -95,3 +95,22 @@ def test_the_table_of_values_has_a_row_for_each_context_and_no_gain_where_nothin
     assert len(rows) == 4
     assert all(single == of_kind == of_context for *_, single, of_kind, of_context in rows)
     assert gains[-3:] == ["+.000 [.000, .000]"] * 3
+
+
+def test_the_table_of_values_has_the_schedule_of_each_context(pool: HostPool, knowledge: Knowledge) -> None:
+    """A schedule that grows nothing costs nothing; one that keeps a seed pays for it where growth has a price."""
+    keep = Schedule(SLOTS, (*grow("norm").entries, ScheduledAction(4, "FOSSILIZE", SLOTS[0])))
+    never = Schedule(SLOTS, ())
+    by_price = {0.0: never, 0.4: keep}
+    told = knowledge._replace(
+        single=never,
+        kinds=[known._replace(schedule=by_price[known.variables["objective.price"]]) for known in knowledge.kinds],
+        contexts=[known._replace(schedule=keep) for known in knowledge.contexts],
+    )
+    _, _, *rows, _, _ = [line.strip("| ").split(" | ") for line in family.value_of_knowledge(pool, told, 2)]
+    for context, never_grown, single, of_kind, of_context in rows:
+        assert never_grown == single
+        if "price 0.4" in context:
+            assert float(of_kind) == float(of_context) < float(never_grown)
+        else:
+            assert of_kind == never_grown

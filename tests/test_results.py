@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import expand, grow, tables, zero_shot
 from benchmarks.rows import read_rows
-from esper_lightning.evaluation.statistics import mean_interval
+from esper_lightning.evaluation.statistics import Interval, mean_interval
 from tests.runs import ROOT
 from tests.tiers import rest_is_slow
 
@@ -251,10 +251,15 @@ def test_pages_show_the_kept_results_of_growing_transfer_and_expansion() -> None
 
 @pytest.mark.parametrize("name", ["stack", "scaling", "tamiyo"])
 def test_the_leads_of_a_card_are_on_a_page_of_results(name: str) -> None:
-    """A page may have the lead from the other side, without a sign."""
+    """A page may have the lead from the other side; the text of depth has it in words, ahead or behind."""
     card = (ROOT / "docs" / "methods" / f"{name}.md").read_text()
-    pages = re.sub(r"[+−]| nats", "", "".join(path.read_text() for path in RESULTS.glob("*.md")))
-    leads = re.findall(r"[+−](\d?\.\d{3}) \[[+−]?(\d?\.\d{3}), [+−]?(\d?\.\d{3})\]", card)
+    pages = "".join(path.read_text() for path in RESULTS.glob("*.md")).replace(" nats", "")
+    leads = re.findall(r"[+−]\d?\.\d{3} \[−?\d?\.\d{3}, −?\d?\.\d{3}\]", card)
     assert len(leads) >= 6
-    for mean, low, high in leads:
-        assert f"{mean} [{low}, {high}]" in pages or f"{mean} [{high}, {low}]" in pages, mean
+    for lead in leads:
+        mean, low, high = (float(x.replace("−", "-")) for x in re.findall(r"−?\d?\.\d{3}", lead))
+        other_side = Interval(-mean, -high, -low)
+        mirrored, ahead = (tables.shown(of, signed=True) for of in (other_side, Interval(mean, low, high)))
+        said = re.escape((ahead if mean > 0 else mirrored).removeprefix("+"))
+        in_words = re.search(rf"{said} {'ahead' if mean > 0 else 'behind'} ", pages)
+        assert lead in pages or mirrored in pages or in_words, lead

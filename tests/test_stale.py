@@ -28,10 +28,10 @@ def test_each_kept_result_has_one_entry_with_pages_code_command_and_days() -> No
     assert sorted(name for table in tables for name in table.files) == sorted(set(names))
     for table in tables:
         assert table.command and all((ROOT / page).is_file() for page in table.pages), table.files
-        assert [code for code in table.code if not stale.git("ls-files", "--", code)] == [], table.files
+        assert [code for code in table.code if not list(ROOT.glob(code))] == [], table.files
     entries = yaml.safe_load((stale.RESULTS / "provenance.yaml").read_text())["tables"].values()
     days = [part["date"] for entry in entries for part in entry.get("made", ())]
-    assert len(days) > 20 and all(isinstance(day, datetime.date) for day in days)
+    assert all(isinstance(day, datetime.date) for day in days)
 
 
 def test_each_commit_of_a_result_is_in_the_history(history: None) -> None:
@@ -54,10 +54,10 @@ def test_a_table_is_stale_after_a_commit_that_changes_its_code(
     monkeypatch.setattr(stale, "RESULTS", tmp_path)
     entry = {"pages": ["README.md"], "code": ["a.py b"], "command": "python a.py"}
 
-    def commit(name: str) -> str:
+    def commit(name: str, text: str = "1\n") -> str:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         with (tmp_path / name).open("a") as file:
-            file.write("1\n")
+            file.write(text)
         stale.git("add", name)
         stale.git("-c", "user.name=n", "-c", "user.email=e", "commit", "-q", "-m", name)
         return stale.git("rev-parse", "HEAD").strip()
@@ -72,16 +72,18 @@ def test_a_table_is_stale_after_a_commit_that_changes_its_code(
 
     stale.git("init", "-q")
     (tmp_path / "x.csv").write_text("loss\n1\n")
-    first, other = commit("a.py"), commit("c.py")
+    first, other = commit("a.py", "x = 1\n"), commit("c.py")
     made = [{"stored": first, "date": "2026-11-28"}]
     assert told(made=made) == "" and "unknown" in told()
+    commit("a.py", '"""Words."""  # and more\n')
+    assert told(made=made) == "", "comments and docstrings do not make rows"
     change = commit("b/b.py")
-    assert f"{first}: 1 later commits, the first {change[:8]} in b/b.py" in told(made=made)
-    assert told(made=made, still_valid={change[:8]: "a comment"}) == ""
+    assert f"{first}: b/b.py has changed, in {change[:8]}" in told(made=made)
+    assert told(made=made, still_valid={change[:8]: "no rows by it"}) == ""
     assert told(made=[{"revision": change}]) == ""
 
     (tmp_path / "x.csv").write_text(f"loss,revision\n1,{change}\n2,{other}\n")
-    assert f"{other}: 1 later" in told() and f"{change}:" not in told()
+    assert f"{other}: b/b.py" in told() and f"{change}:" not in told()
     (tmp_path / "x.csv").write_text(f"loss,revision\n1,{change}-dirty\n")
     assert "in no commit" in told()
 
@@ -100,5 +102,8 @@ def test_appended_rows_have_commit_and_day_and_older_rows_keep_them_empty(tmp_pa
 
         assert rows.read_rows(path, Row) == [*before, Row("c", 2.0)]
         *older, last = csv.DictReader(path.read_text().splitlines())
-        assert last["revision"] == rows.revision() and last["date"] == datetime.date.today().isoformat()
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+        revision = last["revision"].removesuffix(rows.DIRTY)
+        assert head.startswith(revision) if head else revision == rows.UNKNOWN
+        assert last["date"] == datetime.date.today().isoformat()
         assert all(row["revision"] == row["date"] == "" for row in older)
