@@ -95,7 +95,7 @@ def reasons(table: Table) -> Iterator[str]:
                 ).split()
                 changes = [one for one in commits if one not in table.still_valid]
                 if changes or not commits:  # without one, a merge has changed the file
-                    yield f"{revision}: {path} has changed, in {changes[0] if changes else 'a merge'} and before"
+                    yield f"{revision}: {path} has changed, last in {changes[0] if changes else 'a merge'}"
                     break
 
 

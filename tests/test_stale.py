@@ -78,7 +78,7 @@ def test_a_table_is_stale_after_a_commit_that_changes_its_code(
     commit("a.py", '"""Words."""  # and more\n')
     assert told(made=made) == "", "comments and docstrings do not make rows"
     change = commit("b/b.py")
-    assert f"{first}: b/b.py has changed, in {change[:8]}" in told(made=made)
+    assert f"{first}: b/b.py has changed, last in {change[:8]}" in told(made=made)
     assert told(made=made, still_valid={change[:8]: "no rows by it"}) == ""
     assert told(made=[{"revision": change}]) == ""
 
