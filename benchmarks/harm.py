@@ -18,6 +18,7 @@ checks: Markdown table of the leads over waiting of the policy, of the better of
 
 import argparse
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -95,7 +96,7 @@ def make_hosts(data: HostPoolData, place: str, hosts: int, policy: Controller) -
     if place in data.task_configs:
         return data.make_pool(hosts, task=place, observation=observation)
     setting = zero_shot.SETTINGS[place]
-    env = zero_shot.replace(data.env, observation=observation)
+    env = replace(data.env, observation=observation)
     blueprints = setting.blueprints or data.task_configs[setting.like].blueprints
     return zero_shot.make_pool(setting._replace(hosts=hosts), env, blueprints, data.governor)
 

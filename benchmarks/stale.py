@@ -99,9 +99,14 @@ def reasons(table: Table) -> Iterator[str]:
                     break
 
 
-def main() -> None:
+def has_history() -> bool:
+    """Return True if the code lies in a repository with its whole history."""
     asked = subprocess.run(["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True)
-    if asked.stdout.strip() != "false":
+    return asked.stdout.strip() == "false"
+
+
+def main() -> None:
+    if not has_history():
         sys.exit("stale: the history of the code is not here as a whole; run `git fetch --unshallow` in a clone")
     stale = [(table, lines) for table in read_tables() if (lines := list(reasons(table)))]
     for table, lines in stale:

@@ -16,9 +16,7 @@ from tests.runs import ROOT
 
 @pytest.fixture
 def history() -> None:
-    asked = ["git", "rev-parse", "--is-shallow-repository"]
-    found = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True)
-    if found.returncode or found.stdout.strip() == "true":
+    if not stale.has_history():
         pytest.skip("the history of the repository is not here, or not as a whole")
 
 
