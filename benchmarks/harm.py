@@ -38,9 +38,8 @@ from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.controllers.schedules import FixedSchedule, Schedule, read_schedule
 from esper_lightning.datamodules import HostPoolData
-from esper_lightning.envs import HostPool, StepResult
+from esper_lightning.envs import HostPool
 from esper_lightning.envs.vector_env import EVALUATION, episode_rng_seeds
-from esper_lightning.evaluation.play import play_episode
 from esper_lightning.evaluation.statistics import mean_interval
 
 RESULTS = Path("benchmarks/results/harm.csv")
@@ -135,18 +134,14 @@ def play(csv: Path, config: Path, places: Sequence[str], controllers: Sequence[s
             pool = make_hosts(data, place, hosts, policy)
             rng_seeds = episode_rng_seeds(RUN_RNG_SEED, EVALUATION, 0, n_envs=hosts)
             for name in due:
-                controller, steps = make_player(name, data, place, pool), []
-
-                def keep(step: StepResult, steps: list[list[float]] = steps) -> None:
-                    steps[:] = [step.metrics.objective.tolist()]
-
-                end = play_episode(pool, name, controller, rng_seeds=rng_seeds, on_step=keep)
+                controller = make_player(name, data, place, pool)
+                validation, end = zero_shot.play_to_the_end(pool, name, controller, rng_seeds=rng_seeds)
                 append(
                     Row(
                         place,
                         name,
                         host,
-                        *(float(f"{value:.5g}") for value in (steps[0][host], end.objective[host])),
+                        *(float(f"{value:.5g}") for value in (validation[host], end.objective[host])),
                         int(end.fossils[host]),
                         float(f"{end.flops[host] / 1e6:.5g}"),
                         0.0,

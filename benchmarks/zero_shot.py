@@ -1,18 +1,20 @@
 """Evaluate policies over sets on hosts that their training has left out, beside rules and schedules.
 
     python -m benchmarks.zero_shot baselines
-    python -m benchmarks.zero_shot result --policies runs/general/version_0/checkpoints/last.ckpt …
-    python -m benchmarks.zero_shot result --name "one kind" --policies runs/digits/version_0/checkpoints/last.ckpt …
+    python -m benchmarks.zero_shot result
     python -m benchmarks.zero_shot table
+    python -m benchmarks.zero_shot result --name general --policies runs/general/version_0/checkpoints/last.ckpt …
     python -m benchmarks.zero_shot publish runs/general/version_0/checkpoints/last.ckpt
 
 baselines: on the training hosts of the config, play every rule, and search the best fixed schedule of each task. The
     results lie in a folder of `benchmarks/settings`.
-result: play policies, one checkpoint for each RNG seed of training; waiting; the rule that was best on the training
-    hosts; and the schedule of the most similar task of training, its slots paired in order. Each of the held-out
-    settings has 24 fresh hosts and test data; networks of torchvision have fewer.
-table: Markdown tables of the objectives, of the policies' leads, and of the policies one by one. The leads over all
-    settings weigh each setting alike; hosts and settings are resampled together.
+result: play waiting; the default rule of `Grow`; the rule that was best on the training hosts; the schedule of the most
+    similar task of training, its slots paired in order; the policy of the package, or a checkpoint for each RNG seed of
+    a training; its most frequent schedule on every host (`replayed`), and its actions on the next host (`yoked`). Most
+    held-out settings have 24 fresh hosts, two have fewer; each has test data.
+table: Markdown tables of the objectives, and of leads over waiting. `better of both` is the policy on hosts on which it
+    ends ahead of waiting on validation data, and waiting on all others. The leads over all settings weigh each setting
+    alike; hosts and settings are resampled together.
 publish: write the policy of a checkpoint, with the tables, to the file that comes with the package as `tamiyo`.
 
 Results are rows of a CSV file. Rows that it has got are not measured again.
@@ -22,6 +24,7 @@ import argparse
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -48,13 +51,13 @@ from esper_lightning.controllers.rules import (
     WaitOnly,
 )
 from esper_lightning.controllers.schedules import FixedSchedule, Schedule, read_schedule, write_schedule
-from esper_lightning.envs import EnvConfig, HostPool
+from esper_lightning.envs import EnvConfig, HostPool, StepResult
 from esper_lightning.envs.config import HostFactory
 from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.vector_env import EVALUATION, episode_rng_seeds
-from esper_lightning.evaluation.play import play_episode
+from esper_lightning.evaluation.play import Outcome, play_episode
 from esper_lightning.evaluation.search import SearchConfig, final_objectives, search
 from esper_lightning.evaluation.statistics import mean_interval
 from esper_lightning.hosts import CNN, GPT, MLP, Attached
@@ -66,7 +69,9 @@ RESULTS = Path("benchmarks/results/zero_shot.csv")
 BASELINES = Path("benchmarks/settings/zero_shot")
 RULES_FILE = "rules.csv"
 
-GENERAL, WAITING, RULE, SCHEDULE = "general", "waiting", "best rule", "best schedule"
+TAMIYO, WAITING, DEFAULT, RULE, SCHEDULE = "tamiyo", "waiting", "heuristic", "best rule", "best schedule"
+
+REPLAYED, YOKED, BETTER = "replayed", "yoked", "better of both"
 
 RULE_HOSTS = 24
 """Hosts of a task on which a rule is played."""
@@ -209,15 +214,16 @@ class Score(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Result on one host, on test samples."""
+    """Result on one host."""
 
     setting: str
     controller: str
     training_seed: str  # empty for controllers without training
     host: int
-    objective: float
-    score: float
+    validation: float  # objective
+    objective: float  # on test samples
     fossils: int
+    flops: float  # of training, in millions
 
 
 def find_baselines(config: Path, folder: Path, steps: int) -> None:
@@ -303,7 +309,7 @@ def measure(
     folder: Path,
     *,
     settings: Mapping[str, Setting],
-    policies: Sequence[Path],
+    policies: Sequence[str],
     name: str,
 ) -> None:
     """Play all controllers on all settings and append the rows that are missing."""
@@ -323,6 +329,7 @@ def measure(
             make_hosts = partial(make_pool, setting, blueprints=blueprints, governor=governor)
             baselines: dict[str, Callable[[HostPool], Controller]] = {
                 WAITING: lambda pool: WaitOnly(),
+                DEFAULT: lambda pool: Heuristic(),
                 RULE: lambda pool: RULES[rule](),
                 SCHEDULE: lambda pool, fit=fit: FixedSchedule(fit(pool)),
             }
@@ -330,82 +337,113 @@ def measure(
             if due:
                 pool = make_hosts(data.env)
                 for key, make in due.items():
-                    append(play(pool, title, key, "", make(pool)))
+                    append(play(pool, title, key, "", make(pool))[0])
             for path, seed in seeds.items():
-                if (title, name, seed) not in done:
+                if (title, YOKED, seed) not in done:
                     policy = load_controller(path)
                     pool = make_hosts(replace(data.env, observation=policy.observation or data.env.observation))
-                    append(play(pool, title, name, seed, policy))
+                    rows, schedules = play(pool, title, name, seed, policy)
+                    common = Counter(schedules).most_common(1)[0][0]
+                    replayed, yoked = FixedSchedule(common), FixedSchedule(schedules[1:] + schedules[:1])
+                    for key, controller in ((REPLAYED, replayed), (YOKED, yoked)):
+                        rows += play(pool, title, key, seed, controller)[0]
+                    append(rows)
 
 
-def play(pool: HostPool, setting: str, name: str, training_seed: str, controller: Controller) -> list[Row]:
-    """Play a controller on fresh hosts, the same for all controllers of a setting, and return a row for each."""
+def play(
+    pool: HostPool, setting: str, name: str, training_seed: str, controller: Controller
+) -> tuple[list[Row], list[Schedule]]:
+    """Play a controller on fresh hosts, the same for all controllers of a setting, and return a row for each.
+
+    The second value has the actions that were carried out on each host.
+    """
     begin = time.process_time()
-    rng_seeds = episode_rng_seeds(0, EVALUATION, 0, n_envs=pool.n_envs)
-    outcome = play_episode(pool, name, controller, rng_seeds=rng_seeds)
+    validation, outcome = play_to_the_end(
+        pool, name, controller, rng_seeds=episode_rng_seeds(0, EVALUATION, 0, n_envs=pool.n_envs)
+    )
     seconds = time.process_time() - begin
     print(f"{setting}, {name} {training_seed}: {outcome.objective.mean():.3f}, {seconds:.0f} s", flush=True)
-    return [
-        Row(setting, name, training_seed, host, float(f"{objective:.6g}"), float(f"{score:.6g}"), int(fossils))
-        for host, (objective, score, fossils) in enumerate(
-            zip(outcome.objective, outcome.score, outcome.fossils, strict=True)
+    rows = [
+        Row(setting, name, training_seed, host, *(float(f"{value:.6g}") for value in objectives), int(fossils), mflops)
+        for host, (*objectives, fossils, mflops) in enumerate(
+            zip(validation, outcome.objective, outcome.fossils, [round(n / 1e6, 2) for n in outcome.flops], strict=True)
         )
     ]
+    return rows, outcome.schedules
 
 
-Objectives = dict[str, dict[str, np.ndarray]]
-"""Objectives [S, H] by setting and controller; S = 1 for controllers without training."""
+def play_to_the_end(
+    pool: HostPool, name: str, controller: Controller, *, rng_seeds: Sequence[int]
+) -> tuple[list[float], Outcome]:
+    """Return the objective of each host on validation data at the end of an episode, and all other results of it."""
+    last: list[float] = []
+
+    def keep(step: StepResult) -> None:
+        last[:] = step.metrics.objective.tolist()
+
+    outcome = play_episode(pool, name, controller, rng_seeds=rng_seeds, on_step=keep)
+    return last, outcome
 
 
-def group(rows: Sequence[Row]) -> Objectives:
-    """Return the objectives of all rows."""
-    values: dict[str, dict[str, dict[str, list[float]]]] = {}
+Results = dict[str, dict[str, dict[str, np.ndarray]]]
+"""Results by setting, controller and name of the column: [S, H], S = 1 for controllers without training."""
+
+
+def group(rows: Sequence[Row], name: str) -> Results:
+    """Return the results of all rows, and those of the better of both of waiting and of the policies called `name`.
+
+    Raises ValueError if these were not measured.
+    """
+    columns = ("validation", "objective", "fossils", "flops")
+    values: dict[str, dict[str, dict[str, list[Row]]]] = {}
     for row in rows:
         of_seed = values.setdefault(row.setting, {}).setdefault(row.controller, {})
-        of_seed.setdefault(row.training_seed, []).append(row.objective)
-    return {
-        setting: {controller: np.array(list(seeds.values())) for controller, seeds in of.items()}
+        of_seed.setdefault(row.training_seed, []).append(row)
+    results: Results = {
+        setting: {
+            controller: {
+                column: np.array([[getattr(row, column) for row in own] for own in seeds.values()])
+                for column in columns
+            }
+            for controller, seeds in of.items()
+        }
         for setting, of in values.items()
+        if name in of
     }
+    if not results:
+        raise ValueError(f"there are no results of {name!r}; run the command result")
+    for of in results.values():
+        ahead = of[name]["validation"] > of[WAITING]["validation"]
+        of[BETTER] = {"objective": np.where(ahead, of[name]["objective"], of[WAITING]["objective"])}
+    return results
 
 
 def table(rows: Sequence[Row], name: str) -> list[str]:
-    """Return the lines of the tables of objectives, and of the leads of the policies called `name`.
+    """Return the lines of a table of objectives, and of a table of leads over waiting, on test data.
 
-    Raises ValueError if they were not measured.
+    The last columns of the first table are the share of hosts on which the policies called `name` keep no seed, and
+    their FLOPs over those of waiting.
     """
-    results = {setting: of for setting, of in group(rows).items() if name in of}
-    if not results:
-        raise ValueError(f"there are no results of {name!r}; run the command result")
-    controllers = list(dict.fromkeys(controller for of in results.values() for controller in of))
-    lines = [f"| setting | hosts | {' | '.join(controllers)} |", "|---|--:|" + "---|" * len(controllers)]
+    results = group(rows, name)
+    controllers = [one for one in next(iter(results.values())) if one != BETTER]
+    heads = ["setting", "hosts", *controllers, "keeps nothing", "FLOPs"]
+    lines = [f"| {' | '.join(heads)} |", "|---|--:|" + "---|" * (len(heads) - 2)]
     for setting, of in results.items():
-        cells = [number(float(of[controller].mean())) if controller in of else "" for controller in controllers]
-        lines.append(f"| {setting} | {of[name].shape[1]} | {' | '.join(cells)} |")
-    others = [controller for controller in controllers if controller != name]
-    lines += ["", f"| ahead of | {' | '.join(others)} |", "|---|" + "---|" * len(others)]
+        means = [number(float(of[one]["objective"].mean())) for one in controllers]
+        nothing = f"{(of[name]['fossils'] == 0).mean():.0%}"
+        cost = f"{(of[name]['flops'] / of[WAITING]['flops']).mean():.2f}"
+        lines.append(f"| {' | '.join([setting, str(of[name]['objective'].shape[1]), *means, nothing, cost])} |")
+    others = [name, BETTER, *(one for one in controllers if one not in (name, WAITING))]
+    lines += ["", f"| ahead of waiting | {' | '.join(others)} |", "|---|" + "---|" * len(others)]
     leads = {
-        setting: {other: of[name] - of[other] for other in others if other in of} for setting, of in results.items()
+        setting: {one: of[one]["objective"] - of[WAITING]["objective"] for one in others}
+        for setting, of in results.items()
     }
-    for setting, of in leads.items():
-        cells = [shown(mean_interval(of[other]), signed=True) if other in of else "" for other in others]
+    for setting, of_setting in leads.items():
+        cells = [shown(mean_interval(of_setting[one]), signed=True) for one in others]
         lines.append(f"| {setting} | {' | '.join(cells)} |")
-    cells = [shown(mean_interval(weigh([of[other] for of in leads.values() if other in of])), True) for other in others]
+    cells = [shown(mean_interval(weigh([of[one] for of in leads.values()])), signed=True) for one in others]
     return [*lines, f"| all settings | {' | '.join(cells)} |"]
-
-
-def seed_table(rows: Sequence[Row], name: str) -> list[str]:
-    """Return the lines of a table of the policies called `name` one by one, beside waiting."""
-    own = [row for row in rows if row.controller == name]
-    by_seed = {seed: group([row for row in own if row.training_seed == seed]) for seed in sorted({r[2] for r in own})}
-    waiting = group([row for row in rows if row.controller == WAITING])
-    lines = [f"| setting | waiting | {' | '.join(f'RNG seed {seed}' for seed in by_seed)} |"]
-    lines.append("|---|---|" + "---|" * len(by_seed))
-    for setting, of in waiting.items():
-        found = [of[WAITING], *(results.get(setting, {}).get(name) for results in by_seed.values())]
-        cells = ["" if objectives is None else number(float(objectives.mean())) for objectives in found]
-        lines.append(f"| {setting} | {' | '.join(cells)} |")
-    return lines
 
 
 def weigh(leads: Sequence[np.ndarray]) -> np.ndarray:  # [S, H] each -> [S, sum of H]
@@ -427,13 +465,14 @@ def main(args: Sequence[str] | None = None) -> None:
         command.add_argument("--config", type=Path, default=CONFIG, help="the training distribution")
         command.add_argument("--baselines", type=Path, default=BASELINES, help="folder of the baselines")
     finding.add_argument("--steps", type=int, default=15_000, help="host epochs of the search for each task")
-    measuring.add_argument("--policies", type=Path, nargs="*", default=[], help="a checkpoint for each training seed")
-    measuring.add_argument("--name", default=GENERAL, help="of the policies")
+    measuring.add_argument("--policies", nargs="*", default=[TAMIYO], help="a checkpoint for each training seed")
+    measuring.add_argument("--name", default=TAMIYO, help="of the policies")
     measuring.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     measuring.add_argument("--hosts", type=int, help="of each setting, at most as many as it has")
     shown_table, publishing = commands.add_parser("table"), commands.add_parser("publish")
-    shown_table.add_argument("--name", default=GENERAL, help="of the policies")
+    shown_table.add_argument("--name", default=TAMIYO, help="of the policies")
     publishing.add_argument("policy", type=Path, help="a checkpoint")
+    publishing.add_argument("--name", default="general", help="of the policies")
     publishing.add_argument("--out", type=Path, default=POLICIES / NAMED_POLICIES["tamiyo"], help="a safetensors file")
     for command in (measuring, shown_table, publishing):
         command.add_argument("--csv", type=Path, default=RESULTS, help="rows of results")
@@ -443,11 +482,9 @@ def main(args: Sequence[str] | None = None) -> None:
         if chosen.command == "baselines":
             find_baselines(chosen.config, chosen.baselines, chosen.steps)
         elif chosen.command == "table":
-            rows = read_rows(chosen.csv, Row)
-            print("\n".join([*table(rows, chosen.name), "", *seed_table(rows, chosen.name)]))
+            print("\n".join(table(read_rows(chosen.csv, Row), chosen.name)))
         elif chosen.command == "publish":
-            rows = read_rows(chosen.csv, Row)
-            lines = [*table(rows, GENERAL), "", *seed_table(rows, GENERAL)]
+            lines = table(read_rows(chosen.csv, Row), chosen.name)
             write_policy(chosen.policy, chosen.out, {"zero shot": "\n".join(lines)})
         else:
             settings = {name: SETTINGS[name] for name in chosen.settings}
