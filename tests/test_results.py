@@ -53,7 +53,7 @@ def test_its_rows_are_those_of_the_kept_results() -> None:
         [
             ("digits", ["digits"]),
             ("depth", ["depth_policy"]),
-            ("family", ["digits_budget", "digits_budget_held_out"]),
+            ("family", ["digits_budget", "digits_budget_held_out", "digits_budget_failing"]),
         ],
         lambda case: case[0] != "family",
     ),
