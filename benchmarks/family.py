@@ -1,6 +1,6 @@
 """Measure what it is worth to know the kind of a host in a family, and make the controllers that are told it.
 
-    python -m benchmarks.family search --config configs/digits_budget.yaml --steps 69120
+    python -m benchmarks.family search --config configs/digits_budget.yaml --steps 46080
     python -m benchmarks.family value --config configs/digits_budget.yaml --hosts 48
 
 `search` finds schedules on training hosts, with `--steps` host epochs for each of three kinds of knowledge: the best
@@ -219,7 +219,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("verb", choices=("search", "value"))
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--knowledge", type=Path, default=KNOWLEDGE, help="the file to write or to read")
-    parser.add_argument("--steps", type=int, default=69_120, help="host epochs for each kind of knowledge")
+    parser.add_argument("--steps", type=int, default=46_080, help="host epochs for each kind of knowledge")
     parser.add_argument("--hosts", type=int, default=48, help="fresh hosts of each context")
     parser.add_argument("--seed", type=int, default=0, help="RNG seed of the search")
     chosen = parser.parse_args(args)
