@@ -1,13 +1,14 @@
 """Measure what it is worth to know the kind of a host in a family, and make the controllers that are told it.
 
-    python -m benchmarks.family search --config configs/digits_budget.yaml --steps 69120
+    python -m benchmarks.family search --config configs/digits_budget.yaml --steps 46080
     python -m benchmarks.family value --config configs/digits_budget.yaml --hosts 48
 
 `search` finds schedules on training hosts, with `--steps` host epochs for each of three kinds of knowledge: the best
 schedule of all hosts; the best one of each kind of host, which a first observation may show (all variables but `fail`);
 and the best one of each context. It also fits a linear classifier of the kind to observations after one host epoch.
-All goes to `benchmarks/settings/NAME/knowledge.json`. `value` plays the schedules on fresh training hosts of every
-context, and prints what each knowledge is worth over the best single schedule, on validation data.
+All goes to `benchmarks/settings/NAME/knowledge.json`, and the best schedule of all hosts to `best_schedule.json` in the
+same folder, too, for `model.evaluation.schedules`. `value` plays the schedules on fresh training hosts of each context,
+and prints what each knowledge is worth over the best single schedule, on validation data.
 
 In a comparison, `benchmarks.family.Oracle` plays the schedule of each host's context, which it is told, and
 `benchmarks.family.Classified`, a rule written for this family, that of the kind in which the classifier puts a host.
@@ -28,7 +29,7 @@ from torch import Tensor
 from benchmarks.tables import shown
 from benchmarks.tune import open_data
 from esper_lightning.controllers.rules import WaitOnly
-from esper_lightning.controllers.schedules import FixedSchedule, Schedule, ScheduledAction
+from esper_lightning.controllers.schedules import FixedSchedule, Schedule, ScheduledAction, write_schedule
 from esper_lightning.envs import Action, HostPool
 from esper_lightning.envs.family import FAIL, Context
 from esper_lightning.evaluation.search import Racing, SearchConfig, sample_host_seeds, search
@@ -218,14 +219,16 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("verb", choices=("search", "value"))
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--knowledge", type=Path, default=KNOWLEDGE, help="the file to write or to read")
-    parser.add_argument("--steps", type=int, default=69_120, help="host epochs for each kind of knowledge")
+    parser.add_argument("--steps", type=int, default=46_080, help="host epochs for each kind of knowledge")
     parser.add_argument("--hosts", type=int, default=48, help="fresh hosts of each context")
     parser.add_argument("--seed", type=int, default=0, help="RNG seed of the search")
     chosen = parser.parse_args(args)
     torch.set_num_threads(1)
     pool = open_data(chosen.config).make_pool(ENVS)
     if chosen.verb == "search":
-        find_knowledge(pool, chosen.steps, chosen.seed).write(chosen.knowledge)
+        knowledge = find_knowledge(pool, chosen.steps, chosen.seed)
+        knowledge.write(chosen.knowledge)
+        write_schedule(knowledge.single, chosen.knowledge.with_name("best_schedule.json"))
         print(f"written to {chosen.knowledge}; model.evaluation.against may now name {', '.join(TOLD)}")
     else:
         print("\n".join(value_of_knowledge(pool, read_knowledge(chosen.knowledge), chosen.hosts)))

@@ -4,9 +4,9 @@
 
 `benchmarks/results/provenance.yaml` says of each CSV file which pages show it, which files of the code make it, and by
 which command, at which commit and on which day its rows were made. Rows with columns of their own for commit and day
-need no more. A table is stale if one of the files differs from that commit, in more than comments and docstrings where
-it is Python, unless `still_valid` says of each commit since why it does not matter. Changes that are not committed do
-not count.
+need no more. A table is stale if one of the files differs from that commit, in more than comments where it is YAML, and
+in more than comments and docstrings where it is Python, unless `still_valid` says of each commit since why it does not
+matter. Changes that are not committed do not count.
 """
 
 import ast
@@ -59,8 +59,10 @@ def read_tables() -> list[Table]:
     return tables
 
 
-def meaning(code: str) -> str:
-    """Return what Python source does, without comments, docstrings and layout."""
+def meaning(path: str, code: str) -> str:
+    """Return what a file of Python or YAML says, without comments, docstrings and layout."""
+    if path.endswith(".yaml"):
+        return str(yaml.safe_load(code))
     tree = ast.parse(code)
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
@@ -70,13 +72,13 @@ def meaning(code: str) -> str:
 
 def is_changed(path: str, revision: str) -> bool:
     """Return True if a file, which differs from a revision or is missing on one side, differs in more than words."""
-    if not path.endswith(".py"):
+    if not path.endswith((".py", ".yaml")):
         return True
     sides = [
         subprocess.run(["git", "show", f"{commit}:{path}"], cwd=ROOT, capture_output=True, text=True)
         for commit in (revision, "HEAD")
     ]
-    return any(side.returncode for side in sides) or len({meaning(side.stdout) for side in sides}) > 1
+    return any(side.returncode for side in sides) or len({meaning(path, side.stdout) for side in sides}) > 1
 
 
 def reasons(table: Table) -> Iterator[str]:

@@ -8,7 +8,7 @@
 `keep` copies the columns that the tables need. `show` prints a Markdown table of the objective on test data, and the
 lead of the policy over every row, paired by host, for each training run and for all together. `publish` writes the
 policy of a checkpoint to a file, with this table. `by` prints means over training runs and hosts for each kind of host
-in a family, of the objective or of the column named after a colon.
+in a family, of the objective or of the column named after a colon; `ahead of climbing` is a lead with its interval.
 """
 
 import argparse
@@ -27,6 +27,9 @@ KEPT_COLUMNS = ("controller", "training_seed", "host", "objective", "score", "pa
 
 TAMIYO = "tamiyo"
 """Name of the entries for the policy."""
+
+AHEAD = "ahead of "
+"""Beginning of a cell with a lead of the policy."""
 
 ByTrainingSeed = dict[str, np.ndarray]
 """A column [H] for each RNG seed of training; the key is empty for controllers without training."""
@@ -100,26 +103,33 @@ def parse_context(member: str) -> dict[str, str]:
 def by_kind(path: Path, names: Sequence[str], cells: Sequence[str]) -> list[str]:
     """Return the lines of a table with a row for each kind of host: means over training runs and hosts.
 
-    Raises ValueError for a variable in which hosts do not differ, and for a controller without results.
+    A cell names a controller, with a column other than the objective after a colon, or is `ahead of` one: the lead of
+    the policy over it, with its interval. A variable that a host lacks is empty. Raises ValueError for a variable in
+    which hosts do not differ, and for a controller without results.
     """
     with members_of(path).open(newline="") as file:
         hosts = [parse_context(row["member"]) for row in csv.DictReader(file)]
-    if missing := [name for name in names if name not in hosts[0]]:
-        raise ValueError(f"{path}: hosts do not differ in {missing[0]}; they do in {', '.join(hosts[0])}")
-    kinds = [tuple(host[name] for name in names) for host in hosts]
-    means: list[np.ndarray] = []
+    known = dict.fromkeys(name for host in hosts for name in host)
+    if missing := [name for name in names if name not in known]:
+        raise ValueError(f"{path}: hosts do not differ in {missing[0]}; they do in {', '.join(known)}")
+    kinds = [tuple(host.get(name, "") for name in names) for host in hosts]
+    values: list[np.ndarray] = []  # [training runs, hosts]
     for cell in cells:
-        controller, _, column = cell.partition(":")
+        controller, _, column = cell.removeprefix(AHEAD).partition(":")
         results = read(path, column or "objective")
         if controller not in results:
             raise ValueError(f"{path}: no results of {controller}; there are those of {', '.join(results)}")
-        means.append(np.mean(list(results[controller].values()), axis=0))
+        own = np.array(list(results[controller].values()))
+        values.append(np.array(list(results[TAMIYO].values())) - own if cell.startswith(AHEAD) else own)
     lines = [f"| {' | '.join([*names, 'hosts', *cells])} |", "|---" * (len(names) + 1 + len(cells)) + "|"]
     for kind in sorted(set(kinds)):
         own = [index for index, other in enumerate(kinds) if other == kind]
-        numbers = [mean[own].mean() for mean in means]
-        shown_numbers = [number(value) if value < 10.0 else f"{value:.0f}" for value in numbers]
-        lines.append(f"| {' | '.join([*kind, str(len(own)), *shown_numbers])} |")
+        row = [*kind, str(len(own))]
+        for cell, of in zip(cells, values, strict=True):
+            mean = of[:, own].mean()
+            lead = shown(mean_interval(of[:, own]), signed=True) if cell.startswith(AHEAD) else ""
+            row.append(lead or (number(mean) if mean < 10.0 else f"{mean:.0f}"))
+        lines.append(f"| {' | '.join(row)} |")
     return lines
 
 

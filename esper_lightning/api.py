@@ -30,6 +30,8 @@ class GrownNetwork(NamedTuple):
     """Blueprint and stage of the seed in each slot that has one."""
     controls: dict[str, list[float]]
     """Validation accuracy after each epoch of the controls, by name; see `grow`."""
+    best: nn.Module
+    """The network, or that of the control that ends with a higher validation accuracy."""
 
 
 class _Classifier(LightningModule):
@@ -97,7 +99,7 @@ def grow(
         loss: Function of outputs and targets.
         controls: Train copies of the network as it is given, too, on the same data. `ungrown`: nothing grows. `built
             in`: all seeds of the end are in it from the first batch on. `…, equal FLOPs`: each of them for as many
-            batches as have the training FLOPs of growth.
+            batches as have the training FLOPs of growth. `best` of the result is then never below `ungrown`.
         folder: Folder for a CSV log of each training, of which `report` makes a page. None: nothing is written.
         accelerator: Device, as Lightning's Trainer names it.
         rng_seed: RNG seed of the order of data and of the seeds' weights.
@@ -150,15 +152,18 @@ def grow(
     callback, accuracy = train("grown", network, controller)
     occupied = {name: slot for name, slot in callback.growing.slots.items() if slot.stage in OCCUPIED}
     seeds = {name: f"{slot.blueprint} {slot.stage.name}" for name, slot in occupied.items()}
-    curves: dict[str, list[float]] = {}  # validation accuracy of each control
+    networks, curves = {"grown": network}, {"grown": accuracy}
+    for name, decider in callback.controls.items() if controls else ():
+        lengths, affordable = {name: -1}, callback.affordable_batches[name]
+        if affordable not in (0, callback.batches_seen):  # FLOPs are not known, or nothing has grown
+            lengths[f"{name}, equal FLOPs"] = affordable
+        for control, max_steps in lengths.items():
+            print_status(f"control: {control}")
+            networks[control] = copy_module(original)
+            _, curves[control] = train(control, networks[control], decider, max_steps)
     if controls:
-        for name, decider in callback.controls.items():
-            print_status(f"control: {name}")
-            _, curves[name] = train(name, copy_module(original), decider)
-            affordable, equal_name = callback.affordable_batches[name], f"{name}, equal FLOPs"
-            if affordable not in (0, callback.batches_seen):  # FLOPs are not known, or nothing has grown
-                print_status(f"control: {equal_name}")
-                _, curves[equal_name] = train(equal_name, copy_module(original), decider, max_steps=affordable)
-        for name, values in {"grown": accuracy, **curves}.items():
+        for name, values in curves.items():
             print_status(f"{name}: validation accuracy {values[-1]:.4f}")
-    return GrownNetwork(network, accuracy, seeds, curves)
+    best = max(curves, key=lambda name: curves[name][-1])  # the first of equal ones, so the grown one
+    del curves["grown"]
+    return GrownNetwork(network, accuracy, seeds, curves, networks[best])

@@ -163,7 +163,7 @@ def make_vector_env(config: str | Path, num_envs: int = 1) -> GrowthVectorEnv:
 
 
 def register_configs() -> None:
-    """Register `DigitsFamily-v0` for `digits_family.yaml`, so each shipped config of one task, and `Growth-v0`."""
+    """Register `DigitsBudget-v0` for `digits_budget.yaml`, so each shipped config of one task, and `Growth-v0`."""
     kwargs_by_name: dict[str, dict[str, str]] = {"Growth": {}}
     for config in (path.stem for path in config_paths()):
         if config not in CONFIGS_OF_SEVERAL_TASKS:

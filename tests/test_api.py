@@ -89,10 +89,14 @@ def network_of_digits() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
 
 
+def batches_of_digits() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    images, digits = (torch.tensor(array) for array in load_digits(return_X_y=True))
+    return list(zip((images.float() / 16.0).view(-1, 1, 8, 8).split(64), digits.split(64), strict=True))
+
+
 def grown(network: nn.Module, batches: int = 4, slot: str = "2", **settings: Any) -> GrownNetwork:
     """Grow a network of digits behind one layer, with so many training batches of 64."""
-    images, digits = (torch.tensor(array) for array in load_digits(return_X_y=True))
-    data = list(zip((images.float() / 16.0).view(-1, 1, 8, 8).split(64), digits.split(64), strict=True))
+    data = batches_of_digits()
     return grow(network, data[:batches], data[20:24], [slot], accelerator="cpu", **settings)
 
 
@@ -134,6 +138,10 @@ def test_the_controls_are_trained_on_copies_and_change_nothing(
     longer = compared.controls["ungrown, equal FLOPs"]
     assert longer[:6] == ungrown.accuracy and len(longer) > 6, "the same training goes on"
     assert len(whole) == len(equal) == 6 and equal[:5] == whole[:5], "the same training, which ends within an epoch"
+    compared.best.eval()
+    right = [(compared.best(images).argmax(1) == digits).float() for images, digits in batches_of_digits()[20:24]]
+    ends = [values[-1] for values in (compared.accuracy, *compared.controls.values())]
+    assert float(torch.cat(right).mean()) == pytest.approx(max(ends))
     said = capsys.readouterr().out
     for name, values in {"grown": compared.accuracy, **compared.controls}.items():
         assert f"\n{name}: validation accuracy {values[-1]:.4f}\n" in said
@@ -141,7 +149,8 @@ def test_the_controls_are_trained_on_copies_and_change_nothing(
         validations = read_run(tmp_path / folder / "version_0").events[Validated]
         last = validations[-1].metrics["val_acc"]
         assert last == pytest.approx({"grown": compared.accuracy, **compared.controls}[name][len(validations) - 1])
-    assert list(result(controller="wait", controls=True).controls) == ["ungrown"]
+    level = result(controller="wait", controls=True)
+    assert list(level.controls) == ["ungrown"] and level.best is level.network, "the grown one, if both are equal"
 
 
 @pytest.mark.parametrize(
