@@ -33,7 +33,7 @@ import math
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import date
 from functools import cache, partial
 from itertools import pairwise
@@ -289,7 +289,7 @@ def lengths(host: str, tokens: float, row: str) -> tuple[int, ...]:
     start, plan = stacks[0].start, stacks[0].plan
     if not isinstance(plan, Shares):
         return tuple(round(share * budget / count_step(host, start)[0]) for share in DECIDING)
-    depths = {0.0: start} | (dict(plan.at) if isinstance(plan.at, Mapping) else {plan.at: blocks})
+    depths = {0.0: start, **plan.changes(start, blocks)}
     parts = zip(depths.values(), pairwise([*depths, 1.0]), strict=True)
     return (round(budget / sum((end - begin) * count_step(host, depth)[0] for depth, (begin, end) in parts)),)
 

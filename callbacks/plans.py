@@ -17,6 +17,7 @@ from esper_lightning.growth.blueprints import STACK
 from esper_lightning.runtime.checkpoint import HORIZON_KEY, IDENTITY_KEY, names_policy, read_policy
 from esper_lightning.runtime.registry import import_object
 
+DIGITS = 9  # digits of a share of the training, so that rounding does not delay a change by a batch
 EPSILON = 1e-6  # part of a tick by which a plan may be asked early, so that rounding does not delay it
 
 
@@ -60,15 +61,25 @@ the network is not deeper. If `needs_targets` is true, a training whose targets 
 
 
 class Shares:
-    """Plan that grows to full depth after a share of the training `at`, or to a number of blocks after each share."""
+    """Plan that grows to full depth after a share of the training `at`, or to a number of blocks after each share.
 
-    def __init__(self, at: float | Mapping[float, int]) -> None:
+    With None it doubles the blocks until all are there; each number of blocks has an equal share of the training.
+    """
+
+    def __init__(self, at: float | Mapping[float, int] | None = None) -> None:
         self.at = at
-        self.reason = f"no batch was due after at={at}"
+        self.reason = "no batch was due" if at is None else f"no batch was due after at={at}"
+
+    def changes(self, first: int, most: int) -> Mapping[float, int]:
+        """Return the number of blocks from each share of the training on, for a network of `first` to `most` blocks."""
+        if self.at is None:
+            doublings = math.ceil(math.log2(most / first))
+            return {k / (doublings + 1): min(first * 2**k, most) for k in range(1, doublings + 1)}
+        return self.at if isinstance(self.at, Mapping) else {self.at: most}
 
     def __call__(self, progress: Progress) -> int:
-        depth_from_share = self.at if isinstance(self.at, Mapping) else {self.at: progress.most}
-        return max((depth for share, depth in depth_from_share.items() if progress.share >= share), default=0)
+        changes = self.changes(progress.first, progress.most)
+        return max((depth for share, depth in changes.items() if progress.share >= round(share, DIGITS)), default=0)
 
 
 class AtTicks(ABC):

@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from esper_lightning.callbacks.batch_cost import COUNT_ERRORS, BatchCost, measure_batch
 from esper_lightning.callbacks.checks import after_setup, check_resumed, check_trainer, ends_trial, is_validation_of_fit
 from esper_lightning.callbacks.grow import Grow
-from esper_lightning.callbacks.plans import Plan, Progress, Shares, make_plan
+from esper_lightning.callbacks.plans import DIGITS, Plan, Progress, Shares, make_plan
 from esper_lightning.callbacks.run_record import open_events, write_run_record
 from esper_lightning.growth.blocks import Blocks, errors_of, find_blocks
 from esper_lightning.growth.lifecycle import count_parameters
@@ -55,8 +55,7 @@ from esper_lightning.telemetry.events import SCHEMA, STACK_FILE, EventLog, Stack
 CONFLICTING_CALLBACKS = (BaseFinetuning, BatchSizeFinder)
 """Callbacks that rearrange parameter groups, or try a size of the network that does not stay."""
 
-DEFAULT_SHARE = 0.3  # share of the training after which a network grows to its full depth, if nothing else is asked for
-DIGITS = 9  # digits of a share of the training, so that rounding does not delay a change by a batch
+DEEPER = 4  # how many times as many blocks as at the beginning a network gets, if nothing else is asked for
 
 SHALLOW: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Number of blocks that the class has built, for each list that a `Stack` has taken down."""
@@ -72,10 +71,12 @@ class Stack(Callback):
     Args:
         blocks: Name of the `nn.ModuleList` or `nn.Sequential` of like blocks in the LightningModule, as `net.blocks`;
             `net.blocks[1:]` leaves out the first block, and the numbers below count the others.
-        start: Number of blocks at the beginning. None: a third of those that the class builds, at least one; blocks
+        start: Number of blocks at the beginning. None: a quarter of those that the class builds, at least one; blocks
             that hold trained weights are then refused, because the others would be lost.
         at: Share of the training, between 0 and 1, after which it grows to its full depth; or several shares, each
-            with the number of blocks from then on: `{0.1: 4, 0.3: 12}`. None: .3, unless there is a plan.
+            with the number of blocks from then on: `{0.1: 4, 0.3: 12}`. None: unless there is a plan, the number
+            doubles until all are there, after equal shares: a network of four blocks has one, two and four of them for
+            a third of the training each.
         plan: What decides in place of `at` how deep the network is: `scaling`, a rule that knows the targets per
             parameter; `tamiyo_depth`, the policy of the package that knows depth; the file of a policy; a function
             from `Progress` to the number of blocks, or its import path. The network may end with fewer blocks.
@@ -97,10 +98,9 @@ class Stack(Callback):
     ) -> None:
         if at is not None and plan is not None:
             raise ValueError("Stack: at is a plan of its own; give at or plan")
-        at = DEFAULT_SHARE if at is None else at
-        shares = list(at) if isinstance(at, Mapping) else [at]
+        shares = list(at) if isinstance(at, Mapping) else [] if at is None else [at]
         depths = [1 if start is None else start, *(at.values() if isinstance(at, Mapping) else ())]
-        if not shares or not 0.0 < min(shares) <= max(shares) < 1.0:
+        if at is not None and not (shares and 0.0 < min(shares) <= max(shares) < 1.0):
             raise ValueError(f"Stack: at must lie between 0 and 1, got {at}")
         if depths[0] < 1:
             raise ValueError(f"Stack: start must be at least 1 block, got {start}")
@@ -112,8 +112,8 @@ class Stack(Callback):
         self._plan_name = plan if isinstance(plan, str) else type(self.plan).__name__
         self._first_plan = copy.deepcopy(self.plan.state_dict()) if hasattr(self.plan, "state_dict") else None
         with errors_of("Stack"):
-            if listed_order(order) is not None and (plan is not None or len(shares) > 1):
-                raise ValueError("Stack: sources one by one are those of a single change; give order by its name")
+            if listed_order(order) is not None and plan is not None:
+                raise ValueError("Stack: sources one by one are those of a single change; give at, or order by name")
         self.options: dict[str, Any] = {"order": order, "new": new, "state": state, "zero": zero}
         self.built: Any = None  # the module's list with all blocks that the class has built, once it is known
         self._lists: list[BuiltBlocks] = []  # that of the module, then those of its averaged copies
@@ -144,7 +144,7 @@ class Stack(Callback):
     @property
     def start(self) -> int:
         """Number of blocks at the beginning, once the list is known."""
-        return max(1, self.built.most // 3) if self._given_start is None else self._given_start
+        return max(1, self.built.most // DEEPER) if self._given_start is None else self._given_start
 
     @property
     def state_key(self) -> str:
@@ -239,8 +239,8 @@ class Stack(Callback):
                 f"Stack: start must be below {most}, the number of blocks that the module builds in {self.name!r}, "
                 f"got {self.start}; build the final network, or start with fewer blocks"
             )
-        if isinstance(self.plan, Shares) and isinstance(self.plan.at, Mapping):
-            depths = list(self.plan.at.values())
+        if isinstance(self.plan, Shares):
+            depths = list(self.plan.changes(self.start, most).values())
             if depths[0] <= self.start:
                 raise ValueError(
                     f"Stack: at must begin with more than {self.start} blocks, got {self.plan.at}; give start"
@@ -250,6 +250,8 @@ class Stack(Callback):
                     f"Stack: the module builds {most} blocks in {self.name!r}, and at ends with {depths[-1]}; build "
                     f"the final network"
                 )
+            if len(depths) > 1 and listed_order(self.options["order"]) is not None:
+                raise ValueError("Stack: sources one by one are those of a single change; give at, or order by name")
         with errors_of("Stack"):
             check_options(self.built.block_list.blocks, **self.options)
             sources_of(self.start, most, self.options["order"])

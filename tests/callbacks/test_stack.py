@@ -151,12 +151,30 @@ def test_until_the_change_the_training_is_that_of_the_small_network(settings: di
         assert equal(ours["state_dict"], theirs["state_dict"])
 
 
-@pytest.mark.parametrize(("final", "start"), [(6, 2), (5, 1), (2, 1)])
-def test_left_to_itself_it_begins_with_a_third_of_the_blocks_for_three_tenths(final: int, start: int) -> None:
+@pytest.mark.parametrize(
+    ("final", "start", "depths"),
+    [
+        (2, None, [1] * 5 + [2] * 5),
+        (4, None, [1] * 4 + [2] * 3 + [4] * 3),
+        (7, None, [1] * 3 + [2] * 2 + [4] * 3 + [7] * 2),
+        (9, None, [2] * 3 + [4] * 2 + [8] * 3 + [9] * 2),
+        (6, 3, [3] * 5 + [6] * 5),
+    ],
+)
+def test_left_to_itself_it_doubles_a_quarter_of_the_blocks_after_equal_shares(
+    final: int, start: int | None, depths: list[int]
+) -> None:
     seen = EachBatch()
-    train(LitGPT(final), Stack("net.blocks"), seen)
+    train(LitGPT(final), Stack("net.blocks", start=start), seen)
 
-    assert seen.depths == [start] * 3 + [final] * 7
+    assert seen.depths == depths
+
+
+def test_a_share_that_rounding_makes_larger_is_due_at_its_batch() -> None:
+    seen = EachBatch()
+    train(LitGPT(2), Stack("net.blocks", at=1 / 3), seen, max_steps=9)
+
+    assert seen.depths == [1] * 3 + [2] * 6
 
 
 def test_copies_are_averaged_and_trained_like_their_sources() -> None:
@@ -588,10 +606,11 @@ class ByHand(LitGPT):
         (LitGPT, {"plan": "missing.safetensors"}, {}, "missing.safetensors"),
         (LitGPT, {"plan": "scaling", "order": [0, 0]}, {}, "sources one by one are those of a single change"),
         (LitGPT, {"at": {0.1: 3, 0.2: 4}, "order": "0-1, 0"}, {}, "sources one by one are those of a single change"),
+        (LitGPT, {"at": None, "start": 1, "order": "0-1, 0-1"}, {}, "sources one by one are those of a single change"),
         (LitGPT, {"blocks": "net.layers"}, {}, "there is no 'net.layers' in LitGPT; lists in it: net.blocks"),
         (LitGPT, {"start": 4}, {}, "start must be below 4, the number of .* module builds in 'net.blocks', got 4"),
         (LitGPT, {"at": {0.5: 3}}, {}, "at ends with 3; build the final network"),
-        (lambda: LitGPT(6), {"start": None, "at": {0.2: 2, 0.5: 6}}, {}, "at must begin with more than 2 blocks"),
+        (lambda: LitGPT(8), {"start": None, "at": {0.2: 2, 0.5: 8}}, {}, "at must begin with more than 2 blocks"),
         (LitGPT, {"order": [0, 1, 1]}, {}, "order lists 3 blocks, and to is 4"),
         (Unlike, {}, {}, "'net.blocks' .*blocks 0 and 3 differ in their parameters or shapes"),
         (Forgetful, {}, {}, "no optimizer holds parameter 'norm1.weight' of block 0"),

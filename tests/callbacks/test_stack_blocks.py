@@ -263,7 +263,7 @@ def test_weights_that_a_module_loads_itself_are_no_resume_and_not_dropped_withou
     assert len(module.blocks) == 2 and module.depths == [2]
     assert torch.equal(module.blocks[1].linear.weight, make().blocks[1].linear.weight)
     assert "Stack: blocks begins with 2 of 6 blocks" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"the 6 blocks of 'blocks' hold trained weights.*; give start=2 if that"):
+    with pytest.raises(ValueError, match=r"the 6 blocks of 'blocks' hold trained weights.*; give start=1 if that"):
         train(doing(hook, load)(), Stack("blocks"))
 
 
