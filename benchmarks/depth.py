@@ -1,7 +1,7 @@
 """Growth in depth by the callback `Stack` against networks of a fixed depth: loss at equal FLOPs, FLOPs to equal loss.
 
     python -m benchmarks.depth run --host gpt16 --budget 25                       # all rows, best rates, RNG seed 0
-    python -m benchmarks.depth run --host gpt16 --budget 25 --rows blocks=3 'Stack("blocks")' --seeds 0 1 2 3
+    python -m benchmarks.depth run --host gpt16 --budget 25 --rows blocks=3 'Stack("blocks"), blocks=4' --seeds 0 1 2 3
     python -m benchmarks.depth table --host gpt16 --budget 25
     python -m benchmarks.depth picture --host gpt16 --rows blocks=2 blocks=3 'Stack("blocks")' --out docs/depth.png
 
@@ -64,7 +64,7 @@ from esper_lightning.hosts import GPT
 from esper_lightning.tasks import Glyphs, Source, Text
 from esper_lightning.tasks.task import Split, TaskData
 
-RESULTS = Path(__file__).parent / "results" / "depth_shipped.csv"
+RESULTS = Path(__file__).parent / "results" / "depth.csv"
 WARMUP, DECAY = 100, 0.2
 """Steps of warm-up, and share of the steps over which the learning rate falls to 0."""
 VALIDATED, TESTED = 256, 2048
@@ -75,16 +75,16 @@ DECIDING = (0.5, 0.7, 1.0)
 """Steps of rows that decide in training, in those of their first depth for the whole budget."""
 ROWS = (
     *(f"blocks={blocks}" for blocks in (1, 2, 3, 4, 6)),
+    'Stack("blocks"), blocks=2',
+    'Stack("blocks"), blocks=4',
     'Stack("blocks")',
-    'Stack("blocks", start=2, at=0.5)',
-    'Stack("blocks", start=2, at=0.75)',
+    'Stack("blocks", start=2, at=0.3)',
     'Stack("blocks", start=2, at={0.3: 4, 0.6: 6})',
     'Stack("blocks", start=2, at=0.5), blocks=4',
-    'Stack("blocks", start=1, at=0.5), blocks=2',
+    'Stack("blocks", start=1, at=0.5), blocks=4',
     'Stack("blocks", start=1, at={0.1: 2, 0.3: 4}), blocks=4',
     'Stack("blocks", start=1, at={0.3: 2, 0.6: 4}), blocks=4',
     'Stack("blocks", start=1, at={0.5: 2, 0.75: 4}), blocks=4',
-    'Stack("blocks", plan="scaling")',
     'Stack("blocks", start=1, plan="scaling")',
     'Stack("blocks", start=1, plan="tamiyo_depth"), blocks=4',
 )

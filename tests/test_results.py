@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import expand, grow, tables, zero_shot
+from benchmarks import depth, expand, grow, tables, zero_shot
 from benchmarks.rows import read_rows
 from esper_lightning.evaluation.statistics import Interval, mean_interval
 from tests.runs import ROOT
@@ -34,17 +34,16 @@ def cells(line: str) -> list[str]:
 
 
 def test_its_rows_are_those_of_the_kept_results() -> None:
-    (rows,) = re.findall(r"^\| controller \| hosts of one kind .*\n\|---.*\n((?:\|.*\n)+)", README, re.MULTILINE)
+    (rows,) = re.findall(r"^\| controller \| objective .*\n\|---.*\n((?:\|.*\n)+)", README, re.MULTILINE)
     shown = {name: numbers for name, *numbers in map(cells, rows.splitlines())}
-    digits, budget = ({row[0]: row for row in map(cells, kept(name))} for name in ("digits", "digits_budget"))
+    budget = {row[0]: row for row in map(cells, kept("digits_budget"))}
     told = {"written for the family": "Classified", "told the context": "Oracle"}
     budget |= {name: budget[f"benchmarks.family.{rule}"] for name, rule in told.items()}
     budget["static tamiyo, equal FLOPs"] = budget["static tamiyo"]
 
     assert len(shown) == 7
     for name, numbers in shown.items():
-        rows = [of.get(name, ["", "", ""]) for of in (digits, budget)]
-        assert numbers == [row[i] for row in rows for i in (1, -1)], name
+        assert numbers == [budget[name][1], budget[name][-1]], name
 
 
 @pytest.mark.parametrize(
@@ -75,8 +74,6 @@ def lead(name: str, rival: str, unit: float = math.log(256), of: str = "tamiyo")
 
 def test_the_leads_of_the_depth_policy_are_those_of_the_kept_results() -> None:
     page = (RESULTS / "depth.md").read_text()
-    for rival in ("small static", "2 at 2", "scaling"):
-        assert f"| {lead('depth_policy', rival)} |" in README, rival
     rows = re.findall(r"^\| (.*) \| (.*) \| (.*) \|$", page.partition("Leads in nats over every row")[2], re.MULTILINE)
     leads = {name: (policies, rule) for name, policies, rule in rows}
     assert len(rows) > 10
@@ -90,6 +87,20 @@ def test_the_leads_of_the_depth_policy_are_those_of_the_kept_results() -> None:
         row = " | ".join(lead(f"depth_policy_{name}", rival, unit) for rival in ("small static", "scaling"))
         assert f"| {row} |" in page, name
     assert lead("depth_policy_letters", "small static", unit=1.0, of="scaling") in page
+
+
+def test_the_tables_of_depth_are_those_of_the_kept_results_and_readme_and_card_have_rows_of_them() -> None:
+    page, results = (RESULTS / "depth.md").read_text(), read_rows(depth.RESULTS, depth.Result)
+    tables_of: dict[tuple[str, float], list[str]] = {}
+    for host, tokens in dict.fromkeys((result.host, result.tokens) for result in results):
+        tables_of[host, tokens] = list(depth.table(results, host, "adamw", tokens))
+        assert "\n".join(tables_of[host, tokens]) in page, (host, tokens)
+    for text in (README, (ROOT / "docs" / "methods" / "stack.md").read_text()):
+        rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| (`Stack.*`) \| (.*) \| (.*) \|$", text, re.MULTILINE)
+        assert len(rows) >= 4
+        for host, tokens, name, *told in rows:
+            (row,) = (row for row in map(cells, tables_of[host, float(tokens)]) if row[0] == name)
+            assert told == [row[6], row[8]], (host, tokens, name)
 
 
 GENERAL = ("random", "small static", "heuristic", "periodic", "climbing", "best fixed", "replayed")
