@@ -3,7 +3,7 @@
     python -m benchmarks.depth run --host gpt16 --budget 25                       # all rows, best rates, RNG seed 0
     python -m benchmarks.depth run --host gpt16 --budget 25 --rows blocks=3 'Stack("blocks"), blocks=4' --seeds 0 1 2 3
     python -m benchmarks.depth table --host gpt16 --budget 25
-    python -m benchmarks.depth picture --host gpt16 --rows blocks=2 blocks=3 'Stack("blocks")' --out docs/depth.png
+    python -m benchmarks.depth picture --host gpt16 --rows blocks=2 blocks=3 'Stack("blocks"), blocks=4'
 
 A row is the line that a user writes: the callback, and the number of blocks that the class builds, six where nothing is
 said. `blocks` stands for the host's list, or lists. All training is `Trainer.fit`, in one thread.
@@ -444,7 +444,7 @@ def table(results: Sequence[Result], host: str, optimizer: str, tokens: float) -
         if "Stack" in row and len(steps) == 1:
             cells[-2] = told(leads(curves, row, f"blocks={depths[0]}", steps[0], "steps"))
         if "Stack" in row and (found := saved(curves, row, budget)):
-            mean, low, high = (f"{100 * x:.0f}".replace("-", "−") for x in found[0])
+            mean, low, high = (f"{np.round(100 * x) + 0.0:.0f}".replace("-", "−") for x in found[0])
             cells[-1] = f"{mean} % [{low}, {high}]".replace(" [nan, nan]", "") + "*" * (not found[1])
         yield f"| {f'**`{row}`**' if row == best else f'`{row}`'} | {' | '.join(cells)} |"
 
@@ -461,7 +461,8 @@ def draw(results: Sequence[Result], host: str, optimizer: str, rows: Sequence[st
             if each == host:
                 losses = [np.nanmean([loss_at(curve, x) for curve in seeds]) for x in xs]
                 left.plot(np.array(xs) / 1e9, losses, "o-" if "Stack" in row else "s:", label=row)
-            found = {tokens: share[0] for tokens, flops in budgets.items() if (share := saved(curves, row, flops))}
+            shares = {tokens: saved(curves, row, flops) for tokens, flops in budgets.items()}
+            found = {tokens: share[0] for tokens, share in shares.items() if share and share[1]}
             if "Stack" in row and found:
                 means, lows, highs = 100.0 * np.array(list(found.values())).T
                 bars = np.nan_to_num([means - lows, highs - means])

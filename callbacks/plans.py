@@ -68,7 +68,7 @@ class Shares:
 
     def __init__(self, at: float | Mapping[float, int] | None = None) -> None:
         self.at = at
-        self.reason = "no batch was due" if at is None else f"no batch was due after at={at}"
+        self.reason = "no batch was due for the next change" if at is None else f"no batch was due after at={at}"
 
     def changes(self, first: int, most: int) -> Mapping[float, int]:
         """Return the number of blocks from each share of the training on, for a network of `first` to `most` blocks."""

@@ -55,7 +55,8 @@ from esper_lightning.telemetry.events import SCHEMA, STACK_FILE, EventLog, Stack
 CONFLICTING_CALLBACKS = (BaseFinetuning, BatchSizeFinder)
 """Callbacks that rearrange parameter groups, or try a size of the network that does not stay."""
 
-DEEPER = 4  # how many times as many blocks as at the beginning a network gets, if nothing else is asked for
+ONE_CHANGE = "Stack: sources one by one are those of a single change; give one share in at, or order by its name"
+PARTS = 4  # a network begins with one of so many parts of its blocks, if nothing else is asked for
 
 SHALLOW: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Number of blocks that the class has built, for each list that a `Stack` has taken down."""
@@ -76,7 +77,7 @@ class Stack(Callback):
         at: Share of the training, between 0 and 1, after which it grows to its full depth; or several shares, each
             with the number of blocks from then on: `{0.1: 4, 0.3: 12}`. None: unless there is a plan, the number
             doubles until all are there, after equal shares: a network of four blocks has one, two and four of them for
-            a third of the training each.
+            a third of the training each. The learning rate should be constant until the last change.
         plan: What decides in place of `at` how deep the network is: `scaling`, a rule that knows the targets per
             parameter; `tamiyo_depth`, the policy of the package that knows depth; the file of a policy; a function
             from `Progress` to the number of blocks, or its import path. The network may end with fewer blocks.
@@ -113,7 +114,7 @@ class Stack(Callback):
         self._first_plan = copy.deepcopy(self.plan.state_dict()) if hasattr(self.plan, "state_dict") else None
         with errors_of("Stack"):
             if listed_order(order) is not None and plan is not None:
-                raise ValueError("Stack: sources one by one are those of a single change; give at, or order by name")
+                raise ValueError(ONE_CHANGE)
         self.options: dict[str, Any] = {"order": order, "new": new, "state": state, "zero": zero}
         self.built: Any = None  # the module's list with all blocks that the class has built, once it is known
         self._lists: list[BuiltBlocks] = []  # that of the module, then those of its averaged copies
@@ -144,7 +145,7 @@ class Stack(Callback):
     @property
     def start(self) -> int:
         """Number of blocks at the beginning, once the list is known."""
-        return max(1, self.built.most // DEEPER) if self._given_start is None else self._given_start
+        return max(1, self.built.most // PARTS) if self._given_start is None else self._given_start
 
     @property
     def state_key(self) -> str:
@@ -251,7 +252,7 @@ class Stack(Callback):
                     f"the final network"
                 )
             if len(depths) > 1 and listed_order(self.options["order"]) is not None:
-                raise ValueError("Stack: sources one by one are those of a single change; give at, or order by name")
+                raise ValueError(ONE_CHANGE)
         with errors_of("Stack"):
             check_options(self.built.block_list.blocks, **self.options)
             sources_of(self.start, most, self.options["order"])

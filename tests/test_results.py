@@ -89,7 +89,7 @@ def test_the_leads_of_the_depth_policy_are_those_of_the_kept_results() -> None:
     assert lead("depth_policy_letters", "small static", unit=1.0, of="scaling") in page
 
 
-def test_the_tables_of_depth_are_those_of_the_kept_results_and_readme_and_card_have_rows_of_them() -> None:
+def test_the_figures_of_depth_are_those_of_the_kept_results() -> None:
     page, results = (RESULTS / "depth.md").read_text(), read_rows(depth.RESULTS, depth.Result)
     tables_of: dict[tuple[str, float], list[str]] = {}
     for host, tokens in dict.fromkeys((result.host, result.tokens) for result in results):
@@ -101,6 +101,9 @@ def test_the_tables_of_depth_are_those_of_the_kept_results_and_readme_and_card_h
         for host, tokens, name, *told in rows:
             (row,) = (row for row in map(cells, tables_of[host, float(tokens)]) if row[0] == name)
             assert told == [row[6], row[8]], (host, tokens, name)
+        first, second = (told[-1] for *_, told in (rows[1], rows[0]))
+        prose = text.partition("\n## ")[0]
+        assert first in prose and second in prose and "%" in first and "%" in second
 
 
 GENERAL = ("random", "small static", "heuristic", "periodic", "climbing", "best fixed", "replayed")
