@@ -96,7 +96,7 @@ def seeds() -> Grow:
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], list[Callback]], Callable[[], dict[str, Any]]]] = {
     "seeds": (make, lambda: [seeds(), stacked()], dict),
     "from one block": (make, lambda: [stacked(start=1)], dict),
-    "doubling": (make, lambda: [Stack("net.blocks")], dict),
+    "doubling": (make, lambda: [Stack("net.blocks", start=2)], dict),
     "interleave": (make, lambda: [stacked(order="interleave")], dict),
     "zero": (make, lambda: [stacked(new="zero", zero=["project", "mlp.2"])], dict),
     "middle, twice": (make, lambda: [stacked({0.3: 3, 0.6: 4}, order="middle")], dict),
