@@ -440,12 +440,14 @@ def _copy_extras(source: nn.Parameter, target: nn.Parameter, ids: set[int]) -> N
         ("_post_accumulate_grad_hooks", target.register_post_accumulate_grad_hook),
     ):
         for hook in (getattr(source, table, None) or {}).values() if not getattr(target, table, None) else ():
+            if getattr(hook, "__module__", "") == __name__:  # of an earlier growth, which no backward pass has followed
+                continue
             if _refers_to(hook, ids):
                 raise ValueError(
                     "stack: a hook on a gradient refers to its own block or parameter, so that a copy would have that "
                     "of the original; let it take the gradient or the parameter as its argument"
                 )
-            if not str(getattr(hook, "__module__", "")).startswith("torch."):  # such as that of an earlier growth
+            if not str(getattr(hook, "__module__", "")).startswith("torch."):  # one that waits for several parameters
                 add(hook)
 
 
@@ -512,11 +514,15 @@ def warn_without_gradients(block_list: BlockList, added: Sequence[nn.Module]) ->
     expected = {index_of.get(id(p), -1) for p in old}  # blocks that a whole pass reaches; -1: outside of the list
     reached: set[int] = set()
 
-    def judge(gradients: Sequence[Tensor | None]) -> None:
-        reached.update(index_of.get(id(p), -1) for p, grad in zip(watched, gradients, strict=True) if grad is not None)
-        if not expected <= reached:  # a part of a pass, such as the backward pass of one checkpointed block
+    def reach(parameter: Tensor) -> None:
+        reached.add(index_of.get(id(parameter), -1))
+        torch.autograd.Variable._execution_engine.queue_callback(judge)  # for the end of the backward pass
+
+    def judge() -> None:
+        if not handles or not expected <= reached:  # a part of a pass, such as the one of a checkpointed block
             return
-        handle.remove()
+        while handles:
+            handles.pop().remove()
         idle = sorted({new_index_of[id(p)] for p in new} - reached)
         if idle:
             warnings.warn(
@@ -525,9 +531,8 @@ def warn_without_gradients(block_list: BlockList, added: Sequence[nn.Module]) ->
                 stacklevel=2,
             )
 
-    watched = (*new, *old)
-    if new:
-        handle = torch.autograd.graph.register_multi_grad_hook(watched, judge)
+    # Of all hooks on gradients, FSDP2 calls this kind alone.
+    handles = [p.register_post_accumulate_grad_hook(reach) for p in (*new, *old)] if new else []
 
 
 # Optimizers.

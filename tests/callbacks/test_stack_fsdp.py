@@ -1,5 +1,7 @@
 """Stack under FSDP2, two processes on the CPU: equal to one process, and resumed from both kinds of checkpoints."""
 
+import warnings
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from tests.callbacks import gpt
 from tests.ranks import start_ranks
 
 SAVED = (2, 5, 7)
-"""Steps after which the network is saved: before, at and after the change."""
+"""Steps of ten after which the network is saved: before, at and after a change at half, and between the default's."""
+AT_HALF = {"start": 2, "at": 0.5}
 
 
 class Sharded(gpt.LitGPT):
@@ -28,6 +31,23 @@ class Sharded(gpt.LitGPT):
             for block in self.net.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(self.net, mesh=mesh)
+
+
+class Short(gpt.GPT):
+    """Runs its first two blocks alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, *_ = self.blocks
+        x = second(first(self.tokens(x) + self.positions.weight))
+        return self.head(self.norm(x))
+
+
+class Forgetful(Sharded):
+    """Has a network that does not run new blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Short(4)
 
 
 class Write(Callback):
@@ -50,8 +70,9 @@ def weights(
     processes: int,
     *beside: Callback,
     resume_from: Path | None = None,
+    kind: type[Sharded] = Sharded,
     code: int = 0,
-    start: int = 2,
+    growth: Mapping[str, Any] = AT_HALF,
     **sharding: Any,
 ) -> list[dict[str, Tensor]]:
     """Return the parameters with which each process ends."""
@@ -59,7 +80,7 @@ def weights(
 
     def run() -> None:
         torch.manual_seed(0)
-        module = Sharded().double()
+        module = kind().double()
         for part in module.modules():
             if isinstance(part, nn.Dropout):
                 part.p = 0.0
@@ -68,9 +89,11 @@ def weights(
             sizes = {"data_parallel_size": processes, "tensor_parallel_size": 1} | sharding
             strategy: Any = ModelParallelStrategy(**sizes)
             several = {"devices": processes, "strategy": strategy, "use_distributed_sampler": False}
-        growth = Stack("net.blocks", start=start, at=0.5)
         try:
-            made = gpt.train(module, growth, Write(folder), *beside, resume_from=resume_from, **several)
+            grows = Stack("net.blocks", **growth)
+            with warnings.catch_warnings(record=True) as said:
+                made = gpt.train(module, grows, Write(folder), *beside, resume_from=resume_from, **several)
+            (folder / f"warned{made.global_rank}").write_text("\n".join(str(one.message) for one in said))
             if processes > 1 and resume_from is None:
                 (grown,) = made.validate(module, verbose=False)
                 (earlier,) = made.validate(module, ckpt_path=folder / f"{SAVED[0]}.ckpt", verbose=False)
@@ -95,21 +118,31 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize(("distributed", "growth"), [(True, AT_HALF), (False, AT_HALF), (True, {})])
 def test_two_sharded_processes_stack_the_network_of_one_and_go_on_from_a_checkpoint(
-    distributed: bool, tmp_path: Path
+    distributed: bool, growth: Mapping[str, Any], tmp_path: Path
 ) -> None:
-    (alone,) = weights(tmp_path / "alone", 1)
-    whole, other = weights(tmp_path / "two", 2, save_distributed_checkpoint=distributed)
+    settings: dict[str, Any] = {"growth": growth, "save_distributed_checkpoint": distributed}
+    (alone,) = weights(tmp_path / "alone", 1, growth=growth)
+    whole, other = weights(tmp_path / "two", 2, **settings)
 
     assert "net.blocks.3.mlp.0.weight" in alone
     assert difference(whole, other) == 0.0
     assert difference(whole, alone) < 1e-7
     for step in SAVED:
         saved = tmp_path / "two" / f"{step}.ckpt"
-        resumed, _ = weights(tmp_path / f"from {step}", 2, resume_from=saved, save_distributed_checkpoint=distributed)
+        resumed, _ = weights(tmp_path / f"from {step}", 2, resume_from=saved, **settings)
         assert difference(resumed, whole) == 0.0, step
-    assert weights(tmp_path / "other", 2, resume_from=saved, start=1, code=3) == []
+    assert weights(tmp_path / "other", 2, resume_from=saved, growth={"start": 3, "at": 0.5}, code=3) == []
+
+
+@pytest.mark.slow
+def test_sharded_blocks_that_the_forward_pass_does_not_run_are_warned_of_once(tmp_path: Path) -> None:
+    for kind, times in (Sharded, 0), (Forgetful, 1):
+        folder = tmp_path / kind.__name__
+        weights(folder, 2, kind=kind)
+        said = [(folder / f"warned{rank}").read_text() for rank in range(2)]
+        assert [one.count("new blocks 2, 3 got no gradient in the first backward pass") for one in said] == [times] * 2
 
 
 @pytest.mark.slow

@@ -357,6 +357,17 @@ def test_new_blocks_that_learn_and_that_the_first_backward_pass_does_not_reach_a
     assert [line.startswith(expected) for line in first] == [True] * told and second == []
 
 
+def test_a_list_grows_again_before_a_backward_pass_has_gone_through_it() -> None:
+    network = Network()
+    stack(network, "blocks", to=6)
+    stack(network, "blocks", to=12)
+
+    network(torch.randn(3, WIDTH)).sum().backward()
+
+    assert len(network.blocks) == 12
+    assert all(p.grad is not None and not p._post_accumulate_grad_hooks for p in network.blocks.parameters())
+
+
 class Alternating(Block):
     """Every second block has a mask, by a buffer that no state dict holds, and a flag."""
 
