@@ -74,8 +74,8 @@ def stack(
     that its source has: buffers, extra state, modes, `requires_grad` and hooks, where a hook that holds a part of its
     block holds the copy's part. What blocks share with each other stays shared. Slots in a copy are its own, and empty.
     Indices that blocks know, such as `layer_idx`, and the configuration of the network follow. If the first backward
-    pass gives a new block no gradient, a warning says that it is not run. Raises ValueError, and changes nothing, if
-    the list cannot grow. See docs/methods/stack.md.
+    pass gives a new block no gradient, a warning in the second one says that it is not run. Raises ValueError, and
+    changes nothing, if the list cannot grow. See docs/methods/stack.md.
 
     Args:
         network: The network that runs the blocks, with its configuration.
@@ -504,7 +504,7 @@ def _places_of_copies(
 
 
 def warn_without_gradients(block_list: BlockList, added: Sequence[nn.Module]) -> None:
-    """Warn after the first backward pass through a list if it has given a block of `added` no gradient."""
+    """Warn in the second backward pass through a list if the first has given a block of `added` no gradient."""
     index_of = {id(p): i for i, block in enumerate(block_list.modules) for p in block.parameters()}
     new_blocks = {i: block for i, block in enumerate(block_list.modules) if any(block is other for other in added)}
     new_index_of = {id(p): i for i, block in new_blocks.items() for p in block.parameters()}
@@ -512,22 +512,26 @@ def warn_without_gradients(block_list: BlockList, added: Sequence[nn.Module]) ->
     old = [p for p in block_list.modules.parameters() if p.requires_grad and id(p) not in new_index_of]
     old = old or [p for p in block_list.network.parameters() if p.requires_grad and id(p) not in new_index_of]
     expected = {index_of.get(id(p), -1) for p in old}  # blocks that a whole pass reaches; -1: outside of the list
-    reached: set[int] = set()
+    unreached = {new_index_of[id(p)] for p in new}
+    last: Tensor | None = None  # the parameter that made a pass whole; a pass may be that of a checkpointed block alone
 
     def reach(parameter: Tensor) -> None:
-        reached.add(index_of.get(id(parameter), -1))
-        torch.autograd.Variable._execution_engine.queue_callback(judge)  # for the end of the backward pass
-
-    def judge() -> None:
-        if not handles or not expected <= reached:  # a part of a pass, such as the one of a checkpointed block
+        nonlocal last
+        next_pass = parameter is last
+        index = index_of.get(id(parameter), -1)
+        expected.discard(index)
+        unreached.discard(index)
+        if last is None and not expected:
+            last = parameter
+        if last is None or (unreached and not next_pass):  # blocks before this parameter are still to come
             return
         while handles:
             handles.pop().remove()
-        idle = sorted({new_index_of[id(p)] for p in new} - reached)
-        if idle:
+        if unreached:
             warnings.warn(
-                f"{block_list.name!r} has grown, but its new blocks {', '.join(map(str, idle))} got no gradient in the "
-                f"first backward pass: the forward pass of {type(block_list.network).__name__} does not run them",
+                f"{block_list.name!r} has grown, but its new blocks {', '.join(map(str, sorted(unreached)))} got no "
+                f"gradient in the first backward pass: the forward pass of {type(block_list.network).__name__} does "
+                f"not run them",
                 stacklevel=2,
             )
 

@@ -91,7 +91,7 @@ def weights(
             several = {"devices": processes, "strategy": strategy, "use_distributed_sampler": False}
         try:
             grows = Stack("net.blocks", **growth)
-            with warnings.catch_warnings(record=True) as said:
+            with warnings.catch_warnings(record=True, action="always") as said:
                 made = gpt.train(module, grows, Write(folder), *beside, resume_from=resume_from, **several)
             (folder / f"warned{made.global_rank}").write_text("\n".join(str(one.message) for one in said))
             if processes > 1 and resume_from is None:
