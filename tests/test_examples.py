@@ -28,6 +28,7 @@ def test_a_notebook_is_short_and_holds_no_outputs(notebook: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
@@ -36,7 +37,7 @@ def test_a_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     content = nbformat.read(notebook, as_version=4)
 
-    nbclient.NotebookClient(content, timeout=280, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    nbclient.NotebookClient(content, timeout=1100, resources={"metadata": {"path": str(tmp_path)}}).execute()
 
     outputs = [output for cell in content.cells if cell.cell_type == "code" for output in cell.outputs]
     texts = "".join(output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in outputs)

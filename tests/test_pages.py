@@ -405,6 +405,7 @@ def with_parts(page: Page, **parts: Any) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_resnet_learns_from_a_folder_of_images_with_the_learning_rate_of_its_config(leaves: Page) -> None:
     task = yaml.safe_load(leaves.files["leaves.yaml"])["data"]["task"]
     built = cli("--config", "leaves.yaml", *LONG, *QUIET, "--data.task", json.dumps(task))

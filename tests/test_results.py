@@ -2,7 +2,6 @@
 
 import csv
 import importlib
-import math
 import re
 from collections.abc import Container
 from pathlib import Path
@@ -51,7 +50,6 @@ def test_its_rows_are_those_of_the_kept_results() -> None:
     rest_is_slow(
         [
             ("digits", ["digits"]),
-            ("depth", ["depth_policy"]),
             ("family", ["digits_budget", "digits_budget_held_out", "digits_budget_failing"]),
         ],
         lambda case: case[0] != "family",
@@ -63,30 +61,6 @@ def test_the_tables_are_those_of_the_kept_results(page: str, names: list[str]) -
     for name, rows in zip(names, shown, strict=True):
         assert len(rows.splitlines()) > 5
         assert set(rows.splitlines()) <= set(kept(name))
-
-
-def lead(name: str, rival: str, unit: float = math.log(256), of: str = "tamiyo") -> str:
-    """Return the lead of one row over another, in nats if its scores are 1 − loss / ln(256)."""
-    results = tables.read(ROOT / "benchmarks" / "results" / f"{name}.csv")
-    leads = np.array([ours - results[rival][""] for ours in results[of].values()])
-    return tables.shown(mean_interval(unit * leads), signed=True)
-
-
-def test_the_leads_of_the_depth_policy_are_those_of_the_kept_results() -> None:
-    page = (RESULTS / "depth.md").read_text()
-    rows = re.findall(r"^\| (.*) \| (.*) \| (.*) \|$", page.partition("Leads in nats over every row")[2], re.MULTILINE)
-    leads = {name: (policies, rule) for name, policies, rule in rows}
-    assert len(rows) > 10
-    for rival in ("small static", "random", "2 at 2", "2 at 3", "4 at 2, 3, 4", "two", "three", "four"):
-        assert leads[rival] == (lead("depth_policy", rival), lead("depth_policy", rival, of="scaling")), rival
-    for rival in ("small static", "scaling"):
-        assert lead("depth_policy", rival, of="tamiyo_depth") in page, rival
-    for ours in ("tamiyo", "tamiyo_depth", "scaling"):
-        assert lead("depth_policy_other_hosts", "small static", of=ours) in page, ours
-    for name, unit in (("held_out", math.log(256)), ("english", math.log(256)), ("letters", 1.0)):
-        row = " | ".join(lead(f"depth_policy_{name}", rival, unit) for rival in ("small static", "scaling"))
-        assert f"| {row} |" in page, name
-    assert lead("depth_policy_letters", "small static", unit=1.0, of="scaling") in page
 
 
 def test_the_figures_of_depth_are_those_of_the_kept_results() -> None:
@@ -103,6 +77,24 @@ def test_the_figures_of_depth_are_those_of_the_kept_results() -> None:
             assert told == [row[6], row[8]], (host, tokens, name)
         prose = text.partition("\n## ")[0]
         assert all("%" in saved and saved in prose for *_, saved in rows[:2])
+
+
+def test_the_leads_of_the_rule_and_the_policy_that_decide_depth_are_those_of_the_kept_results() -> None:
+    curves = depth.curves_of(read_rows(depth.RESULTS, depth.Result), "gpt16", "adamw")
+    default, rule = 'Stack("blocks"), blocks=2', 'Stack("blocks", start=1, plan="scaling")'
+    policy = 'Stack("blocks", start=1, plan="tamiyo_depth"), blocks=4'
+    scaling, tamiyo = ((ROOT / "docs" / "methods" / f"{name}.md").read_text() for name in ("scaling", "tamiyo"))
+    page = (RESULTS / "depth.md").read_text()
+
+    def lead(row: str, rival: str, tokens: float) -> str:
+        return tables.shown(depth.t_interval(depth.leads(curves, row, rival, depth.budget_of("gpt16", tokens))), True)
+
+    for tokens in (10.0, 25.0):
+        told = " | ".join(lead(policy, rival, tokens) for rival in ("blocks=1", rule, default))
+        ahead = [lead(rule, rival, tokens) for rival in ("blocks=1", default, policy)]
+        assert f"| {told} |" in tamiyo and f"| {tokens:.0f} | the policy | {told} |" in page, tokens
+        assert f"| {tokens:.0f} | the rule | {ahead[0]} | | {ahead[1]} |" in page, tokens
+        assert all(f"| {one} |" in scaling for one in ahead), tokens
 
 
 GENERAL = ("random", "small static", "heuristic", "periodic", "climbing", "best fixed", "replayed")
@@ -132,9 +124,11 @@ def test_the_leads_on_seeds_that_fail_and_over_schedules_by_kind_are_those_of_th
     periodic, climbing, oracle, classified = (lead.lstrip("+") for lead in dead)
     assert f"{periodic} ahead of `periodic` and {climbing} ahead of `climbing`" in bullet
     assert f"({oracle})" in bullet and f"is {classified} behind them" in bullet
+    results = tables.read(path)
     for rival in ("best fixed", "periodic"):
-        assert lead("digits_budget", rival, 1.0).lstrip("+") in page.partition("```")[0]
-    ends = [f"{of.mean():.3f}"[1:] for of in tables.read(path)["tamiyo"].values()]
+        leads = np.array([ours - results[rival][""] for ours in results["tamiyo"].values()])
+        assert tables.shown(mean_interval(leads), signed=True).lstrip("+") in page.partition("```")[0]
+    ends = [f"{of.mean():.3f}"[1:] for of in results["tamiyo"].values()]
     assert f"{', '.join(ends[:4])} and {ends[4]}" in page
 
 
