@@ -469,7 +469,7 @@ class Stack(Callback):
         copies = self._grow_list(trainer, to)
         self._log_blocks(trainer)
         wrap_again(trainer)
-        warn_without_gradients(self.built.block_list, [self.built.blocks[i] for i in copies])
+        warn_without_gradients(self.built.block_list, [self.built.blocks[i] for i in copies], trainer.optimizers)
         for average in self._lists[1:]:
             average.grow(to, (), order=self.options["order"], new="copy", state="copy")
             for i in copies if self.options["new"] != "copy" else ():  # an average of other content begins with it

@@ -73,9 +73,9 @@ def stack(
     Call it between two steps: copies have no gradients. Blocks that exist stay the same objects, and a copy has all
     that its source has: buffers, extra state, modes, `requires_grad` and hooks, where a hook that holds a part of its
     block holds the copy's part. What blocks share with each other stays shared. Slots in a copy are its own, and empty.
-    Indices that blocks know, such as `layer_idx`, and the configuration of the network follow. If the first backward
-    pass gives a new block no gradient, a warning in the second one says that it is not run. Raises ValueError, and
-    changes nothing, if the list cannot grow. See docs/methods/stack.md.
+    Indices that blocks know, such as `layer_idx`, and the configuration of the network follow. If a new block has
+    no gradient in the next step of `optimizer`, a warning says that it is not run. Raises ValueError, and changes
+    nothing, if the list cannot grow. See docs/methods/stack.md.
 
     Args:
         network: The network that runs the blocks, with its configuration.
@@ -129,7 +129,7 @@ def stack(
         for parameter in network.parameters():
             if parameter.is_floating_point():  # others cannot learn
                 parameter.requires_grad_(parameter not in present)
-    warn_without_gradients(block_list, added)
+    warn_without_gradients(block_list, added, optimizers)
     if varying:
         warnings.warn(
             f"{block_list.name!r}: blocks differ by their index in {', '.join(varying)}, which no state dict holds, "
@@ -440,8 +440,6 @@ def _copy_extras(source: nn.Parameter, target: nn.Parameter, ids: set[int]) -> N
         ("_post_accumulate_grad_hooks", target.register_post_accumulate_grad_hook),
     ):
         for hook in (getattr(source, table, None) or {}).values() if not getattr(target, table, None) else ():
-            if getattr(hook, "__module__", "") == __name__:  # of an earlier growth, which no backward pass has followed
-                continue
             if _refers_to(hook, ids):
                 raise ValueError(
                     "stack: a hook on a gradient refers to its own block or parameter, so that a copy would have that "
@@ -503,40 +501,35 @@ def _places_of_copies(
     return places_by_owner
 
 
-def warn_without_gradients(block_list: BlockList, added: Sequence[nn.Module]) -> None:
-    """Warn in the second backward pass through a list if the first has given a block of `added` no gradient."""
-    index_of = {id(p): i for i, block in enumerate(block_list.modules) for p in block.parameters()}
-    new_blocks = {i: block for i, block in enumerate(block_list.modules) if any(block is other for other in added)}
-    new_index_of = {id(p): i for i, block in new_blocks.items() for p in block.parameters()}
-    new = [p for block in new_blocks.values() for p in block.parameters() if p.requires_grad]
-    old = [p for p in block_list.modules.parameters() if p.requires_grad and id(p) not in new_index_of]
-    old = old or [p for p in block_list.network.parameters() if p.requires_grad and id(p) not in new_index_of]
-    expected = {index_of.get(id(p), -1) for p in old}  # blocks that a whole pass reaches; -1: outside of the list
-    unreached = {new_index_of[id(p)] for p in new}
-    last: Tensor | None = None  # the parameter that made a pass whole; a pass may be that of a checkpointed block alone
+def warn_without_gradients(block_list: BlockList, added: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    """Warn after the next step of an optimizer if a block of `added` that it trains has no gradient then."""
+    waiting = {i: block for i, block in enumerate(block_list.modules) if any(block is other for other in added)}
+    judged: set[int] = set()  # optimizers by id: torch forbids that a hook removes itself before other hooks
 
-    def reach(parameter: Tensor) -> None:
-        nonlocal last
-        next_pass = parameter is last
-        index = index_of.get(id(parameter), -1)
-        expected.discard(index)
-        unreached.discard(index)
-        if last is None and not expected:
-            last = parameter
-        if last is None or (unreached and not next_pass):  # blocks before this parameter are still to come
+    def judge(optimizer: Optimizer, *_: object) -> None:
+        if id(optimizer) in judged:
             return
-        while handles:
-            handles.pop().remove()
-        if unreached:
+        held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        if all(p.grad is None for p in held.values()):  # the step of another part of the training
+            return
+        judged.add(id(optimizer))
+        idle = []
+        for i, block in list(waiting.items()):
+            learning = [p for p in block.parameters() if p.requires_grad and id(p) in held]
+            if learning:
+                del waiting[i]
+            if learning and all(p.grad is None for p in learning):
+                idle.append(i)
+        if idle:
             warnings.warn(
-                f"{block_list.name!r} has grown, but its new blocks {', '.join(map(str, sorted(unreached)))} got no "
-                f"gradient in the first backward pass: the forward pass of {type(block_list.network).__name__} does "
-                f"not run them",
+                f"{block_list.name!r} has grown, but its new blocks {', '.join(map(str, idle))} got no gradient before "
+                f"the next step: the forward pass of {type(block_list.network).__name__} does not run them",
                 stacklevel=2,
             )
 
-    # Of all hooks on gradients, FSDP2 calls this kind alone.
-    handles = [p.register_post_accumulate_grad_hook(reach) for p in (*new, *old)] if new else []
+    for optimizer in optimizers_in(*optimizers):
+        if "_optimizer_step_post_hooks" in vars(optimizer):  # one that wraps another may be without
+            optimizer.register_step_post_hook(judge)
 
 
 # Optimizers.

@@ -340,33 +340,46 @@ class Cut(Network):
         return self.last(x)
 
 
-@pytest.mark.parametrize(("kind", "frozen", "told"), [(Cut, [], True), (Cut, [0, 1, 2], False), (Network, [1], False)])
-def test_new_blocks_that_learn_and_that_the_first_backward_pass_does_not_reach_are_warned_of(
-    kind: type[Network], frozen: list[int], told: bool
+@pytest.mark.parametrize(
+    ("kind", "frozen", "order", "told"),
+    [
+        (Cut, [], "stack", "3, 4"),
+        (Cut, [], "interleave", "3"),
+        (Cut, [0], "stack", "4"),
+        (Network, [1], "stack", None),
+        (Network, [], "stack", None),
+    ],
+)
+def test_new_blocks_that_learn_and_get_no_gradient_before_the_next_step_are_warned_of(
+    kind: type[Network], frozen: list[int], order: Any, told: str | None
 ) -> None:
     network = kind()
     for i in frozen:
         network.blocks[i].requires_grad_(False)
-    stack(network, "blocks", to=5)
-    if kind is Cut:
-        network.blocks[3:].requires_grad_(True)
+    used, other = SGD(network.parameters(), lr=0.1), SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    stack(network, "blocks", to=5, order=order, optimizer=[used, other])
 
-    first, second, third = (warnings_of(network(torch.randn(3, WIDTH)).sum().backward) for _ in range(3))
+    def step() -> None:
+        other.step()  # has no gradient, and says nothing
+        network(torch.randn(3, WIDTH)).sum().backward()
+        used.step()
 
-    expected = "'blocks' has grown, but its new blocks 3, 4 got no gradient"
-    assert [line.startswith(expected) for line in second] == [True] * told and first == third == []
-    assert not any(p._post_accumulate_grad_hooks for p in network.parameters())
+    first, second = (warnings_of(step) for _ in range(2))
+
+    expected = f"'blocks' has grown, but its new blocks {told} got no gradient"
+    assert [line.startswith(expected) for line in first] == [True] * (told is not None) and second == []
 
 
-def test_a_list_grows_again_before_a_backward_pass_has_gone_through_it() -> None:
+def test_a_list_grows_twice_between_two_steps() -> None:
     network = Network()
-    stack(network, "blocks", to=6)
-    stack(network, "blocks", to=12)
+    optimizer = SGD(network.parameters(), lr=0.1)
+    stack(network, "blocks", to=6, optimizer=optimizer)
+    stack(network, "blocks", to=12, optimizer=optimizer)
 
     network(torch.randn(3, WIDTH)).sum().backward()
 
-    assert len(network.blocks) == 12
-    assert all(p.grad is not None and not p._post_accumulate_grad_hooks for p in network.blocks.parameters())
+    assert warnings_of(optimizer.step) == [] and len(network.blocks) == 12
+    assert all(p.grad is not None for p in network.blocks.parameters())
 
 
 class Alternating(Block):
