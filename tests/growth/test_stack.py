@@ -346,6 +346,7 @@ class Cut(Network):
         (Cut, [], "stack", "3, 4"),
         (Cut, [], "interleave", "3"),
         (Cut, [0], "stack", "4"),
+        (Cut, [0, 1, 2], "stack", None),
         (Network, [1], "stack", None),
         (Network, [], "stack", None),
     ],
@@ -366,7 +367,7 @@ def test_new_blocks_that_learn_and_get_no_gradient_before_the_next_step_are_warn
 
     first, second = (warnings_of(step) for _ in range(2))
 
-    expected = f"'blocks' has grown, but its new blocks {told} got no gradient"
+    expected = f"'blocks' has grown, but its new blocks {told} got no gradient before the next step: "
     assert [line.startswith(expected) for line in first] == [True] * (told is not None) and second == []
 
 
