@@ -150,17 +150,17 @@ def test_the_returns_on_the_page_of_ppo_are_those_of_the_kept_results() -> None:
 def test_the_speeds_of_executors_on_grown_networks_are_the_kept_ones_and_auto_takes_the_fastest() -> None:
     page = (ROOT / "docs" / "reference" / "executors.md").read_text()
     rows = list(csv.DictReader((ROOT / "benchmarks" / "results" / "execution.csv").read_text().splitlines()))
-    cases = {"390": "digits", "6 k": "32x8", "95 k": "32x32"}
+    cases = {"390": "digits", "6 k": "32x8", "95 k": "32x32", "210 k": "gpt"}
 
-    shown = re.findall(r"^\| (\d+) \| \d+×\d+ \| (390|6 k|95 k) \| (\w+) \| (.*) \|$", page, re.MULTILINE)
+    shown = re.findall(rf"^\| (\d+) \| \d+[^|]* \| ({'|'.join(cases)}) \| (\w+) \| (.*) \|$", page, re.MULTILINE)
 
-    assert len(shown) == 9
+    assert len(shown) == 21
     for hosts, size, seeds, ratios in shown:
         own = [row for row in rows if (row["case"], row["hosts"], row["seeds"]) == (cases[size], hosts, seeds)]
         by_executor = {row["executor"]: row["train_ratio"] for row in own}
         assert ratios.split(" | ") == [by_executor[name] for name in ("loop", "threads", "fused")]
         fastest = max(by_executor, key=lambda name: float(by_executor[name].split()[0]))
-        assert fastest == ("fused" if size == "390" else "threads")
+        assert fastest.split()[0] == ("fused" if size == "390" else "threads")  # with or without oneDNN
 
 
 MODULES = sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "benchmarks").rglob("*.py"))
