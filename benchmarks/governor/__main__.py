@@ -1,6 +1,6 @@
 """Measure how well the Governor distinguishes diverging hosts from healthy ones, and what it costs.
 
-    python -m benchmarks.governor                        # all parts: half an hour on one core
+    python -m benchmarks.governor                        # all parts: about an hour on one slow core
     python -m benchmarks.governor --part recorded --traces FILE     # record once, judge many times
     python -m benchmarks.governor --part live --markdown
 
