@@ -154,7 +154,8 @@ def test_the_speeds_of_executors_on_grown_networks_are_the_kept_ones_and_auto_ta
 
     shown = re.findall(rf"^\| (\d+) \| \d+[^|]* \| ({'|'.join(cases)}) \| (\w+) \| (.*) \|$", page, re.MULTILINE)
 
-    assert len(shown) == 21
+    measured = {(row["case"], row["hosts"], row["seeds"]) for row in rows}
+    assert len(shown) == len(measured) == 21
     for hosts, size, seeds, ratios in shown:
         own = [row for row in rows if (row["case"], row["hosts"], row["seeds"]) == (cases[size], hosts, seeds)]
         by_executor = {row["executor"]: row["train_ratio"] for row in own}
