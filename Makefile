@@ -6,7 +6,7 @@ RUN := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824
 # A worker that has nothing left to do takes tests from another one.
 WORKERS := --numprocesses auto --dist worksteal
 
-.PHONY: fit report smoke test test-all coverage bench-execution gpu lint clean
+.PHONY: fit report smoke test test-all coverage gpu lint clean
 
 fit: $(BIN)/.installed  ## train Tamiyo on handwritten digits
 	$(RUN) $(BIN)/esper-lightning fit --config digits
@@ -25,9 +25,6 @@ test-all: $(BIN)/.installed  ## the same and the slow tier: every tick, every co
 
 coverage: $(BIN)/.installed  ## lines and branches that `make test` goes through
 	$(RUN) $(BIN)/python -m pytest $(WORKERS) --cov --cov-report=term-missing:skip-covered
-
-bench-execution: $(BIN)/.installed  ## how fast each executor trains hosts
-	$(RUN) $(BIN)/python -m benchmarks.execution $(ARGS)
 
 gpu:  ## does everything work on a GPU, and how fast? One report; needs no network and no installation
 	$(PYTHON) -m benchmarks.gpu $(ARGS)

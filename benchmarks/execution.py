@@ -1,16 +1,17 @@
 """Measure how fast each executor trains N hosts, compared with a plain PyTorch loop over the same hosts.
 
-    make bench-execution
     python -m benchmarks.execution --case digits --hosts 16 --repeats 5 --markdown
     python -m benchmarks.execution --case 32x8 32x32 --hosts 4 16 --grown --markdown
+    python -m benchmarks.execution --case 32x32 --hosts 4 16 --grown --precision bf16
 
 The benchmark runs on a GPU if there is one, else on the CPU. The raw loop has no validation or controller, and seeds
 only with `--grown`: it trains hosts one after the other with torch's defaults, on the CPU once with one thread per
 operator and once with all cores. Every round measures the raw loop and each executor in turn, so that other load on the
 machine affects all of them. Figures are medians over rounds, with extremes in brackets; ratios are to the faster raw
-loop of the same round. `train` compares training alone; `tick` is a whole tick of the application, with validation,
-counterfactuals, observation, masks and rewards. `other` is the share of a tick in which hosts do not compute. `MiB` is
-the peak GPU memory of a pool and its training. A star marks the executor that `auto` stands for.
+loop of the same round in the precision of the hosts, and once more to the one in fp32. `train` compares training alone;
+`tick` is a whole tick of the application, with validation, counterfactuals, observation, masks and rewards. `other` is
+the share of a tick in which hosts do not compute. `MiB` is the peak GPU memory of a pool and its training. A star marks
+the executor that `auto` stands for.
 """
 
 import argparse
@@ -84,6 +85,7 @@ class Row(NamedTuple):
     env_steps_per_s: MedianRange
     images_per_s: MedianRange
     train_ratio: MedianRange
+    fp32_ratio: MedianRange  # training, to the raw loop in fp32
     tick_ratio: MedianRange
     other_share: MedianRange
     peak_mib: float | None
@@ -93,13 +95,14 @@ class Row(NamedTuple):
         return [
             *(self.case, str(self.hosts), self.seeds, self.executor),
             *(self.env_steps_per_s.show(1), f"{self.images_per_s.middle:,.0f}"),
-            *(self.train_ratio.show(2), self.tick_ratio.show(2), f"{self.other_share.middle:.1%}"),
+            *(self.train_ratio.show(2), self.fp32_ratio.show(2), self.tick_ratio.show(2)),
+            f"{self.other_share.middle:.1%}",
             "–" if self.peak_mib is None else f"{self.peak_mib:,.0f}",
         ]
 
 
 COLUMNS = {"case": 6, "hosts": 5, "seeds": 9, "executor": 22, "env steps/s": 23, "images/s": 10, "train / raw": 20,
-           "tick / raw": 20, "other": 6, "MiB": 6}  # fmt: skip
+           "train / raw fp32": 20, "tick / raw": 20, "other": 6, "MiB": 6}  # fmt: skip
 """Headings and widths of the printed table."""
 
 
@@ -160,7 +163,8 @@ def measure(name: str, hosts: int, repeats: int, precision: str, *, grown: bool)
     """Measure every executor on one case, without, with equal, and with different seeds. `grown`: the raw loop, too."""
     case = CASES[name]
     data = case.task.load().copy_to([DEVICE])
-    raws = dict.fromkeys(SEED_PLACEMENTS, RawLoop(case, data, hosts, precision))
+    alone = {wanted: RawLoop(case, data, hosts, wanted) for wanted in dict.fromkeys((precision, "fp32"))}
+    raws = {key: alone[key[1]] for key in product(SEED_PLACEMENTS, alone)}
     auto = make_pool(case, data, hosts, ExecutorChoice("auto", True), "none", precision).executor_choice
     pools: dict[tuple[SeedPlacement, ExecutorChoice], HostPool] = {}
     peaks: dict[tuple[SeedPlacement, ExecutorChoice], float | None] = {}
@@ -179,8 +183,9 @@ def measure(name: str, hosts: int, repeats: int, precision: str, *, grown: bool)
             print(f"{name}, {hosts} hosts, seeds {seeds}: {choice} refuses them: {error}", flush=True)
     for (seeds, choice), pool in pools.items():
         if grown and choice.executor == "loop":
-            networks = [deepcopy(env.network).train() for env in pool.envs]
-            raws[seeds] = RawLoop(case, data, hosts, precision, grown=networks)
+            for wanted in alone:
+                networks = [deepcopy(env.network).train() for env in pool.envs]
+                raws[seeds, wanted] = RawLoop(case, data, hosts, wanted, grown=networks)
     plain: dict[RawLoop, list[dict[int, float]]] = {raw: [] for raw in raws.values()}
     for raw in plain:
         raw_seconds(raw)
@@ -194,22 +199,24 @@ def measure(name: str, hosts: int, repeats: int, precision: str, *, grown: bool)
     fastest = {raw: [min(times.values()) for times in own] for raw, own in plain.items()}
     for raw, times in fastest.items():
         speed = spread([images / s for s in times]).show(0)
-        seeds = ", ".join(seeds for seeds in SEED_PLACEMENTS if raws[seeds] is raw)
+        seeds = ", ".join(seeds for seeds, wanted in raws if raws[seeds, wanted] is raw)
         wins = Counter(min(times, key=times.__getitem__) for times in plain[raw])
         threads = "; ".join(f"{n} thread(s) per operator in {won} of {repeats} rounds" for n, won in wins.items())
-        print(f"{name}, {hosts} hosts, seeds {seeds}: raw loop, {speed} images/s; {threads}")
+        computed = f"raw loop in {raw.settings.precision}, {speed} images/s"
+        print(f"{name}, {hosts} hosts, seeds {seeds}: {computed}; {threads}")
     return [
         Row(
             *(name, hosts, key[0], f"{key[1]}{' *' if key[1].executor == auto else ''}"),
             env_steps_per_s=spread([hosts / spent.tick for spent in own]),
             images_per_s=spread([images / spent.train for spent in own]),
-            train_ratio=spread([s / spent.train for s, spent in zip(alone, own, strict=True)]),
-            tick_ratio=spread([s / spent.tick for s, spent in zip(alone, own, strict=True)]),
+            train_ratio=spread([s / spent.train for s, spent in zip(same, own, strict=True)]),
+            fp32_ratio=spread([s / spent.train for s, spent in zip(fp32, own, strict=True)]),
+            tick_ratio=spread([s / spent.tick for s, spent in zip(same, own, strict=True)]),
             other_share=spread([1.0 - spent.hosts / spent.tick for spent in own]),
             peak_mib=peaks[key],
         )
         for key, own in rounds.items()
-        for alone in [fastest[raws[key[0]]]]
+        for same, fp32 in [[fastest[raws[key[0], wanted]] for wanted in (precision, "fp32")]]
     ]
 
 
