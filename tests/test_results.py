@@ -149,7 +149,8 @@ def test_the_returns_on_the_page_of_ppo_are_those_of_the_kept_results() -> None:
 
 def test_the_speeds_of_executors_on_grown_networks_are_the_kept_ones_and_auto_takes_the_fastest() -> None:
     page = (ROOT / "docs" / "reference" / "executors.md").read_text()
-    rows = list(csv.DictReader((ROOT / "benchmarks" / "results" / "execution.csv").read_text().splitlines()))
+    kept = list(csv.DictReader((ROOT / "benchmarks" / "results" / "execution.csv").read_text().splitlines()))
+    rows = [row for row in kept if row["precision"] == "fp32"]
     cases = {"390": "digits", "6 k": "32x8", "95 k": "32x32", "210 k": "gpt"}
 
     shown = re.findall(rf"^\| (\d+) \| \d+[^|]* \| ({'|'.join(cases)}) \| (\w+) \| (.*) \|$", page, re.MULTILINE)
@@ -162,6 +163,10 @@ def test_the_speeds_of_executors_on_grown_networks_are_the_kept_ones_and_auto_ta
         assert ratios.split(" | ") == [by_executor[name] for name in ("loop", "threads", "fused")]
         fastest = max(by_executor, key=lambda name: float(by_executor[name].split()[0]))
         assert fastest.split()[0] == ("fused" if size == "390" else "threads")  # with or without oneDNN
+
+    in_bf16 = re.findall(r"^\| (\d+) \| (\w+) \| (\d\.\d+ \(.*\)) \| (\d\.\d+ \(.*\)) \|$", page, re.MULTILINE)
+    threads = [row for row in kept if row["precision"] == "bf16" and row["executor"] == "threads"]
+    assert in_bf16 == [(row["hosts"], row["seeds"], row["fp32_ratio"], row["train_ratio"]) for row in threads]
 
 
 MODULES = sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "benchmarks").rglob("*.py"))
