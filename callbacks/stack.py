@@ -34,7 +34,7 @@ from esper_lightning.callbacks.checks import after_setup, check_resumed, check_t
 from esper_lightning.callbacks.grow import Grow
 from esper_lightning.callbacks.plans import DIGITS, Plan, Progress, Shares, make_plan
 from esper_lightning.callbacks.run_record import open_events, write_run_record
-from esper_lightning.growth.blocks import Blocks, errors_of, find_blocks
+from esper_lightning.growth.blocks import Blocks, depth_in_state, errors_of, find_blocks
 from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.stack import (
     BuiltBlocks,
@@ -44,6 +44,7 @@ from esper_lightning.growth.stack import (
     check_optimizers,
     check_options,
     listed_order,
+    one_count,
     sources_of,
     warn_without_gradients,
 )
@@ -331,6 +332,9 @@ class Stack(Callback):
             check_resumed("Stack", trainer)
         with errors_of("Stack"):
             check_optimizers(trainer.optimizers, self.built.block_list.blocks)
+        growing = [stack.built.block_list.name for stack in stacks_of(trainer)]
+        if others := [name for name in self.built.of_one_count if name not in growing]:
+            rank_zero_warn(f"Stack: {one_count(self.name, others)}")
         self._begins &= not trainer._checkpoint_connector._loaded_checkpoint
         self.depths = self.depths or [self.built.depth]
         if self._loaded is not None:  # optimizers are made, and their states not yet loaded
@@ -579,14 +583,13 @@ class LoadHook:
         self.depth_before: int | None = None
         if self.callback is None:
             return
-        saved = len({key[len(prefix) :].split(".")[0] for key in state_dict if key.startswith(prefix)})
         trainer = self.callback._loading
         restores = trainer is not None and trainer._checkpoint_connector._loaded_checkpoint
         self.callback._was_loaded |= not restores
         if trainer is not None and restores:
             self.callback._resumes |= not ends_trial(trainer)
         for built in self._lists_of(modules) if trainer is not None else ():
-            present, depth = built.depth, saved - built.block_list.skip_first - built.block_list.skip_last
+            present, depth = built.depth, depth_in_state(built.block_list, state_dict, prefix)
             if depth != present and 0 < depth <= built.most:
                 built.show(depth)
                 self.depth_before = None if restores else present
@@ -607,7 +610,8 @@ def stacks_of(trainer: Trainer) -> list[Stack]:
 
 def is_trained(block: nn.Module) -> bool:
     """Return True if the scale of a normalisation has learned: a class builds it of equal numbers."""
-    weights = [getattr(module, "weight", None) for module in block.modules()]
+    # Not `module.weight`: reading it would run a parametrization, and that of `spectral_norm` changes by it.
+    weights = [module._parameters.get("weight") for module in block.modules()]
     scales = [weight for weight in weights if isinstance(weight, Tensor) and weight.ndim == 1 and len(weight)]
     return any(bool((scale != scale[0]).any()) for scale in scales)
 

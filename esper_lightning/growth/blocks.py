@@ -174,6 +174,20 @@ def numbered(modules: Blocks, count: int) -> list[str]:
     return [f"{stem}{int(first.removeprefix(stem) or 0) + i}" for i in range(count)]
 
 
+def depth_in_state(block_list: BlockList, state_dict: Mapping[str, Any], prefix: str) -> int:
+    """Return the number of blocks of which a state dict has tensors, with keys that begin with `prefix` and the block.
+
+    Skipped blocks are left out. A block without tensors counts if a later one has some: frozen blocks may be left out
+    of checkpoints. Tensors of the list itself, beside its blocks, do not count.
+    """
+    first = next(iter(block_list.modules._modules))
+    stem = first.rstrip(digits)
+    names = {key.removeprefix(prefix).partition(".")[0] for key in state_dict if key.startswith(prefix)}
+    numbers = [int(name.removeprefix(stem)) for name in names if re.fullmatch(rf"{re.escape(stem)}\d+", name)]
+    count = max(numbers) + 1 - int(first.removeprefix(stem) or 0) if numbers else 0
+    return count - block_list.skip_first - block_list.skip_last
+
+
 class IndexField(NamedTuple):
     """Attribute in which each block of a list keeps its index."""
 
@@ -240,6 +254,23 @@ def count_fields(block_list: BlockList) -> list[CountField]:
             if not is_named or words_of_name[name] - PLAIN_WORDS:
                 fields.setdefault((id(holder), name), CountField(holder, name, value))
     return list(fields.values())
+
+
+def lists_of_one_count(block_list: BlockList) -> list[str]:
+    """Return the names of other lists of like blocks in the network whose number of blocks is the same setting.
+
+    An example is a teacher that was built with the configuration of its student: it would follow the student's number.
+    """
+    settings = {(id(field.holder), field.name) for field in count_fields(block_list)}
+    inside, names = set(block_list.modules.modules()), []
+    for name, part in _named_modules(block_list.network).items():
+        if isinstance(part, Blocks) and part not in inside and any(True for _ in part.parameters()):
+            other = BlockList(block_list.network, name, part)
+            with suppress(ValueError):
+                _check_like(other)
+                if settings & {(id(field.holder), field.name) for field in count_fields(other)}:
+                    names.append(name)
+    return names
 
 
 def _count_words(name: str) -> set[str]:

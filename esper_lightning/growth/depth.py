@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from esper_lightning.growth.blocks import BlockList, find_blocks
+from esper_lightning.growth.blocks import BlockList, depth_in_state, find_blocks
 from esper_lightning.growth.blueprints import STACK
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stack import deepen, shorten
@@ -94,8 +94,7 @@ class DepthSlot(SeedSlot):
 
     def _fit(self, _: nn.Module, state: Mapping[str, Any], prefix: str, *__: Any) -> None:
         """Give the list as many blocks as a state dict has, before their weights are loaded."""
-        names = {key.removeprefix(prefix).split(".")[0] for key in state if key.startswith(prefix)}
-        saved_depth = len(names) - self.block_list.skip_first - self.block_list.skip_last
+        saved_depth = depth_in_state(self.block_list, state, prefix)
         depth = len(self.block_list.blocks)
         if depth < saved_depth <= self.most:
             # The sources are those of the growths in the state dict, because it does not hold all settings of a block.

@@ -19,7 +19,14 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
 from esper_lightning.growth.attach import attach_at, attached_places
-from esper_lightning.growth.blocks import BlockFields, BlockList, errors_of, find_blocks, numbered
+from esper_lightning.growth.blocks import (
+    BlockFields,
+    BlockList,
+    errors_of,
+    find_blocks,
+    lists_of_one_count,
+    numbered,
+)
 from esper_lightning.growth.param_groups import optimizers_in
 from esper_lightning.growth.residual import are_equal, branch_ends, outputs
 from esper_lightning.growth.slot import SeedSlot, SlotHook, pass_on
@@ -123,13 +130,15 @@ def stack(
     per_block = any(field.per_block for field in fields.counts)
     index_names = {(field.part, field.name) for field in fields.indices}
     varying = [] if per_block else _varying(block_list, sources, index_names)
-    present = set(network.parameters())
+    present, others = set(network.parameters()), lists_of_one_count(block_list)
     added = deepen(block_list, sources, optimizers, new=new, state=state, zero=zero, example=example)
     if freeze:
         for parameter in network.parameters():
             if parameter.is_floating_point():  # others cannot learn
                 parameter.requires_grad_(parameter not in present)
     warn_without_gradients(block_list, added, optimizers)
+    if others:
+        warnings.warn(one_count(blocks, others), stacklevel=2)
     if varying:
         warnings.warn(
             f"{block_list.name!r}: blocks differ by their index in {', '.join(varying)}, which no state dict holds, "
@@ -138,6 +147,15 @@ def stack(
             stacklevel=2,
         )
     return sources
+
+
+def one_count(name: str, others: Sequence[str]) -> str:
+    """Return the text of a warning that `others` read the setting with the number of blocks of the list `name`."""
+    return (
+        f"{name!r} and {', '.join(map(repr, others))} read their number of blocks from one setting, which follows "
+        f"{name!r}, so that the other may run, or be saved, with a wrong number; build each with a configuration of "
+        f"its own, as copy.deepcopy makes it"
+    )
 
 
 def deepen(
@@ -337,10 +355,21 @@ def _zeroed(block: nn.Module, zero: Sequence[str]) -> list[str]:
 
 
 def _refill(block: nn.Module, new: Content, zero: Sequence[str]) -> set[int]:
-    """Set layers of a new block to zero, or all of it to fresh values; return the `id` of each changed parameter."""
+    """Set layers of a new block to zero, or all of it to fresh values; return the `id` of each changed parameter.
+
+    Raises ValueError if `reset_parameters` leaves out a parameter, as with the hooks of `weight_norm` or pruning.
+    """
     if new == "fresh":
+        for parameter in filter(Tensor.is_floating_point, block.parameters()):
+            parameter.detach().fill_(float("nan"))
         for name in _layers(block):
             block.get_submodule(name).reset_parameters()  # pyright: ignore[reportCallIssue]
+        left_out = [name for name, parameter in block.named_parameters() if bool(parameter.isnan().any())]
+        if left_out:
+            raise ValueError(
+                f"stack: reset_parameters does not reach {left_out[0]!r} of a block, so new='fresh' is not possible; "
+                f"use new='copy'"
+            )
         return {id(parameter) for parameter in block.parameters()}
     set_to_zero(block, zero)
     return {id(block.get_parameter(name)) for name in _zeroed(block, zero)}
@@ -434,7 +463,11 @@ def _copy_extras(source: nn.Parameter, target: nn.Parameter, ids: set[int]) -> N
     if target is source:
         return
     for name, value in vars(source).items():
-        vars(target).setdefault(name, value)
+        # A tensor, such as a mask or an average, belongs to the values of its parameter; other settings to the place.
+        if isinstance(value, Tensor) and vars(target).get(name) is not value:
+            vars(target)[name] = value.detach().clone().requires_grad_(value.requires_grad)
+        else:
+            vars(target).setdefault(name, value)
     for table, add in (
         ("_backward_hooks", target.register_hook),
         ("_post_accumulate_grad_hooks", target.register_post_accumulate_grad_hook),
@@ -678,6 +711,7 @@ class BuiltBlocks:
         self.block_list = block_list
         self.blocks = list(block_list.modules)  # all that the class has built, with those that are skipped
         self._fields = BlockFields(block_list)
+        self.of_one_count = lists_of_one_count(block_list)
         # As the class has built them, by the `id` of each module: settings, names of children and parameters, classes.
         modules = [module for block in self.blocks for module in block.modules()]
         self._built_settings = {
@@ -926,7 +960,7 @@ class BuiltBlocks:
         source_built, present = self._built_settings.get(id(source), {}), vars(target)
         target_built = self._built_settings.get(id(target), {})
         for name, value in vars(source).items():
-            if name in STORAGE or name.startswith(SHARDING):
+            if name in STORAGE or name.startswith(SHARDING) or present.get(name) is value:  # the blocks share it
                 continue
             # A target that was in the list, and has changed there itself, takes the setting of its source, too.
             target_changed = name in present and name in target_built and target_built[name] != _frozen(present[name])

@@ -513,6 +513,107 @@ def test_what_is_shared_since_setup_is_shared_with_new_blocks() -> None:
     assert len({id(block.linear.bias) for block in module.blocks}) == DEPTH
 
 
+class Outputs:
+    """Object of no module of torch, to which blocks report."""
+
+    def __init__(self) -> None:
+        self.means: list[Tensor] = []
+
+
+class Reporting(Block):
+    def __init__(self, i: int, outputs: Outputs) -> None:
+        super().__init__(i)
+        self.outputs = outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.outputs.means.append(y.mean())  # it holds the graph of the step
+        return y
+
+
+def test_an_object_of_all_blocks_that_changes_in_training_stays_one() -> None:
+    outputs = Outputs()
+    module = make(lambda i: Reporting(i, outputs), kind=doing("training_step", lambda module: outputs.means.clear()))
+    train(module, begins_with(1))
+
+    assert all(block.outputs is outputs for block in module.blocks) and len(outputs.means) == DEPTH
+
+
+class SpectralNorm(Block):
+    def __init__(self, i: int) -> None:
+        super().__init__(i)
+        nn.utils.parametrizations.spectral_norm(self.linear)
+
+
+def test_a_computed_weight_that_changes_when_it_is_read_is_not_read() -> None:
+    module, seen = make(SpectralNorm), {}
+    built = deepcopy(module.blocks[:2].state_dict())
+    look = LambdaCallback(
+        on_train_batch_start=lambda _, lit, *__: seen or seen.update(deepcopy(lit.blocks.state_dict()))
+    )
+    train(module, begins_with(), look, max_steps=4)
+
+    assert gpt.equal(seen, built)
+
+
+class PartlySaved(Lit):
+    """Its frozen block is in no checkpoint."""
+
+    strict_loading = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+
+    def state_dict(self, *args: Any, **settings: Any) -> dict[str, Any]:
+        learn = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        return {name: x for name, x in super().state_dict(*args, **settings).items() if name in learn}
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.depths.append(len(self.blocks))
+
+
+def test_a_checkpoint_that_leaves_frozen_blocks_out_has_the_depth_of_its_last_block(tmp_path: Path) -> None:
+    train(make(kind=PartlySaved), begins_with(order="last")).save_checkpoint(tmp_path / "last.ckpt")
+
+    module = make(kind=PartlySaved)
+    trainer(begins_with(order="last")).test(module, data(), ckpt_path=tmp_path / "last.ckpt", verbose=False)
+    assert set(module.depths) == {DEPTH}
+
+
+class TwoLists(Lit):
+    """Two lists, which read their lengths from one configuration, or from two."""
+
+    def __init__(self, is_shared: bool) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Module(), nn.Module()
+        self.student.config = Namespace(n_layer=DEPTH)
+        self.teacher.config = self.student.config if is_shared else deepcopy(self.student.config)
+        self.student.blocks, self.teacher.blocks = self.blocks, deepcopy(self.blocks)
+        del self.blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.student.blocks:
+            x = block(x)
+        for block in self.teacher.blocks[: self.teacher.config.n_layer]:
+            x = block(x)
+        return self.head(x)
+
+    def on_before_zero_grad(self, *_: object) -> None:
+        self.depths.append(self.teacher.config.n_layer)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_another_list_whose_length_is_the_same_setting_is_warned_of(
+    is_shared: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    module = make(is_shared, kind=TwoLists)
+    train(module, Stack("student.blocks", start=2, at=0.5))
+
+    said = [str(w.message) for w in recwarn if "'student.blocks' and 'teacher.blocks' read their" in str(w.message)]
+    assert len(said) == is_shared and set(module.depths) == ({2, DEPTH} if is_shared else {DEPTH})
+
+
 def test_a_block_that_moves_leaves_its_own_changes_behind() -> None:
     module, change = make(Furnished), late(lambda module: setattr(module.blocks[1].dropout, "p", 0.5))
     train(module, change, begins_with(3, order="interleave"))
