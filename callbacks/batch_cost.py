@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.optim import Optimizer
 
-from esper_lightning.callbacks.measuring import kept_attributes
+from esper_lightning.callbacks.measuring import kept_attributes, kept_schedules
 from esper_lightning.envs.flops import FlopCounter
 from esper_lightning.growth.blocks import find_blocks
 from esper_lightning.growth.slot import pass_on
@@ -103,12 +103,9 @@ def _count_on_copy(
     if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):
         arguments.append(batch_idx)
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    # What a step counts or schedules outside of the module is put back.
-    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     failure: Exception | None = None
-    with isolate_rng(), kept_attributes(*outside, *schedulers):
+    # What a step counts or schedules outside of the module is put back.
+    with isolate_rng(), kept_schedules(trainer), kept_attributes(*outside):
         try:
             with eager, counter, torch.enable_grad(), trainer.precision_plugin.train_step_context():
                 outputs = copied.training_step(*arguments)
@@ -119,9 +116,6 @@ def _count_on_copy(
                     backward(loss)
         except COUNT_ERRORS as error:
             failure = error  # raised below: `isolate_rng` restores random numbers only where nothing is raised
-        finally:
-            for group, values in zip(groups, options, strict=True):
-                group.update(values)
     if failure is not None:
         raise failure
     return counter

@@ -49,7 +49,10 @@ STATE_FORMAT = 6  # version of the callback's state in a checkpoint
 PROBE_ROWS = 4  # samples on which each blueprint is tried once, before training; two at least, for BatchNorm
 
 CHANCE_TICKS, CHANCE_RISE = 10, 0.01
-"""Ticks after which a warning comes if the metric has never risen by this, on the scale of a score."""
+"""Ticks after which a warning comes if a share has never risen by this, or a loss never fallen by this part of it."""
+
+LARGEST_LOSS = 12.0
+"""Largest loss before training of which exp(−loss), the score that deciders see, will show what training does to it."""
 
 LARGEST_SHARE = 1.00001  # largest metric that is taken for a share: sums of shares are rounded
 TINY = 1e-6  # least share of which a logarithm is taken, and least loss by which a difference is divided
@@ -346,6 +349,12 @@ class Grow(Callback):
             variants = [frozenset(slot.name for slot in self._blended)]
             (metric,) = self._meter.measure(variants)
             loss = None if self.loss is None else self._meter.measure(variants, self.loss)[0]
+            if self.mode == "min" and not 0.0 <= metric <= LARGEST_LOSS:
+                rank_zero_warn(
+                    f"Grow: {self.monitor} is {metric:.4g} before training, and deciders see exp(−loss), which hardly "
+                    f"tells losses below 0 or above {LARGEST_LOSS:g} apart; monitor the loss divided by a constant, or "
+                    f"a share with mode 'max'"
+                )
             pool.begin(self._validation(metric, loss))
             self.decider.reset(pool)
             events = self._decide(trainer)
@@ -552,7 +561,7 @@ class Grow(Callback):
         events = pool.record(EpochResult(training, validation), pending.contributions, hold_stages=bool(not_finite))
         growing.lifecycle = self.lifecycle
         scores = pool.env.history.score  # the first one is of before the training
-        if pool.env.tick == CHANCE_TICKS and max(scores) < scores[0] + CHANCE_RISE:
+        if pool.env.tick == CHANCE_TICKS and self._is_hardly_better(scores[0], max(scores)):
             rank_zero_warn(
                 f"Grow: after {CHANCE_TICKS} ticks {self.monitor} is hardly better than before training; growth does "
                 f"not help a network that does not learn: see to its data and learning rate first"
@@ -562,6 +571,12 @@ class Grow(Callback):
         self._step_flops = pool.env.flops.with_seeds(pool.env.slots)
         self._report(trainer, events, pending)
         self._gradients, self._train_loss, self._train_batches = None, 0.0, 0
+
+    def _is_hardly_better(self, first: float, best: float) -> bool:
+        """Return True if a share, or a loss whose exp(−loss) the scores are, has hardly changed; unknown is False."""
+        if self.mode == "max":
+            return best < first + CHANCE_RISE
+        return first > 0.0 and math.log(best / first) < CHANCE_RISE * -math.log(first)
 
     def _decide(self, trainer: Trainer) -> list[SeedEvent]:
         """Carry out the decision of the first process in all of them."""

@@ -41,7 +41,7 @@ from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.runtime.nested import COPY_ERRORS, ExampleInput, batch_size, iter_tensors, map_tensors
 
 SHARED = (Trainer, Strategy, LightningDataModule, Callback, Logger, Dataset, DataLoader, CombinedLoader, Optimizer)
-"""Classes of what a module may hold, and a validation does not change."""
+"""Classes of what a module may hold and a measurement does not copy."""
 
 LARGEST_COPIED = 2**16
 """Most elements of a parameter without gradient that is taken for state, such as a count, and copied."""
@@ -357,6 +357,22 @@ def kept_attributes(*objects: Any) -> Iterator[None]:
             vars(owner).update(attributes)
 
 
+@contextmanager
+def kept_schedules(trainer: Trainer) -> Iterator[None]:
+    """Afterwards restore the options of optimizers, such as learning rates, and the attributes of schedulers."""
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    options = [(group, {name: value for name, value in group.items() if name != "params"}) for group in groups]
+    tensors = [(value, value.clone()) for _, kept in options for value in kept.values() if isinstance(value, Tensor)]
+    with kept_attributes(*(config.scheduler for config in trainer.lr_scheduler_configs)):
+        try:
+            yield
+        finally:
+            for value, kept_value in tensors:
+                value.copy_(kept_value)
+            for group, kept in options:
+                group.update(kept)
+
+
 def _is_copyable(value: Any) -> bool:
     try:
         copy.copy(value)
@@ -458,8 +474,9 @@ def rerun(trainer: Trainer, batches: Sequence[KeptBatch]) -> dict[str, Tensor]:
     """Validate the module on batches, and return the logged metrics. Its state changes: see `isolated_state`."""
     epoch_loop, wrapper = trainer.fit_loop.epoch_loop, trainer.strategy.model
     # DistributedDataParallel remembers in each pass whether buffers are to be shared in the next one.
-    wrappers = [] if wrapper is trainer.lightning_module else [wrapper]
-    with isolate_rng(), kept_attributes(trainer, epoch_loop, *wrappers):
+    outside = [] if wrapper is trainer.lightning_module else [wrapper]
+    outside += [] if trainer.datamodule is None else [trainer.datamodule]  # type: ignore[attr-defined]
+    with isolate_rng(), kept_schedules(trainer), kept_attributes(trainer, epoch_loop, *outside):
         trainer.state = replace(trainer.state, stage=RunningStage.VALIDATING)
         trainer.callbacks = [_Unhooked(callback) for callback in trainer.callbacks]
         trainer.loggers = [_Silent(logger) for logger in trainer.loggers]

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from esper_lightning.callbacks import Grow
 from esper_lightning.callbacks.grow import Decider
+from esper_lightning.callbacks.measuring import reachable
 from esper_lightning.growth.stages import OCCUPIED
 from esper_lightning.runtime.console import print_status, quieter_lightning
 from esper_lightning.runtime.nested import copy_module
@@ -110,10 +111,14 @@ def grow(
     if epochs < 1:
         raise ValueError(f"epochs must be at least 1, got {epochs}")
     batches = loader_of(training), loader_of(validation)
+    generators = [value for value in reachable(batches) if isinstance(value, torch.Generator)]
+    first_states = [generator.get_state() for generator in generators]
 
     def train(name: str, network: nn.Module, decider: str | Decider, max_steps: int = -1) -> tuple[Grow, list[float]]:
         """Train a network, for `max_steps` batches (-1: all epochs); return its callback and the accuracy by epoch."""
         seed_everything(rng_seed, verbose=False)
+        for generator, state in zip(generators, first_states, strict=True):  # the same order of data in each training
+            generator.set_state(state)
         network.train()  # Lightning keeps the mode that it finds, and in evaluation mode no seed would learn
         module = _Classifier(network, loss, lr)
         callback = Grow(

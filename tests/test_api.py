@@ -12,6 +12,7 @@ from lightning import seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import esper_lightning
 from esper_lightning import (
@@ -117,6 +118,24 @@ def test_a_network_of_ones_own_grows() -> None:
     assert sum(parameter.numel() for parameter in network.parameters()) > before
     assert result.accuracy[-1] > result.accuracy[0]
     assert any(modes), "it was left in evaluation mode, and is trained"
+
+
+def test_a_control_gets_the_order_of_data_from_a_loader_that_the_grown_network_got() -> None:
+    images, digits = (torch.cat(parts[:8]) for parts in zip(*batches_of_digits(), strict=True))
+    shuffled = DataLoader(TensorDataset(images, digits), 64, shuffle=True, generator=torch.Generator().manual_seed(0))
+
+    result = grow(
+        network_of_digits(),
+        shuffled,
+        batches_of_digits()[20:24],
+        ["2"],
+        epochs=2,
+        controller="wait",
+        controls=True,
+        accelerator="cpu",
+    )
+
+    assert result.controls["ungrown"] == result.accuracy
 
 
 def test_the_controls_are_trained_on_copies_and_change_nothing(

@@ -109,6 +109,8 @@ def add_group(optimizer: Optimizer, name: str, module: nn.Module, **options: flo
     # A learning-rate scheduler may have changed the first group; the new group follows it.
     first = optimizer.param_groups[0]
     copied = {key: value for key, value in first.items() if key not in ("params", "param_names")}
+    # A learning rate or a count in a tensor, which steps change in place, is of each group.
+    copied = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in copied.items()}
     if "initial_lr" in first:
         copied["initial_lr"] = options.get("lr", first["initial_lr"])
     params = named if has_names else [parameter for _, parameter in named]
@@ -141,6 +143,10 @@ def remove_parameters(optimizer: Optimizer, parameters: Collection[nn.Parameter]
 
 
 def _remove_from_groups(optimizer: Optimizer, removed: Collection[nn.Parameter]) -> None:
+    """Remove parameters from all groups. A group of the host that held nothing else goes, too: where each child of a
+    network has a group, and its slots are a child, a training that is resumed then has the groups of the first one."""
+    emptied = [group for group in host_groups(optimizer) if group["params"] and removed.issuperset(group["params"])]
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if not any(group is x for x in emptied)]
     for group in optimizer.param_groups:
         kept = [i for i, parameter in enumerate(group["params"]) if parameter not in removed]
         if len(kept) < len(group["params"]):

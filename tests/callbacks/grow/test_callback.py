@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor, Mod
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
+from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from esper_lightning.callbacks import Grow
@@ -317,6 +318,29 @@ def test_a_metric_that_stays_where_it_was_before_training_is_warned_of_once(
 
     said = [warning for warning in recwarn if "is hardly better than before training" in str(warning.message)]
     assert len(said) == warned
+
+
+class Scaled(Classifier):
+    """Its losses are those of a classifier, on another scale."""
+
+    def __init__(self, scale: float, shift: float) -> None:
+        super().__init__()
+        self.scale, self.shift = scale, shift
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("scaled", self.scale * loss + self.shift)
+
+
+@pytest.mark.parametrize(("scale", "shift", "warned"), [(1.0, 0.0, 0), (3e3, 0.0, 1), (1.0, -20.0, 1), (1.0, 7.0, 0)])
+def test_a_loss_that_deciders_cannot_see_is_warned_of_and_not_taken_for_one_that_stays(
+    scale: float, shift: float, warned: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    train(Scaled(scale, shift), grow(decider="wait", monitor="scaled", mode="min"), epochs=12)
+
+    said = [str(warning.message) for warning in recwarn]
+    assert sum("deciders see exp(−loss)" in line for line in said) == warned
+    assert not any("is hardly better than before training" in line for line in said)
 
 
 def test_a_schedule_that_is_too_long_is_refused_before_grow_writes_anything(tmp_path: Path) -> None:

@@ -469,3 +469,42 @@ def test_a_measurement_leaves_no_trace(name: str) -> None:
         weights.append(module.state_dict())
 
     assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
+
+
+class Halves(Plain):
+    """Its validation halves the learning rate, by a scheduler and by hand, and counts in the data module."""
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.lr_schedulers().step()  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+            self.optimizers().param_groups[0]["weight_decay"] *= 0.5  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+            self.trainer.datamodule.level += 1  # type: ignore[attr-defined]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        self.automatic_optimization = False
+        rate = torch.tensor(0.02) if self.is_tensor else 0.02
+        optimizer = torch.optim.AdamW(self.parameters(), lr=rate, weight_decay=0.5, foreach=False)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+@pytest.mark.parametrize("is_tensor", [False, True])
+def test_what_validation_does_to_rates_and_the_data_module_is_done_once(is_tensor: bool) -> None:
+    data = L.LightningDataModule.from_datasets(TRAIN, HELD_OUT, batch_size=20)
+    data.level = 0  # type: ignore[attr-defined]
+    module = type("Halves", (Halves,), {"is_tensor": is_tensor})()
+    callback = grow({0: germinate(0)}, slots=["1"], network="net", blueprints=["mlp_small"])
+
+    trainer(callback, epochs=4).fit(module, data)
+
+    optimizer: Any = module.optimizers()
+    host, _ = optimizer.param_groups
+    assert float(host["lr"]) == pytest.approx(0.02 * 0.5**4)
+    assert host["weight_decay"] == 0.5 * 0.5**4 and data.level == 4  # type: ignore[attr-defined]
