@@ -145,7 +145,7 @@ def remove_parameters(optimizer: Optimizer, parameters: Collection[nn.Parameter]
 def _remove_from_groups(optimizer: Optimizer, removed: Collection[nn.Parameter]) -> None:
     """Remove parameters from all groups. A group of the host that held nothing else goes, too: where each child of a
     network has a group, and its slots are a child, a training that is resumed then has the groups of the first one."""
-    emptied = [group for group in host_groups(optimizer) if group["params"] and removed.issuperset(group["params"])]
+    emptied = [g for g in host_groups(optimizer) if g["params"] and all(p in removed for p in g["params"])]
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if not any(group is x for x in emptied)]
     for group in optimizer.param_groups:
         kept = [i for i, parameter in enumerate(group["params"]) if parameter not in removed]
