@@ -349,7 +349,7 @@ class Grow(Callback):
             variants = [frozenset(slot.name for slot in self._blended)]
             (metric,) = self._meter.measure(variants)
             loss = None if self.loss is None else self._meter.measure(variants, self.loss)[0]
-            if self.mode == "min" and not 0.0 <= metric <= LARGEST_LOSS:
+            if self.mode == "min" and math.isfinite(metric) and not 0.0 <= metric <= LARGEST_LOSS:
                 rank_zero_warn(
                     f"Grow: {self.monitor} is {metric:.4g} before training, and deciders see exp(−loss), which hardly "
                     f"tells losses below 0 or above {LARGEST_LOSS:g} apart; monitor the loss divided by a constant, or "

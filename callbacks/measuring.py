@@ -359,11 +359,14 @@ def kept_attributes(*objects: Any) -> Iterator[None]:
 
 @contextmanager
 def kept_schedules(trainer: Trainer) -> Iterator[None]:
-    """Afterwards restore the options of optimizers, such as learning rates, and the attributes of schedulers."""
+    """Afterwards restore options of optimizers, such as learning rates, and attributes of schedulers and inner ones."""
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    for scheduler in schedulers:  # it grows meanwhile
+        schedulers += getattr(scheduler, "_schedulers", ())
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     options = [(group, {name: value for name, value in group.items() if name != "params"}) for group in groups]
     tensors = [(value, value.clone()) for _, kept in options for value in kept.values() if isinstance(value, Tensor)]
-    with kept_attributes(*(config.scheduler for config in trainer.lr_scheduler_configs)):
+    with kept_attributes(*schedulers):
         try:
             yield
         finally:

@@ -22,7 +22,6 @@ from esper_lightning.runtime.nested import (
     first_tensor_path,
     get_at,
     iter_tensors,
-    preserved_buffers,
     repeat_rows,
     replace_at,
 )
@@ -116,7 +115,7 @@ def attach_slots(
     for name in channels_last:
         if name not in names:
             raise ValueError(f"channels_last names {name!r}, which gets no slot; {suggest_name(name, list(names))}")
-    with evaluation_mode(network), preserved_buffers(network), torch.no_grad():
+    with evaluation_mode(network), torch.no_grad():
         features, outputs = _dry_run(network, names, example_input)
         rows = batch_size(example_input)
         if rows < 2:

@@ -257,15 +257,17 @@ def count_fields(block_list: BlockList) -> list[CountField]:
 
 
 def lists_of_one_count(block_list: BlockList) -> list[str]:
-    """Return the names of other lists of like blocks in the network whose number of blocks is the same setting.
+    """Return the names of other lists of like blocks in the network whose number is in the same configuration.
 
     An example is a teacher that was built with the configuration of its student: it would follow the student's number.
     """
-    settings = {(id(field.holder), field.name) for field in count_fields(block_list)}
+    attributes = {id(vars(module)) for module in block_list.network.modules()}
+    of_configs = (field for field in count_fields(block_list) if id(field.holder) not in attributes)
+    settings = {(id(field.holder), field.name) for field in of_configs}
     inside, names = set(block_list.modules.modules()), []
     for name, part in _named_modules(block_list.network).items():
         if isinstance(part, Blocks) and part not in inside and any(True for _ in part.parameters()):
-            other = BlockList(block_list.network, name, part)
+            other = BlockList(block_list.network, name, part, block_list.skip_first, block_list.skip_last)
             with suppress(ValueError):
                 _check_like(other)
                 if settings & {(id(field.holder), field.name) for field in count_fields(other)}:

@@ -143,10 +143,6 @@ def remove_parameters(optimizer: Optimizer, parameters: Collection[nn.Parameter]
 
 
 def _remove_from_groups(optimizer: Optimizer, removed: Collection[nn.Parameter]) -> None:
-    """Remove parameters from all groups. A group of the host that held nothing else goes, too: where each child of a
-    network has a group, and its slots are a child, a training that is resumed then has the groups of the first one."""
-    emptied = [g for g in host_groups(optimizer) if g["params"] and all(p in removed for p in g["params"])]
-    optimizer.param_groups[:] = [group for group in optimizer.param_groups if not any(group is x for x in emptied)]
     for group in optimizer.param_groups:
         kept = [i for i, parameter in enumerate(group["params"]) if parameter not in removed]
         if len(kept) < len(group["params"]):
@@ -163,7 +159,7 @@ def order_groups(optimizer: Optimizer, names: Sequence[str]) -> None:
     if sorted(present) != sorted(names):
         raise ValueError(
             f"the saved optimizer has the groups {list(names)}, this one has {present}; load the state of the network "
-            f"first, and that of the optimizer into one that is made alike"
+            f"first, and that of the optimizer into one that is made alike, without a group for the slots alone"
         )
     by_name: dict[str, list[dict[str, Any]]] = {name: [] for name in present}
     for name, group in zip(present, optimizer.param_groups, strict=True):

@@ -150,11 +150,11 @@ def stack(
 
 
 def one_count(name: str, others: Sequence[str]) -> str:
-    """Return the text of a warning that `others` read the setting with the number of blocks of the list `name`."""
+    """Return the text of a warning that `others` may read the setting with the number of blocks of the list `name`."""
     return (
-        f"{name!r} and {', '.join(map(repr, others))} read their number of blocks from one setting, which follows "
-        f"{name!r}, so that the other may run, or be saved, with a wrong number; build each with a configuration of "
-        f"its own, as copy.deepcopy makes it"
+        f"{name!r} grows, and the configuration with its number of blocks is that of {', '.join(map(repr, others))}, "
+        f"too, which may then run, or be saved, with a wrong number; build each list with a configuration of its own, "
+        f"as copy.deepcopy makes it"
     )
 
 
@@ -332,6 +332,23 @@ def check_options(blocks: Sequence[nn.Module], *, order: Order, new: str, state:
             raise ValueError(
                 f"stack: {name!r} is shared among blocks, so new={new!r} would change them all; use 'copy'"
             )
+    if new == "fresh":
+        _try_fresh(copy_module(blocks[0]))
+
+
+def _try_fresh(block: nn.Module) -> None:
+    """Draw all parameters of a block anew, with random numbers that are put back. Raises ValueError if some are not
+    reached, as with the hooks of `weight_norm` and of pruning, which compute the weight from others."""
+    for parameter in filter(Tensor.is_floating_point, block.parameters()):
+        parameter.detach().fill_(float("nan"))
+    with torch.random.fork_rng({p.device.index for p in block.parameters() if p.is_cuda}):
+        _refill(block, "fresh", ())
+    for name, parameter in block.named_parameters():
+        if bool(parameter.isnan().any()):
+            raise ValueError(
+                f"stack: reset_parameters does not reach {name!r} of a block, so that new='fresh' would copy it; use "
+                f"'copy'"
+            )
 
 
 def _layers(block: nn.Module) -> list[str]:
@@ -355,21 +372,10 @@ def _zeroed(block: nn.Module, zero: Sequence[str]) -> list[str]:
 
 
 def _refill(block: nn.Module, new: Content, zero: Sequence[str]) -> set[int]:
-    """Set layers of a new block to zero, or all of it to fresh values; return the `id` of each changed parameter.
-
-    Raises ValueError if `reset_parameters` leaves out a parameter, as with the hooks of `weight_norm` or pruning.
-    """
+    """Set layers of a new block to zero, or all of it to fresh values; return the `id` of each changed parameter."""
     if new == "fresh":
-        for parameter in filter(Tensor.is_floating_point, block.parameters()):
-            parameter.detach().fill_(float("nan"))
         for name in _layers(block):
             block.get_submodule(name).reset_parameters()  # pyright: ignore[reportCallIssue]
-        left_out = [name for name, parameter in block.named_parameters() if bool(parameter.isnan().any())]
-        if left_out:
-            raise ValueError(
-                f"stack: reset_parameters does not reach {left_out[0]!r} of a block, so new='fresh' is not possible; "
-                f"use new='copy'"
-            )
         return {id(parameter) for parameter in block.parameters()}
     set_to_zero(block, zero)
     return {id(block.get_parameter(name)) for name in _zeroed(block, zero)}
@@ -463,9 +469,10 @@ def _copy_extras(source: nn.Parameter, target: nn.Parameter, ids: set[int]) -> N
     if target is source:
         return
     for name, value in vars(source).items():
-        # A tensor, such as a mask or an average, belongs to the values of its parameter; other settings to the place.
-        if isinstance(value, Tensor) and vars(target).get(name) is not value:
-            vars(target)[name] = value.detach().clone().requires_grad_(value.requires_grad)
+        # A tensor of its shape, such as a mask or an average, belongs to its values; other settings to the place.
+        is_of_values = isinstance(value, Tensor) and value.shape == source.shape and id(value) not in ids
+        if is_of_values and vars(target).get(name) is not value:
+            vars(target)[name] = value.detach().clone()
         else:
             vars(target).setdefault(name, value)
     for table, add in (

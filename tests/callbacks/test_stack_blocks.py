@@ -610,7 +610,7 @@ def test_another_list_whose_length_is_the_same_setting_is_warned_of(
     module = make(is_shared, kind=TwoLists)
     train(module, Stack("student.blocks", start=2, at=0.5))
 
-    said = [str(w.message) for w in recwarn if "'student.blocks' and 'teacher.blocks' read their" in str(w.message)]
+    said = [str(w.message) for w in recwarn if "is that of 'teacher.blocks', too" in str(w.message)]
     assert len(said) == is_shared and set(module.depths) == ({2, DEPTH} if is_shared else {DEPTH})
 
 

@@ -78,21 +78,6 @@ def test_an_example_may_be_positional_or_keyword_arguments(example: tuple[Any, .
     assert attach_slots(Scaled(), ["inner.0"], example)["inner.0"].width == WIDTH
 
 
-def test_a_network_that_counts_what_it_sees_does_not_count_the_examples() -> None:
-    class Counting(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            self.count += len(x)
-            return super().forward(x)
-
-    network = Counting(*small_network())
-    network.register_buffer("count", torch.zeros(()))
-    attach_slots(network, ["0"], images())
-
-    assert not network.count
-    network(images())
-    assert network.count == len(images())
-
-
 def test_attaching_again_adds_slots_and_leaves_what_grew() -> None:
     network = small_network().eval()
     first = attach_slots(network, ["2"], images())["2"]

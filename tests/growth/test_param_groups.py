@@ -93,16 +93,6 @@ def test_a_count_that_steps_change_in_place_is_of_each_group() -> None:
     assert [float(group["count"]) for group in optimizer.param_groups] == [1.0, 0.0]
 
 
-def test_a_group_that_holds_a_seed_alone_becomes_the_group_of_the_seed() -> None:
-    first, seed, last = (nn.Linear(3, 2) for _ in range(3))
-    optimizer = SGD([{"params": [*part.parameters()]} for part in (first, seed, last)], lr=0.1)
-    add_group(optimizer, "seed.1", seed)
-
-    held = [(group.get("name"), [id(p) for p in group["params"]]) for group in optimizer.param_groups]
-    of = [[id(p) for p in part.parameters()] for part in (first, last, seed)]
-    assert held == [(None, of[0]), (None, of[1]), ("seed.1", of[2])]
-
-
 def test_an_inner_optimizer_trains_a_seed_and_forgets_it() -> None:
     growing, _ = grown_by(lambda network: Sam(network.parameters()))
     inner, seed = growing.optimizer.inner, growing.slots["1"].seed  # type: ignore[attr-defined]

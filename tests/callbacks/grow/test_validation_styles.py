@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import MaxMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassRecall
@@ -492,19 +493,22 @@ class Halves(Plain):
         self.automatic_optimization = False
         rate = torch.tensor(0.02) if self.is_tensor else 0.02
         optimizer = torch.optim.AdamW(self.parameters(), lr=rate, weight_decay=0.5, foreach=False)
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+        halving = [lr_scheduler.ExponentialLR(optimizer, 0.5) for _ in range(2)]
+        return [optimizer], [lr_scheduler.SequentialLR(optimizer, halving, [2])]
 
 
 @pytest.mark.parametrize("is_tensor", [False, True])
 def test_what_validation_does_to_rates_and_the_data_module_is_done_once(is_tensor: bool) -> None:
-    data = L.LightningDataModule.from_datasets(TRAIN, HELD_OUT, batch_size=20)
-    data.level = 0  # type: ignore[attr-defined]
-    module = type("Halves", (Halves,), {"is_tensor": is_tensor})()
     callback = grow({0: germinate(0)}, slots=["1"], network="net", blueprints=["mlp_small"])
+    ended = []
+    for callbacks in ([], [callback]):
+        data = L.LightningDataModule.from_datasets(TRAIN, HELD_OUT, batch_size=20)
+        data.level = 0  # type: ignore[attr-defined]
+        module = type("Halves", (Halves,), {"is_tensor": is_tensor})()
+        trainer(*callbacks, epochs=5).fit(module, data)
+        optimizer: Any = module.optimizers()
+        host = optimizer.param_groups[0]
+        ended.append((float(host["lr"]), host["weight_decay"], data.level))  # type: ignore[attr-defined]
 
-    trainer(callback, epochs=4).fit(module, data)
-
-    optimizer: Any = module.optimizers()
-    host, _ = optimizer.param_groups
-    assert float(host["lr"]) == pytest.approx(0.02 * 0.5**4)
-    assert host["weight_decay"] == 0.5 * 0.5**4 and data.level == 4  # type: ignore[attr-defined]
+    assert ended[0] == ended[1] and len(callback.growing.optimizer.param_groups) == 2
+    assert 0.0 < ended[0][0] < 0.02 and ended[0][1:] == (0.5 * 0.5**5, 5)
