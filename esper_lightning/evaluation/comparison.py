@@ -270,18 +270,6 @@ class Comparison:
                     outcomes.append(play_episode(hosts, name, controller, rng_seeds=rng_seeds))
             entries[name] = Entry(name, outcomes, list(training_seeds))
 
-        def play_schedules(name: str, wanted: Sequence[Sequence[Schedule]]) -> None:
-            """Play for each policy one schedule on each host. What the policy itself has played is not played again."""
-            outcomes = []
-            for outcome, schedules_by_host in zip(grown, wanted, strict=True):
-                if list(schedules_by_host) == outcome.schedules:
-                    outcomes.append(outcome._replace(controller=name))
-                else:
-                    with seeded_generators(0):
-                        controller = FixedSchedule(schedules_by_host)
-                        outcomes.append(play_episode(pool, name, controller, rng_seeds=rng_seeds))
-            entries[name] = Entry(name, outcomes, seeds)
-
         # First all that depends on no other row: the policies, rivals with their own observation of hosts, and rules.
         seeds = [policy.training_seed for policy in policies]
         if policies:
@@ -309,10 +297,10 @@ class Comparison:
         if grown and not acts:
             notes.append(f"{TAMIYO} grew nothing on any host: its controls would be {UNGROWN_HOST} and are left out")
         if grown and acts and self.includes(REPLAYED):
-            play_schedules(REPLAYED, [[schedule] * config.hosts for schedule in common])
+            play(REPLAYED, [FixedSchedule(schedule) for schedule in common], seeds)
         if grown and acts and self.includes(YOKED):
             yoked = [yoke_schedules(outcome.schedules, outcome.contexts, outcome.prices) for outcome in grown]
-            play_schedules(YOKED, yoked)
+            play(YOKED, [FixedSchedule(schedules_by_host) for schedules_by_host in yoked], seeds)
 
         # Last the static twins of the policy and of the best of the rules, two rows each.
         hand_written = [name for name in (*HAND_WRITTEN, *self.user_controllers) if name in entries]

@@ -9,14 +9,10 @@ import torch
 
 from esper_lightning.controllers.learned import Hosts
 from esper_lightning.controllers.rules import RandomValid
-from esper_lightning.controllers.schedules import FixedSchedule, Schedule
 from esper_lightning.datamodules import HostPoolData
 from esper_lightning.envs import Action, EnvConfig
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.envs.vector_env import EVALUATION, episode_rng_seeds
-from esper_lightning.evaluation import comparison
 from esper_lightning.evaluation.comparison import Comparison, Entry, EvaluationConfig
-from esper_lightning.evaluation.play import play_episode
 from esper_lightning.evaluation.search import SearchConfig
 from esper_lightning.tasks import Digits
 from tests.runs import tiny_host
@@ -42,8 +38,8 @@ def hosts() -> HostPoolData:
 
 def rows(data: HostPoolData, *against: str, **settings: Any) -> list[Entry]:
     """Return the rows of a comparison of controllers on two hosts."""
-    config = EvaluationConfig(hosts=2, controls=False, against=list(against), **settings)
-    return Comparison(config).run(data, []).entries
+    comparison = Comparison(EvaluationConfig(hosts=2, controls=False, against=list(against), **settings))
+    return comparison.run(data, []).entries
 
 
 def test_a_controller_draws_the_same_numbers_in_every_comparison() -> None:
@@ -65,32 +61,3 @@ def test_a_search_whose_schedules_are_no_rows_of_the_comparison_is_not_run(monke
     (row,) = rows(data, "random", search=SearchConfig(steps=999_999))
 
     assert row.name == "random" and made == [2], "no pool for a search"
-
-
-class Planned(FixedSchedule):
-    """A policy that plays schedules."""
-
-    observation, training_seed, source = EnvConfig().observation, 0, "planned"
-
-
-@pytest.mark.parametrize("differ", [False, True])
-def test_what_the_policy_has_played_is_not_played_again(differ: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    played, data = list[str](), hosts()
-    monkeypatch.setattr(
-        comparison, "play_episode", lambda pool, name, *a, **k: played.append(name) or play_episode(pool, name, *a, **k)
-    )
-    (random_row,) = rows(data, "random")
-    slots, entries = random_row.outcomes[0].schedules[0]
-    schedules = [Schedule(slots, entries[:1]), Schedule(slots, () if differ else entries[:1])]
-    played.clear()
-
-    config = EvaluationConfig(hosts=2, controls=False, against=["replayed", "yoked"])
-    policy: Any = Planned(schedules)
-    _, replayed, yoked = Comparison(config).run(data, [policy]).entries
-
-    assert played == (["tamiyo", "replayed", "yoked"] if differ else ["tamiyo"])
-    pool, seeds = data.make_pool(2), episode_rng_seeds(config.seed, EVALUATION, 0, n_envs=2)
-    for row, wanted in ((replayed, schedules[0]), (yoked, schedules[::-1])):
-        again = play_episode(pool, row.name, FixedSchedule(wanted), rng_seeds=seeds)
-        assert row.outcomes[0].controller == row.name and row.outcomes[0].schedules == again.schedules
-        assert row.values("objective").tolist() == [again.objective.tolist()]
