@@ -967,7 +967,8 @@ class BuiltBlocks:
         source_built, present = self._built_settings.get(id(source), {}), vars(target)
         target_built = self._built_settings.get(id(target), {})
         for name, value in vars(source).items():
-            if name in STORAGE or name.startswith(SHARDING) or present.get(name) is value:  # the blocks share it
+            is_shared = name in present and present[name] is value
+            if name in STORAGE or name.startswith(SHARDING) or is_shared:
                 continue
             # A target that was in the list, and has changed there itself, takes the setting of its source, too.
             target_changed = name in present and name in target_built and target_built[name] != _frozen(present[name])
