@@ -38,6 +38,7 @@ from torchmetrics import Metric, MetricCollection
 
 from esper_lightning.growth.counterfactual import ScoreFunction, SeedVariant, active_seeds, measure_variants
 from esper_lightning.growth.lifecycle import slots_of
+from esper_lightning.growth.param_groups import schedulers_in
 from esper_lightning.runtime.nested import COPY_ERRORS, ExampleInput, batch_size, iter_tensors, map_tensors
 
 SHARED = (Trainer, Strategy, LightningDataModule, Callback, Logger, Dataset, DataLoader, CombinedLoader, Optimizer)
@@ -360,9 +361,7 @@ def kept_attributes(*objects: Any) -> Iterator[None]:
 @contextmanager
 def kept_schedules(trainer: Trainer) -> Iterator[None]:
     """Afterwards restore options of optimizers, such as learning rates, and attributes of schedulers and inner ones."""
-    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-    for scheduler in schedulers:  # it grows meanwhile
-        schedulers += getattr(scheduler, "_schedulers", ())
+    schedulers = schedulers_in(*(config.scheduler for config in trainer.lr_scheduler_configs))
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     options = [(group, {name: value for name, value in group.items() if name != "params"}) for group in groups]
     tensors = [(value, value.clone()) for _, kept in options for value in kept.values() if isinstance(value, Tensor)]

@@ -206,6 +206,14 @@ class HostGroups:
         return hash(self.whole)
 
 
+def schedulers_in(*schedulers: Any) -> list[Any]:
+    """Return schedulers and those that they contain, at any depth."""
+    found = list(schedulers)
+    for scheduler in found:  # the list grows meanwhile
+        found += getattr(scheduler, "_schedulers", ())
+    return found
+
+
 def follow(scheduler: Scheduler, growing: "GrowingNetwork") -> Scheduler:
     """Let a scheduler of the optimizer `growing.optimizer` and a growing network work together, and return it.
 
@@ -218,14 +226,13 @@ def follow(scheduler: Scheduler, growing: "GrowingNetwork") -> Scheduler:
     belongs to another optimizer.
     """
     optimizer = growing.optimizer
-    schedulers: list[Any] = [scheduler]
-    for part in schedulers:  # the list grows by those that a scheduler contains, at any depth
+    schedulers = schedulers_in(scheduler)
+    for part in schedulers:
         if part.optimizer != optimizer:
             raise ValueError(
                 f"the {type(part).__name__} schedules another optimizer than that of the growing network; "
                 f"make it from growing.optimizer"
             )
-        schedulers += getattr(part, "_schedulers", ())
     is_of_host = [not name.startswith(SEED_GROUP_PREFIX) for name in group_names(optimizer)]
     for part in schedulers:
         if type(part.optimizer) is not HostGroups:
