@@ -15,9 +15,11 @@ from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.observation import ObservationConfig
 from esper_lightning.envs.vector_env import EVALUATION, VectorEnv, check_rng_seed, episode_rng_seeds
 from esper_lightning.runtime.checkpoint import (
+    DATA_SETTINGS_KEY,
     FEATURES_KEY,
     HORIZON_KEY,
     check_identity,
+    differences,
     move_to_device,
 )
 from esper_lightning.runtime.console import print_status
@@ -334,6 +336,7 @@ class HostPoolData(LightningDataModule):
                 f"this run is on {device.type}, the run so far was on another type of device: it resumes at the next "
                 f"rollout; results differ from those of an uninterrupted run"
             )
+        print_status(*differences(checkpoint[DATA_SETTINGS_KEY], self.hparams, "data."))
 
     def train_dataloader(self) -> TickLoader:
         return TickLoader(self.env.horizon)

@@ -391,7 +391,7 @@ class TamiyoModule(LightningModule):
         fresh = self.configure_optimizers().state_dict()["param_groups"]
         for group, settings in zip(checkpoint["optimizer_states"][0]["param_groups"], fresh, strict=True):
             group.update(settings)
-        print_status(*differences(checkpoint[HYPER_PARAMETERS_KEY], self.hparams))
+        print_status(*differences(checkpoint[HYPER_PARAMETERS_KEY], self.hparams, "model."))
 
     def _identity(self, data: PolicyData) -> dict[str, Any]:
         """Return the properties that a resumed run must share with the saved one, by setting name."""

@@ -206,10 +206,15 @@ def test_a_run_goes_on_in_its_folder_with_its_own_settings(tmp_path: Path, capsy
     run = only_run(tmp_path)
     capsys.readouterr()
 
-    LOOP.train(tmp_path, "--trainer.max_epochs=2", "--ckpt_path=last", "--model.ppo.lr.start=0.01")
+    changed = ("--model.ppo.lr.start=0.01", "--data.env.training.lr=0.5", "--data.env.executor=fused")
+    LOOP.train(tmp_path, "--trainer.max_epochs=2", "--ckpt_path=last", *changed)
 
     assert only_run(tmp_path).folder == run.folder
-    assert "ppo.lr.start: 0.001 before, 0.01 now" in capsys.readouterr().out
+    assert [line for line in capsys.readouterr().out.splitlines() if " before, " in line] == [
+        "data.env.executor: loop before, fused now",
+        "data.env.training.lr: 0.02 before, 0.5 now",
+        "model.ppo.lr.start: 0.001 before, 0.01 now",
+    ]
     assert load(run.last)["hyper_parameters"]["ppo"]["lr"]["start"] == 0.01, "this command's, not the checkpoint's"
     assert yaml.safe_load((run.folder / "config.yaml").read_text())["trainer"]["max_epochs"] == 2
 

@@ -31,6 +31,7 @@ RULES_KEY = "esper_rules"  # lifecycle, actions and observation of the training 
 FEATURES_KEY = "observed features"  # of an identity
 HORIZON_KEY = "data.env.horizon"  # of an identity
 HYPER_PARAMETERS_KEY = "hyper_parameters"  # Lightning's: settings of the module
+DATA_SETTINGS_KEY = "datamodule_hyper_parameters"  # Lightning's: settings of the data module
 
 OTHER_RANKS_KEY = "random_of_other_ranks"
 """Key of the random states of all ranks but the first, in the state of the rollout; one rank has none."""
@@ -48,7 +49,7 @@ NAMED_POLICIES = {"tamiyo": "general.safetensors", "tamiyo_depth": "depth.safete
 METADATA_KEY, VERSIONS_KEY = "policy", "versions"
 """Key of the JSON text in the metadata of a policy file; and in it, of the software that trained the policy."""
 
-DESCRIBED = (SCHEMA_KEY, IDENTITY_KEY, MODULE_KEY, HYPER_PARAMETERS_KEY, "datamodule_hyper_parameters", RULES_KEY)
+DESCRIBED = (SCHEMA_KEY, IDENTITY_KEY, MODULE_KEY, HYPER_PARAMETERS_KEY, DATA_SETTINGS_KEY, RULES_KEY)
 """Parts of a checkpoint that the metadata of a policy file hold."""
 
 
