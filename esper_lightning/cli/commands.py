@@ -235,7 +235,7 @@ def grow(config: str, controller: str, *, out: str = "runs/grown") -> None:
     data.set_governor(governor_of(cli.trainer))
     grower = rules.get(controller)
     if grower is None:
-        grower = find_controller(controller, "--controller", others=list(rules), device=data.pool.device)
+        grower = find_controller(controller, "controller", others=list(rules), device=data.pool.device)
     pool = data.make_pool(1, observation=grower.observation if isinstance(grower, LearnedController) else None)
     (rng_seed,) = episode_rng_seeds(data.seed, EVALUATION, 0, n_envs=1)
     folder = Path(out)

@@ -16,7 +16,7 @@ CONTROLLERS: Registry[Callable[[], Any]] = Registry(
 
 register = CONTROLLERS.register
 """Decorator, with a name, of a class or function without required arguments that makes a controller. The name may then
-stand in `model.evaluation.against`, in `grow --controller` and as the `decider` of `callbacks.Grow`."""
+stand in `model.evaluation.against`, in `esper-lightning grow` and as the `decider` of `callbacks.Grow`."""
 
 
 def make_controller(name: str) -> Any:

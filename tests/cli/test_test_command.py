@@ -177,7 +177,7 @@ def test_a_policy_as_safetensors_acts_as_that_of_its_checkpoint_and_is_found_by_
     newer = read_policy(file)
     assert newer["results"] == {"zero shot": "a newer table"} and newer["versions"] == told["versions"]
     assert all(torch.equal(newer["state_dict"][name], told["state_dict"][name]) for name in told["state_dict"])
-    assert find_controller("tamiyo", "--controller").observation == loaded.observation
+    assert find_controller("tamiyo", "controller").observation == loaded.observation
     grow = Grow(["3"], decider="tamiyo")
     rules = LifecycleConfig(
         isolation="straight_through", training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0
