@@ -32,6 +32,9 @@ CONTAINER_NAME = "grown_slots"
 LAYOUTS: dict[int, tuple[Layout, int]] = {4: ("image", 1), 3: ("sequence", 2), 2: ("vector", 1)}
 """Layout and channel axis of a feature by its number of axes: [B, C, H, W], [B, T, C], [B, C]."""
 
+WIDTHS = ("out_channels", "num_features", "num_channels", "out_features", "embedding_dim", "normalized_shape")
+"""Attributes of layers of torch with the number of channels of their output."""
+
 SlotPlace = Mapping[str, Any]
 """Where a slot is attached, in plain JSON types: `slot`, its name; `module`, whose output passes through it; `path` to
 the tensor in that output; `channels_last`, if the tensor is [B, H, W, C]; and the arguments of its `SeedSlot`."""
@@ -42,6 +45,7 @@ class Feature(NamedTuple):
 
     path: KeyPath  # from the output to the tensor
     tensor: Tensor
+    axis: int | None  # of the channels, if the layer that gave the tensor tells it
 
 
 class AttachedSlots(nn.ModuleDict):
@@ -100,7 +104,7 @@ def attach_slots(
             on it in evaluation mode determine layout and width at each slot, and whether a shortcut bypasses it.
         detach_input: See SeedSlot.
         channels_last: Subset of `names` whose features are [B, H, W, C] (as in a Swin transformer); the shape alone
-            does not reveal it.
+            does not reveal it. Needless where a layer of torch has given the feature, unless two axes are equally long.
 
     Returns:
         All slots of the network by name; new slots come last, in the order in which data passes through them.
@@ -128,8 +132,13 @@ def attach_slots(
                 f"batch axis has {rows} rows, give an example of another number of samples"
             ) from error
         places: list[SlotPlace] = []
-        for name, (path, feature) in features.items():
-            is_channels_last = name in channels_last
+        for name, (path, feature, axis_of_channels) in features.items():
+            is_channels_last = name in channels_last or (feature.ndim, axis_of_channels) == (4, 3)
+            if (feature.ndim, axis_of_channels) == (3, 1):
+                raise ValueError(
+                    f"slot {name!r}: the feature {tuple(feature.shape)} is [B, C, T], as layers of its network tell, "
+                    f"and seeds grow on [B, T, C]; name a module that gives it so"
+                )
             _check_feature(name, feature, doubled[name].tensor, is_channels_last=is_channels_last)
             layout, axis = LAYOUTS[feature.ndim]
             width = feature.shape[-1 if is_channels_last else axis]
@@ -190,6 +199,18 @@ def _check_module_name(network: nn.Module, name: str) -> None:
 def _dry_run(network: nn.Module, names: Sequence[str], example: ExampleInput) -> tuple[dict[str, Feature], Any]:
     """Return the feature at each new slot, in the order of execution, and the network's output."""
     features: dict[str, Feature] = {}
+    shape: tuple[int, ...] = ()  # of the latest output whose channels are known
+    axis = 0  # of these channels
+
+    def note_channels(layer: nn.Module, inputs: Any, output: Any) -> None:
+        nonlocal shape, axis
+        now = tuple(output.shape) if isinstance(output, Tensor) else ()
+        width = next((getattr(layer, name) for name in WIDTHS if hasattr(layer, name)), None)
+        if width is not None:
+            axes = [i for i in range(1, len(now)) if width in (now[i], now[i : i + 1])]
+            shape, axis = (now, axes[0]) if len(axes) == 1 else ((), 0)
+        elif shape and len(now) == len(shape) and now[axis] == shape[axis]:  # an activation, a dropout or a pool
+            shape = now
 
     def make_hook(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -199,7 +220,8 @@ def _dry_run(network: nn.Module, names: Sequence[str], example: ExampleInput) ->
                 raise ValueError(f"slot {name!r}: the module gives {type(feature).__name__}, no floating-point tensor")
             if feature.is_nested:
                 raise ValueError(f"slot {name!r}: a nested feature (nn.TransformerEncoder: enable_nested_tensor=False)")
-            if features.setdefault(name, Feature(path, feature)).tensor.shape[1:] != feature.shape[1:]:
+            found = Feature(path, feature, axis if feature.shape == shape else None)
+            if features.setdefault(name, found).tensor.shape[1:] != feature.shape[1:]:
                 raise ValueError(
                     f"module {name!r} runs again, on a feature of another shape; name a module that runs once"
                 )
@@ -207,7 +229,10 @@ def _dry_run(network: nn.Module, names: Sequence[str], example: ExampleInput) ->
         return hook
 
     with ExitStack() as hooks:
-        for name in names:
+        for module in network.modules():
+            if type(module).__module__.startswith("torch.nn.modules."):
+                hooks.callback(module.register_forward_hook(note_channels).remove)
+        for name in names:  # after these, so that a layer may be named itself
             hooks.callback(network.get_submodule(name).register_forward_hook(make_hook(name)).remove)
         outputs = call_network(network, example)
     for name in names:

@@ -163,6 +163,12 @@ class Argmax(nn.Module):
         (lambda: nn.Sequential(nn.Identity()), ["0"], {"input": "text"}, "gives str, no floating-point tensor"),
         (lambda: nn.Sequential(nn.Conv3d(3, 4, 1)), ["0"], torch.randn(2, 3, 4, 4, 4), "(2, 4, 4, 4, 4) is none of"),
         (lambda: nn.Sequential(nn.Flatten(0)), ["0"], torch.randn(2, 3), "(6,) is none of [B, C, H, W], [B, T, C]"),
+        (
+            lambda: nn.Sequential(nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8), nn.ReLU(), nn.MaxPool1d(2), nn.Flatten()),
+            ["3"],
+            torch.randn(2, 3, 6),
+            "slot '3': the feature (2, 8, 2) is [B, C, T], as layers of its network tell, and seeds grow on [B, T, C]",
+        ),
         (small_network, ["0"], images(1), "the example has one sample only; give at least two"),
         (
             lambda: Calls(nn.Conv2d(3, 3, 3), lambda layer, x: layer(layer(x)).mean((2, 3))),
@@ -336,6 +342,18 @@ def attach(network: nn.Module, name: str, backwards: bool = False) -> dict[str, 
     images = [place for place, (layout, *_) in ARCHITECTURES[name].places.items() if layout == "image"]
     last = images if ARCHITECTURES[name].channels_last else []
     return attach_slots(network, places, inputs_for(name, 2), channels_last=last)
+
+
+def test_layers_tell_where_the_channels_of_an_image_are() -> None:
+    swin = models.SwinTransformer([2, 2], 8, [1, 1], [1, 2], [2, 2], num_classes=2)
+    convnext = models.ConvNeXt([models.convnext.CNBlockConfig(8, None, 2)], num_classes=2)
+    places = {"features.0": 8, "features.1": 8, "features.2": 16, "features.3.0.mlp": 16, "norm": 16}
+
+    assert {
+        name: slot.width for name, slot in attach_slots(swin, [*places], torch.randn(2, 3, 28, 36)).items()
+    } == places
+    names = ["features.0", "features.1"]
+    assert [slot.width for slot in attach_slots(convnext, names, torch.randn(2, 3, 36, 44)).values()] == [8, 8]
 
 
 def same_state(network: nn.Module, other: dict[str, Any]) -> bool:
