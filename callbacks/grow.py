@@ -1,6 +1,7 @@
 """Callback that grows the network of a LightningModule while its Trainer trains it."""
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -56,6 +57,9 @@ LARGEST_LOSS = 12.0
 
 LARGEST_SHARE = 1.00001  # largest metric that is taken for a share: sums of shares are rounded
 TINY = 1e-6  # least share of which a logarithm is taken, and least loss by which a difference is divided
+
+FALLS = re.compile("loss|error|perplexity|mse|mae|nll", re.IGNORECASE)
+"""What the names of metrics contain that are lower where a network is better."""
 
 AVERAGES = "averages parameters by their place, which growth changes"
 CONFLICTING_CALLBACKS = {
@@ -139,6 +143,8 @@ class Grow(Callback):
                 raise ValueError(f"Grow: {name} must be at least 1, got {number}")
         if score is not None and mode == "min":
             raise ValueError("Grow: a score grows with quality; leave mode at 'max'")
+        if score is None and mode == "max" and FALLS.search(monitor):
+            raise ValueError(f"Grow: by its name {monitor} falls with quality, and mode is 'max'; give mode='min'")
         if decider in ("scaling", "tamiyo_depth"):
             raise ValueError(f"Grow: {decider} decides about depth; use the callback Stack with plan={decider!r}")
         self.decider: Any = make_decider(decider)
@@ -274,6 +280,11 @@ class Grow(Callback):
                 check_new_slots(self.network, missing)
             except ValueError as error:
                 raise ValueError(f"Grow: in {self.network_name!r}, {error}") from error
+        if not self.network.training:
+            raise ValueError(
+                f"Grow: {self.network_name!r} is in evaluation mode, as from_pretrained gives it, in which no seed "
+                f"learns; call its train() first"
+            )
         if not trainer.enable_validation:
             raise ValueError(
                 "Grow: each validation is followed by a decision, and this run has none; define validation_step and "
@@ -464,7 +475,7 @@ class Grow(Callback):
         if not is_validation_of_fit(trainer):
             return
         self.validations += 1
-        self._contributions = {}
+        self._contributions, self._logged_before = {}, dict(trainer.callback_metrics)
         if self.validations % self.every != 0:
             return
         slots = self._pool.env.slots
@@ -511,6 +522,11 @@ class Grow(Callback):
         if name not in trainer.callback_metrics:
             logged = ", ".join(sorted(trainer.callback_metrics))
             raise ValueError(f"Grow: no {name!r} was logged; log it in validation, or name one of: {logged}")
+        if trainer.callback_metrics[name] is self._logged_before.get(name):
+            raise ValueError(
+                f"Grow: this validation has logged no {name!r}, an earlier one has; log it in each one, or set every= "
+                f"to the number of validations from one to the next"
+            )
         return mean_over_processes(trainer, trainer.callback_metrics[name])
 
     def _validation(self, metric: float, loss: float | None) -> Validation:
@@ -667,9 +683,13 @@ class Grow(Callback):
         """Add to the callback's state, for each scheduler, the metric with which it is still to be stepped, or None."""
         if self._restored is None and self.state_key in checkpoint["callbacks"]:
             metrics = trainer.callback_metrics
+            done = {"epoch": trainer.current_epoch, "step": trainer.fit_loop.epoch_loop.batch_idx}
             checkpoint["callbacks"][self.state_key]["plateaus"] = [
                 float(metrics[config.monitor])
-                if self._plateau_due and config.reduce_on_plateau and config.monitor in metrics
+                if self._plateau_due
+                and config.reduce_on_plateau
+                and config.monitor in metrics
+                and (done[config.interval] + 1) % config.frequency == 0
                 else None
                 for config in trainer.lr_scheduler_configs
             ]

@@ -55,6 +55,10 @@ SMALLEST = 1e-12  # largest absolute difference of two measurements of the same 
 ROUNDING = {True: 1e-4, False: 2e-3}
 """Largest relative difference of two measurements of the same network, by whether the precision is 32 bits or more."""
 
+CHANCE, UNLIKE = 5.0, 0.25
+"""A warning comes if a metric on the first batches is further from that on all batches than so many standard errors of
+a share, and than this part of it."""
+
 REREADINGS = 3  # further readings of the validation loader before a measurement that Lightning contradicts is refused
 
 
@@ -88,6 +92,7 @@ class VariantMeter:
             trainer.training = True
         check_validation(trainer, module, by_validation_step=score is None)
         self.batches, are_all = read_batches(trainer, count)
+        self._may_be_unlike = score is None and not are_all  # until a warning has said so
         # Whether a value that Lightning logs is of the same batches, so that it must equal what is measured here.
         self._is_comparable = score is None and trainer.strategy.reduce_boolean_decision(are_all)
         if self._is_comparable and self._batches_vary(readings=1):
@@ -139,6 +144,15 @@ class VariantMeter:
     def compare(self, logged: float) -> None:
         """Raise ValueError if the metric that Lightning has logged differs from the measurement on the same batches."""
         measured, self._with_all, self.needs_proof = self._with_all, None, False
+        if measured is not None and self._may_be_unlike:
+            share, samples = min(max(logged, 0.0), 1.0), sum(batch_size(kept.batch) for kept in self.batches)
+            by_chance = CHANCE * math.sqrt(share * (1.0 - share) / samples)
+            if abs(measured - logged) > max(by_chance, UNLIKE * abs(logged)):
+                self._may_be_unlike = False
+                rank_zero_warn(
+                    f"Grow: {self.monitor} is {measured:.4g} on the first {len(self.batches)} validation batches, by "
+                    f"which seeds are judged, and {logged:.4g} on all; shuffle data that are sorted, or raise batches"
+                )
         if measured is None or not self._is_comparable or self._agree(measured, logged):
             return
         if self._batches_vary(readings=REREADINGS):
@@ -375,6 +389,17 @@ def kept_schedules(trainer: Trainer) -> Iterator[None]:
                 group.update(kept)
 
 
+@contextmanager
+def kept_weights(module: nn.Module) -> Iterator[None]:
+    """Afterwards restore a module's parameters, which a validation may exchange with their averages."""
+    kept = [(parameter, parameter.data, parameter.detach().clone()) for parameter in module.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, data, value in kept:
+            parameter.data = data.copy_(value)  # not in place for autograd, which may hold a graph of the training
+
+
 def _is_copyable(value: Any) -> bool:
     try:
         copy.copy(value)
@@ -478,7 +503,12 @@ def rerun(trainer: Trainer, batches: Sequence[KeptBatch]) -> dict[str, Tensor]:
     # DistributedDataParallel remembers in each pass whether buffers are to be shared in the next one.
     outside = [] if wrapper is trainer.lightning_module else [wrapper]
     outside += [] if trainer.datamodule is None else [trainer.datamodule]  # type: ignore[attr-defined]
-    with isolate_rng(), kept_schedules(trainer), kept_attributes(trainer, epoch_loop, *outside):
+    with (
+        isolate_rng(),
+        kept_schedules(trainer),
+        kept_attributes(trainer, epoch_loop, *outside),
+        kept_weights(trainer.lightning_module),
+    ):
         trainer.state = replace(trainer.state, stage=RunningStage.VALIDATING)
         trainer.callbacks = [_Unhooked(callback) for callback in trainer.callbacks]
         trainer.loggers = [_Silent(logger) for logger in trainer.loggers]

@@ -40,9 +40,24 @@ def nothing(module: Classifier) -> None:
     pass
 
 
+def evaluating(module: Classifier) -> None:
+    module.net.eval()
+
+
 def held_out_by(loaders: Callable[[DigitsData], Any]) -> DigitsData:
     """Return digits with validation loaders of their own."""
     return type("HeldOut", (DigitsData,), {"val_dataloader": loaders})()
+
+
+def logs(value: float, every: int = 1) -> Change:
+    """Let a module's validations log a constant accuracy, one in so many epochs."""
+
+    def validation_step(module: Classifier, batch: Any, batch_idx: int) -> None:
+        module.net(batch[0])
+        if module.current_epoch % every == 0:
+            module.log("val_acc", torch.tensor(value))
+
+    return with_part("validation_step", lambda module: partial(validation_step, module))
 
 
 AVERAGED = with_part("average", lambda module: AveragedModel(module.net))
@@ -72,7 +87,14 @@ REFUSED: dict[str, tuple[Change, dict[str, Any], dict[str, Any], str]] = {
     "two validation loaders": (OF_LOADERS, TWO_LOADERS, {}, "one validation loader, there are 2; give one"),
     "one sample": (nothing, ONE_BY_ONE, {}, "first validation batch has one sample; give the loader a batch_size of 2"),
     "unknown metric": (nothing, {}, {"monitor": "val_accuracy"}, "logs no 'val_accuracy'.*val_acc"),
-    "loss in mode max": (nothing, {}, {"monitor": "val_loss"}, "must be a share from 0 to 1; scale it"),
+    "percent in mode max": (logs(87.0), {}, {}, "must be a share from 0 to 1; scale it"),
+    "a metric of some epochs": (
+        logs(0.8, every=2),
+        {},
+        {},
+        "this validation has logged no 'val_acc', .*; .*set every=",
+    ),
+    "evaluation mode": (evaluating, {}, {}, "'net' is in evaluation mode, .*train"),
     "no length": (nothing, {"max_steps": 5}, {}, r"give Grow\(horizon=…\), in validations"),
     "weight averaging": (nothing, {"callbacks": [WeightAveraging()]}, {}, "WeightAveraging averages parameters"),
     "SWA": (nothing, {"callbacks": [StochasticWeightAveraging(0.1)]}, {}, "StochasticWeightAveraging averages"),
@@ -107,6 +129,7 @@ def test_what_cannot_grow_is_refused_in_one_line(
         ({"decider": "nowhere.ckpt"}, "nowhere.ckpt"),
         ({"batches": 0}, "batches must be at least 1"),
         ({"mode": "min", "score": len}, "a score grows with quality"),
+        ({"monitor": "val_loss"}, "by its name val_loss falls with quality, and mode is 'max'; give mode='min'"),
         ({"blueprints": ["conv_lite"]}, "did you mean 'conv_light'"),
         ({"blueprints": "conv_lite"}, "did you mean 'conv_light'"),
         ({"blueprints": ["norm"], "actions": ActionConfig(blueprints=["norm"])}, "named twice"),

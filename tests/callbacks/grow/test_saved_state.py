@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
 
 from esper_lightning.callbacks import Grow
@@ -182,3 +183,32 @@ def test_a_training_with_compiled_code_is_bit_for_bit_the_uncompiled_one() -> No
     assert [slot.stage for slot in slots_of(compiled).values()] == [Stage.FOSSILIZED, Stage.CULLED]
     assert metrics == expected_metrics
     assert equal(compiled, expected)
+
+
+def test_a_scheduler_on_a_plateau_that_is_stepped_in_some_epochs_alone_goes_on_as_if_uninterrupted(
+    tmp_path: Path,
+) -> None:
+    class Seldom(Classifier):
+        def configure_optimizers(self) -> Any:
+            configured = super().configure_optimizers()
+            return configured | {"lr_scheduler": configured["lr_scheduler"] | {"frequency": 2}}
+
+    def rates(module: Classifier, **settings: Any) -> list[float]:
+        seen: list[float] = []
+        note = LambdaCallback(
+            on_train_epoch_start=lambda trainer, _: seen.append(trainer.optimizers[0].param_groups[0]["lr"])
+        )
+        train(
+            module,
+            grow(),
+            note,
+            ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, monitor="val_loss"),
+            enable_checkpointing=True,
+            **settings,
+        )
+        return seen
+
+    whole = rates(classifier("plateau", Seldom, lr=1e-6), epochs=6)
+    assert len(set(whole)) > 1
+
+    assert rates(Seldom("plateau", lr=1e-6), epochs=6, resume_from=tmp_path / "epoch=0.ckpt") == whole[1:]

@@ -512,3 +512,62 @@ def test_what_validation_does_to_rates_and_the_data_module_is_done_once(is_tenso
 
     assert ended[0] == ended[1] and len(callback.growing.optimizer.param_groups) == 2
     assert 0.0 < ended[0][0] < 0.02 and ended[0][1:] == (0.5 * 0.5**5, 5)
+
+
+class TwoModes(torch.optim.SGD):
+    """SGD whose parameters are others in evaluation: 1.5 of those in training."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for group in self.param_groups:
+            group["train_mode"] = True
+
+    def scale(self, training: bool, by: float) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"] if group["train_mode"] is not training else ():
+                parameter.data.mul_(by)
+            group["train_mode"] = training
+
+    def train(self) -> None:
+        self.scale(True, 2 / 3)
+
+    def eval(self) -> None:
+        self.scale(False, 3 / 2)
+
+
+class SetsModes(Plain):
+    """Its optimizer is set to the mode of what begins."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return TwoModes(self.parameters(), lr=0.1)
+
+    def on_validation_epoch_start(self) -> None:
+        self.optimizers().optimizer.eval()  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+
+    def on_train_epoch_start(self) -> None:
+        self.optimizers().optimizer.train()  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+
+
+@pytest.mark.parametrize("kind", [Swaps, SetsModes])
+def test_weights_that_a_validation_exchanges_are_exchanged_by_lightning_alone(kind: type[Plain]) -> None:
+    weights = []
+    for callbacks in ([], [grow(slots=["1"], network="net", blueprints=["mlp_small"])]):
+        L.seed_everything(0, verbose=False)
+        module = kind()
+        trainer(*callbacks, epochs=3, num_sanity_val_steps=0).fit(module, DataLoader(TRAIN, 25), held_out())
+        weights.append(list(module.net.parameters()))
+
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+
+
+@pytest.mark.parametrize("are_unlike", [False, True])
+def test_first_batches_that_are_unlike_the_others_are_told_of_once(
+    are_unlike: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    x, y = X.repeat(4, 1), Y.repeat(4)
+    y[:240] = 1 - y[:240] if are_unlike else y[:240]  # the rule that the network learns is wrong for them
+
+    trained(Style(loaders=lambda: DataLoader(TensorDataset(x, y), 80), grow={"batches": 3}))
+
+    said = [str(warning.message) for warning in recwarn if "on the first 3 validation batches" in str(warning.message)]
+    assert len(said) == are_unlike and all("\n" not in line for line in said)
