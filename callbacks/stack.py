@@ -469,6 +469,7 @@ class Stack(Callback):
     def _grow(self, trainer: Trainer, to: int, lr: float) -> None:
         """Grow the network and its averages to `to` blocks, and report it; `lr` is the present learning rate."""
         before, parameters = self.built.depth, count_parameters(trainer.lightning_module)
+        self._warn_of_copies(trainer)
         self._log_blocks(trainer)
         copies = self._grow_list(trainer, to)
         self._log_blocks(trainer)
@@ -492,6 +493,19 @@ class Stack(Callback):
                 f"grow earlier, or keep the rate constant until then"
             )
 
+    def _warn_of_copies(self, trainer: Trainer) -> None:
+        """Warn, at the first change, of copies of the network that other callbacks hold, such as averages."""
+        known = [built.block_list.modules for built in self._lists]
+        first = self.built.blocks[0]
+        for callback in trainer.callbacks if len(self.depths) == 1 else ():  # type: ignore[attr-defined]
+            held = [value for value in vars(callback).values() if isinstance(value, nn.Module)]
+            for part in (part for module in held for part in module.modules() if isinstance(part, Blocks)):
+                if len(part) == len(known[0]) and type(part[0]) is type(first) and part not in known:
+                    rank_zero_warn(
+                        f"Stack: {type(callback).__name__} holds a copy of {self.name!r}, which does not grow along; "
+                        f"if it averages, use EMAWeightAveraging, or average in a second run"
+                    )
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -501,6 +515,21 @@ class Stack(Callback):
             if trainer.is_global_zero:
                 print_status(f"{self._change_line} → {self._last_loss(trainer)}")
             self._change_line = None
+        if self.batches == 1:
+            self._warn_of_idle_lists(trainer, pl_module)
+
+    def _warn_of_idle_lists(self, trainer: Trainer, module: LightningModule) -> None:
+        """Warn of other lists, such as norms beside convolutions, that have run as far as this one has blocks."""
+        growing = [stack.built.block_list.modules for stack in stacks_of(trainer)]
+        for name, parts in module.named_modules():
+            if isinstance(parts, Blocks) and len(parts) == self.built.most and parts not in growing:
+                learning = [any(parameter.grad is not None for parameter in part.parameters()) for part in parts]
+                if not all(learning) and learning == [i < self.built.depth for i in range(len(parts))]:
+                    rank_zero_warn(
+                        f"Stack: of {name!r} the first {self.built.depth} of {len(parts)} parts have run, as many as "
+                        f"{self.name!r} has blocks; name it in a Stack of its own, or later parts begin untrained "
+                        f"beside copies of trained blocks"
+                    )
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not is_validation_of_fit(trainer):

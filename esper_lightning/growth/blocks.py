@@ -30,6 +30,9 @@ INDEX_NAME = re.compile(
 )
 """Name of an attribute that holds a block's index, where one block or two give too little other evidence."""
 
+OF_BLOCKS = re.compile("layer|block")
+"""What the name contains in a part of an only block, whose parts, such as experts, may have indices of their own."""
+
 
 class BlockList(NamedTuple):
     """A list of like blocks in a network. Blocks at its ends that differ may be skipped."""
@@ -213,7 +216,8 @@ def index_fields(modules: Blocks) -> list[IndexField]:
             first = last - len(blocks) + 1
             values = [attributes.get(name) for attributes in attributes_of_blocks]
             counts_up = first in (0, 1) and values == [*range(first, last + 1)] and bool not in map(type, values)
-            if counts_up and (len(blocks) > 2 or INDEX_NAME.search(name)):
+            is_named = INDEX_NAME.search(name) and (len(blocks) > 1 or not part or OF_BLOCKS.search(name))
+            if counts_up and (len(blocks) > 2 or is_named):
                 fields.append(IndexField(part, name, first))
     return fields
 

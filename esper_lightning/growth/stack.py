@@ -6,7 +6,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
 from functools import partial
-from itertools import chain
+from itertools import chain, combinations
 from numbers import Integral
 from types import CellType, FunctionType, MethodType
 from typing import Any, Literal, NamedTuple, get_args
@@ -127,9 +127,9 @@ def stack(
     optimizers: list[Optimizer] = list(given) if isinstance(given, list | tuple) else [given]
     check_optimizers(optimizers, block_list.blocks)
     fields = BlockFields(block_list)
-    per_block = any(field.per_block for field in fields.counts)
+    lists = [field.holder[field.name] for field in fields.counts if field.per_block]
     index_names = {(field.part, field.name) for field in fields.indices}
-    varying = [] if per_block else _varying(block_list, sources, index_names)
+    varying = _varying(block_list, sources, index_names, lists)
     present, others = set(network.parameters()), lists_of_one_count(block_list)
     added = deepen(block_list, sources, optimizers, new=new, state=state, zero=zero, example=example)
     if freeze:
@@ -255,19 +255,26 @@ def sources_of(count: int, to: int, order: Order) -> list[int]:
     return listed
 
 
-def _varying(block_list: BlockList, order: Sequence[int], index_names: set[tuple[str, str]]) -> list[str]:
+def _varying(
+    block_list: BlockList, order: Sequence[int], index_names: set[tuple[str, str]], lists: Sequence[Sequence[Any]]
+) -> list[str]:
     """Return the names of attributes that copies have otherwise than blocks that the class would build at their place.
 
     These are attributes that no state dict holds, that differ between the present blocks, and whose pattern the grown
     list does not continue. With windows in every second of four blocks, and `order` for the sources of eight, every
-    second one of eight has one. Attributes with a block's index, as (module, attribute) in `index_names`, are left out.
+    second one of eight has one. Attributes with a block's index, as (module, attribute) in `index_names`, are left out,
+    and those that settings with a value for each block, in `lists`, decide.
     """
-    names = []
+    names, count, places = [], len(block_list.modules), range(block_list.skip_first, len(block_list.modules))
+    # Some of these settings list the indices of blocks.
+    kinds = [tuple(values[i] if len(values) == count else i in values for values in lists) for i in places]
     modules_of_blocks = [dict(block.named_modules()) for block in block_list.blocks]
     for module_name in {name: None for modules in modules_of_blocks for name in modules}:  # in order
         values_by_name = _values_outside_state_dicts([modules.get(module_name) for modules in modules_of_blocks])
         for name, values in values_by_name.items():
-            if (module_name, name) not in index_names and not _continues(values, order):
+            pairs = combinations(zip(kinds, values, strict=False), 2)
+            is_set = lists and all(_same(one, other) for (a, one), (b, other) in pairs if a == b)
+            if (module_name, name) not in index_names and not is_set and not _continues(values, order):
                 names.append(".".join(filter(None, (module_name, name))) or "their class")
     return names
 

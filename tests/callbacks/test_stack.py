@@ -350,6 +350,47 @@ def test_a_rate_that_has_begun_to_fall_is_warned_of() -> None:
         train(Falling(), stacked())
 
 
+class Scales(LitGPT):
+    """Each block has a scale beside it, in a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ModuleList(nn.LayerNorm(1) for _ in self.net.blocks)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ones = torch.ones(2, 1)
+        return super().training_step(batch, batch_idx) + sum(
+            scale(ones).square().mean() for _, scale in zip(self.net.blocks, self.scales, strict=False)
+        )
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_list_beside_the_blocks_that_does_not_grow_is_told_of(
+    is_named: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    beside = [Stack("scales", start=2, at=AT)] if is_named else []
+    train(Scales(), stacked(), *beside)
+
+    said = [str(warning.message) for warning in recwarn if "name it in a Stack of its own" in str(warning.message)]
+    assert len(said) == (not is_named)
+    assert is_named or "of 'scales' the first 2 of 4 parts have run, as many as 'net.blocks' has blocks" in said[0]
+
+
+class OwnAverage(Callback):
+    def on_fit_start(self, trainer: Trainer, pl_module: L.LightningModule) -> None:
+        self.average = AveragedModel(pl_module)
+
+
+@pytest.mark.parametrize(("callback", "told"), [(OwnAverage, 1), (lambda: EMAWeightAveraging(decay=0.9), 0)])
+def test_an_average_that_does_not_grow_along_is_told_of(
+    callback: Callable[[], Callback], told: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    train(make(), stacked(at={0.3: 3, 0.6: 4}), callback())
+
+    said = [str(warning.message) for warning in recwarn if "which does not grow along" in str(warning.message)]
+    assert len(said) == told
+
+
 def test_the_share_of_a_training_that_a_timer_ends_is_that_of_its_time() -> None:
     module, callback = make(), stacked(0.3)
 

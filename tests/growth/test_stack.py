@@ -6,6 +6,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -407,6 +408,18 @@ def test_copies_that_break_a_pattern_which_no_state_dict_holds_are_warned_of(
     assert ["flag, mask" in line for line in said] == [True] * warned
 
 
+def test_a_setting_with_a_value_for_each_block_explains_what_it_decides_and_nothing_else() -> None:
+    network = Network(nn.ModuleList(map(Alternating, range(4))))
+    network.config = SimpleNamespace(n_layer=4, layer_types=["a", "b", "a", "b"])  # type: ignore[assignment]
+    for i, block in enumerate(network.blocks):
+        block.scale = 1.0 / (1 + i)
+
+    (said,) = warnings_of(lambda: stack(network, "blocks", to=8, order="interleave"))
+
+    assert "differ by their index in scale, which" in said
+    assert network.config.layer_types == ["a", "a", "b", "b"] * 2  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     ("depth", "name", "first", "follows"),
     [
@@ -415,6 +428,7 @@ def test_copies_that_break_a_pattern_which_no_state_dict_holds_are_warned_of(
         (1, "padding_idx", 0, False),
         (1, "padding", 0, False),
         (1, "pad_id", 0, False),
+        (1, "expert_idx", 1, False),
         (2, "i", 0, True),
         (2, "use_rope", 0, False),
         (2, "groups", 1, False),
