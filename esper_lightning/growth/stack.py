@@ -15,6 +15,7 @@ from weakref import ref
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
@@ -77,12 +78,12 @@ def stack(
 ) -> list[int]:
     """Grow a list of like blocks, in place, and return the index of each block's source.
 
-    Call it between two steps: copies have no gradients. Blocks that exist stay the same objects, and a copy has all
-    that its source has: buffers, extra state, modes, `requires_grad` and hooks, where a hook that holds a part of its
-    block holds the copy's part. What blocks share with each other stays shared. Slots in a copy are its own, and empty.
-    Indices that blocks know, such as `layer_idx`, and the configuration of the network follow. If a new block has
-    no gradient in the next step of `optimizer`, a warning says that it is not run. Raises ValueError, and changes
-    nothing, if the list cannot grow. See docs/methods/stack.md.
+    Call it between two steps: copies have no gradients. Wrap a network in DistributedDataParallel anew afterwards.
+    Blocks that exist stay the same objects, and a copy has all that its source has: buffers, extra state, modes,
+    `requires_grad` and hooks, where a hook that holds a part of its block holds the copy's part. What blocks share with
+    each other stays shared. Slots in a copy are its own, and empty. Indices that blocks know, such as `layer_idx`, and
+    the configuration of the network follow. If a new block has no gradient in the next step of `optimizer`, a warning
+    says that it is not run. Raises ValueError, and changes nothing, if the list cannot grow. See docs/methods/stack.md.
 
     Args:
         network: The network that runs the blocks, with its configuration.
@@ -105,6 +106,11 @@ def stack(
             evaluation mode the network then returns the same tensors as before, bit for bit, or is refused.
         freeze: `old`: new blocks alone learn, and all present parameters, shared ones too, have `requires_grad` False.
     """
+    if any(isinstance(part, DistributedDataParallel) for part in network.modules()):
+        raise ValueError(
+            "stack: DistributedDataParallel does not average gradients of blocks that it has not seen; give its "
+            "`module`, and wrap that anew"
+        )
     with errors_of("stack"):
         block_list = find_blocks(network, blocks)
     count, listed = len(block_list.blocks), listed_order(order)
@@ -409,7 +415,9 @@ def _shared_with(block: nn.Module, block_list: BlockList) -> dict[int, Any]:
     which one of its attributes may refer, such as a configuration.
     """
     ids, modules = _ids(block), set(block.modules())
-    ids_of_others = set().union(*(_ids(other) for other in block_list.modules if other is not block))
+    others = list(block_list.modules)
+    others.remove(block)  # once: a list may hold one block several times
+    ids_of_others = set().union(*map(_ids, others))
     memo: dict[int, Any] = {}
     for module in block_list.network.modules():
         for member in (module, *module._parameters.values(), *module._buffers.values()):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 from esper_lightning.growth import GrowingNetwork, attach_from_state_dict, attach_slots, slots_of, stack
@@ -191,6 +192,27 @@ def test_what_blocks_share_stays_shared_and_buffers_are_copied() -> None:
 
 
 # Optimizers that wrap another one.
+
+
+def test_a_block_that_is_run_several_times_is_run_more_often_and_stays_one() -> None:
+    network = Network(nn.ModuleList([Block()] * 3))
+    optimizer, parameters = two_groups(network), list(network.parameters())
+
+    stack(network, "blocks", to=6, optimizer=optimizer)
+    train(network, optimizer)
+
+    assert list(network.parameters()) == parameters and len(set(network.blocks)) == 1 and len(network.blocks) == 6
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(parameters)
+    assert network.blocks[0].calls == 18
+
+
+def test_a_network_in_distributed_data_parallel_is_refused() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="does not average gradients of blocks that it has not seen; give its"):
+            stack(DistributedDataParallel(Network()), "module.blocks", to=4)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 class Lookahead(Optimizer):
