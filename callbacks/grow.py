@@ -58,8 +58,8 @@ LARGEST_LOSS = 12.0
 LARGEST_SHARE = 1.00001  # largest metric that is taken for a share: sums of shares are rounded
 TINY = 1e-6  # least share of which a logarithm is taken, and least loss by which a difference is divided
 
-FALLS = re.compile("loss|error|perplexity|mse|mae|nll", re.IGNORECASE)
-"""What the names of metrics contain that are lower where a network is better."""
+FALLS = re.compile(r"(?<![a-z])(loss|error|perplexity|r?mse|mae|nll|wer|cer)(?![a-z])", re.IGNORECASE)
+"""Words in the names of metrics that are lower where a network is better."""
 
 AVERAGES = "averages parameters by their place, which growth changes"
 CONFLICTING_CALLBACKS = {
@@ -104,7 +104,8 @@ class Grow(Callback):
         decider: `heuristic`, `climbing`, `periodic`, or the name or import path of your own; a schedule (`x.json`); a
             policy (`x.ckpt`, `x.safetensors` or `tamiyo`); `wait`, by which nothing grows; or a `Decider`.
         monitor: Name of the logged validation metric by which seeds are judged.
-        mode: `max` for a share from 0 to 1, such as accuracy; `min` for a loss.
+        mode: `max` for a share from 0 to 1, such as accuracy; `min` for a loss. None: `max`, and a metric that is named
+            a loss or an error is refused.
         score: Function of outputs and targets that returns a number from 0 to 1 per sample, in place of `monitor`: the
             network is then measured by itself, with batches that are pairs of its input and the targets.
         loss: Name of the logged validation loss that deciders see. None: the monitored loss, or -ln of the metric.
@@ -126,7 +127,7 @@ class Grow(Callback):
         blueprints: str | list[str] | None = None,
         decider: str | Decider = "heuristic",
         monitor: str = "val_acc",
-        mode: Literal["max", "min"] = "max",
+        mode: Literal["max", "min"] | None = None,
         score: ScoreFunction | None = None,
         loss: str | None = None,
         batches: int = 8,
@@ -143,8 +144,8 @@ class Grow(Callback):
                 raise ValueError(f"Grow: {name} must be at least 1, got {number}")
         if score is not None and mode == "min":
             raise ValueError("Grow: a score grows with quality; leave mode at 'max'")
-        if score is None and mode == "max" and FALLS.search(monitor):
-            raise ValueError(f"Grow: by its name {monitor} falls with quality, and mode is 'max'; give mode='min'")
+        if score is None and mode is None and FALLS.search(monitor):
+            raise ValueError(f"Grow: by its name {monitor} falls with quality; give mode='min', or 'max' if it rises")
         if decider in ("scaling", "tamiyo_depth"):
             raise ValueError(f"Grow: {decider} decides about depth; use the callback Stack with plan={decider!r}")
         self.decider: Any = make_decider(decider)
@@ -159,7 +160,7 @@ class Grow(Callback):
             self.actions = replace(self.actions, blueprints=named or None)
         self.slot_names = [slots] if isinstance(slots, str) else list(slots)
         self.network_name = network
-        self.monitor, self.mode, self.score, self.loss = monitor, mode, score, loss
+        self.monitor, self.mode, self.score, self.loss = monitor, mode or "max", score, loss
         self.num_batches, self.every, self.horizon = batches, every, horizon
         self.objective = ObjectiveConfig(price=price)
         self._config(horizon=1)  # raises ValueError now if settings contradict each other
@@ -178,6 +179,7 @@ class Grow(Callback):
         self._restored: dict[str, Any] | None = None
         """State of the checkpoint whose weights the network has, empty if it holds none; None once training begins."""
         self._contributions: dict[str, float] = {}
+        self._with_all: float | None = None  # the metric with all seeds, if it was measured before the validation
         self._pending: Measured | None = None
         self._gradients: Tensor | None = None  # [1 + K, 4]: statistics of the host, then of the seed in each slot
         self._train_loss: Tensor | float = 0.0  # sum over batches since the last tick
@@ -280,11 +282,6 @@ class Grow(Callback):
                 check_new_slots(self.network, missing)
             except ValueError as error:
                 raise ValueError(f"Grow: in {self.network_name!r}, {error}") from error
-        if not self.network.training:
-            raise ValueError(
-                f"Grow: {self.network_name!r} is in evaluation mode, as from_pretrained gives it, in which no seed "
-                f"learns; call its train() first"
-            )
         if not trainer.enable_validation:
             raise ValueError(
                 "Grow: each validation is followed by a decision, and this run has none; define validation_step and "
@@ -348,7 +345,13 @@ class Grow(Callback):
         # A training batch may end without an optimizer step, so that the last one before a validation may.
         self._may_skip_steps = self._has_loss_scale or is_manual or trainer.accumulate_grad_batches > 1
         self._meter = VariantMeter(
-            trainer, pl_module, self.network, monitor=self.monitor, score=self.score, count=self.num_batches
+            trainer,
+            pl_module,
+            self.network,
+            monitor=self.monitor,
+            is_share=self.mode == "max",
+            score=self.score,
+            count=self.num_batches,
         )
         if state:
             self._check_state(state)
@@ -475,7 +478,8 @@ class Grow(Callback):
         if not is_validation_of_fit(trainer):
             return
         self.validations += 1
-        self._contributions, self._logged_before = {}, dict(trainer.callback_metrics)
+        self._contributions, self._with_all = {}, None
+        self._logged_before = dict(trainer.callback_metrics)
         if self.validations % self.every != 0:
             return
         slots = self._pool.env.slots
@@ -485,9 +489,9 @@ class Grow(Callback):
                 for buffer in slot.seed.buffers():
                     torch.distributed.broadcast(buffer, src=0)
         if judged or self._meter.needs_proof:
-            with_all, *without_each = self._meter.measure(variants)
+            self._with_all, *without_each = self._meter.measure(variants)
             self._contributions = {
-                slot: points_between(with_all, without, self.mode)
+                slot: points_between(self._with_all, without, self.mode)
                 for slot, without in zip(judged, without_each, strict=True)
             }
 
@@ -511,7 +515,7 @@ class Grow(Callback):
         if self.validations % self.every == 0:
             if self.score is None:
                 metric = self._logged(trainer, self.monitor)
-                self._meter.compare(metric)
+                self._meter.compare(self._with_all, metric)
             else:
                 (metric,) = self._meter.measure([frozenset(slot.name for slot in self._blended)])
             loss = None if self.loss is None else self._logged(trainer, self.loss)
@@ -552,6 +556,13 @@ class Grow(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """After a validation: record its tick, advance the seeds' stages, and carry out the next decision."""
+        for slot in self._pool.env.slots:
+            if slot.isolated and not slot.training:
+                raise ValueError(
+                    f"Grow: slot {slot.name!r} is in evaluation mode, in which no seed learns; put "
+                    f"{self.network_name!r} into training mode (from_pretrained does not), and single layers into "
+                    f"evaluation mode"
+                )
         if self._pending is None:
             return
         pending, self._pending = self._pending, None

@@ -32,6 +32,7 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
@@ -56,8 +57,8 @@ ROUNDING = {True: 1e-4, False: 2e-3}
 """Largest relative difference of two measurements of the same network, by whether the precision is 32 bits or more."""
 
 CHANCE, UNLIKE = 5.0, 0.25
-"""A warning comes if a metric on the first batches is further from that on all batches than so many standard errors of
-a share, and than this part of it."""
+"""A warning comes if a share on the first batches is further from that on all batches than so many standard errors, and
+than this part of it."""
 
 REREADINGS = 3  # further readings of the validation loader before a measurement that Lightning contradicts is refused
 
@@ -80,19 +81,19 @@ class VariantMeter:
         network: nn.Module,
         *,
         monitor: str,
+        is_share: bool,
         score: ScoreFunction | None,
         count: int,
     ) -> None:
         self.trainer, self.module, self.network = trainer, module, network
         self.monitor, self.score, self.count = monitor, score, count
-        self._with_all: float | None = None  # the metric with all seeds, until it is compared
         if trainer.val_dataloaders is None:  # they are loaded before the first validation, which may be far away
             trainer.validating = True
             trainer.fit_loop.epoch_loop.val_loop.setup_data()
             trainer.training = True
         check_validation(trainer, module, by_validation_step=score is None)
         self.batches, are_all = read_batches(trainer, count)
-        self._may_be_unlike = score is None and not are_all  # until a warning has said so
+        self._may_be_unlike = is_share and score is None and not are_all  # until a warning has said so
         # Whether a value that Lightning logs is of the same batches, so that it must equal what is measured here.
         self._is_comparable = score is None and trainer.strategy.reduce_boolean_decision(are_all)
         if self._is_comparable and self._batches_vary(readings=1):
@@ -137,17 +138,18 @@ class VariantMeter:
                 f"measured, so validation changes something that is not reset or not in the module; mend that, or give "
                 f"Grow(score=…)"
             )
-        if name == self.monitor:
-            self._with_all = values[0]
         return values
 
-    def compare(self, logged: float) -> None:
-        """Raise ValueError if the metric that Lightning has logged differs from the measurement on the same batches."""
-        measured, self._with_all, self.needs_proof = self._with_all, None, False
-        if measured is not None and self._may_be_unlike:
-            share, samples = min(max(logged, 0.0), 1.0), sum(batch_size(kept.batch) for kept in self.batches)
-            by_chance = CHANCE * math.sqrt(share * (1.0 - share) / samples)
-            if abs(measured - logged) > max(by_chance, UNLIKE * abs(logged)):
+    def compare(self, measured: float | None, logged: float) -> None:
+        """Raise ValueError if the metric that Lightning has logged differs from the measurement on the same batches.
+
+        `measured` is that with all seeds, just before the validation. None: no seed was judged.
+        """
+        self.needs_proof = False
+        if measured is not None and self._may_be_unlike and 0.0 <= logged <= 1.0:
+            samples = sum(next((len(x) for x in iter_tensors(kept.batch) if x.ndim), 1) for kept in self.batches)
+            by_chance = CHANCE * math.sqrt(logged * (1.0 - logged) / samples)
+            if abs(measured - logged) > max(by_chance, UNLIKE * logged):
                 self._may_be_unlike = False
                 rank_zero_warn(
                     f"Grow: {self.monitor} is {measured:.4g} on the first {len(self.batches)} validation batches, by "
@@ -391,8 +393,9 @@ def kept_schedules(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def kept_weights(module: nn.Module) -> Iterator[None]:
-    """Afterwards restore a module's parameters, which a validation may exchange with their averages."""
-    kept = [(parameter, parameter.data, parameter.detach().clone()) for parameter in module.parameters()]
+    """Afterwards restore the parameters of a module that learn: a validation may exchange them with their averages."""
+    learning = (parameter for parameter in module.parameters() if parameter.requires_grad and not is_lazy(parameter))
+    kept = [(parameter, parameter.data, parameter.detach().clone()) for parameter in learning]
     try:
         yield
     finally:

@@ -495,12 +495,13 @@ class Stack(Callback):
 
     def _warn_of_copies(self, trainer: Trainer) -> None:
         """Warn, at the first change, of copies of the network that other callbacks hold, such as averages."""
-        known = [built.block_list.modules for built in self._lists]
-        first = self.built.blocks[0]
+        own, first = self.built.block_list.modules, self.built.blocks[0]
+        growing = (trainer.lightning_module, *averages_of(trainer))
+        known = {part for network in growing for part in network.modules()}
         for callback in trainer.callbacks if len(self.depths) == 1 else ():  # type: ignore[attr-defined]
             held = [value for value in vars(callback).values() if isinstance(value, nn.Module)]
             for part in (part for module in held for part in module.modules() if isinstance(part, Blocks)):
-                if len(part) == len(known[0]) and type(part[0]) is type(first) and part not in known:
+                if part not in known and len(part) == len(own) and type(part[0]) is type(first):
                     rank_zero_warn(
                         f"Stack: {type(callback).__name__} holds a copy of {self.name!r}, which does not grow along; "
                         f"if it averages, use EMAWeightAveraging, or average in a second run"
@@ -520,9 +521,11 @@ class Stack(Callback):
 
     def _warn_of_idle_lists(self, trainer: Trainer, module: LightningModule) -> None:
         """Warn of other lists, such as norms beside convolutions, that have run as far as this one has blocks."""
-        growing = [stack.built.block_list.modules for stack in stacks_of(trainer)]
+        growing = {part for stack in stacks_of(trainer) for part in stack.built.block_list.modules.modules()}
         for name, parts in module.named_modules():
             if isinstance(parts, Blocks) and len(parts) == self.built.most and parts not in growing:
+                if len({type(part) for part in parts}) > 1:
+                    continue
                 learning = [any(parameter.grad is not None for parameter in part.parameters()) for part in parts]
                 if not all(learning) and learning == [i < self.built.depth for i in range(len(parts))]:
                     rank_zero_warn(

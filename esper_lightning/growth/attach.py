@@ -1,6 +1,7 @@
 """Slots for any network: forward hooks insert them after modules that were not written for growth."""
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -135,9 +136,10 @@ def attach_slots(
         for name, (path, feature, axis_of_channels) in features.items():
             is_channels_last = name in channels_last or (feature.ndim, axis_of_channels) == (4, 3)
             if (feature.ndim, axis_of_channels) == (3, 1):
-                raise ValueError(
-                    f"slot {name!r}: the feature {tuple(feature.shape)} is [B, C, T], as layers of its network tell, "
-                    f"and seeds grow on [B, T, C]; name a module that gives it so"
+                warnings.warn(
+                    f"slot {name!r}: the feature {tuple(feature.shape)} seems to be [B, C, T], by the layer that gave "
+                    f"it, and seeds take it for [B, T, C]; name a module that gives it so",
+                    stacklevel=2,
                 )
             _check_feature(name, feature, doubled[name].tensor, is_channels_last=is_channels_last)
             layout, axis = LAYOUTS[feature.ndim]
@@ -204,7 +206,7 @@ def _dry_run(network: nn.Module, names: Sequence[str], example: ExampleInput) ->
 
     def note_channels(layer: nn.Module, inputs: Any, output: Any) -> None:
         nonlocal shape, axis
-        now = tuple(output.shape) if isinstance(output, Tensor) else ()
+        now = tuple(output.shape) if isinstance(output, Tensor) and not output.is_nested else ()
         width = next((getattr(layer, name) for name in WIDTHS if hasattr(layer, name)), None)
         if width is not None:
             axes = [i for i in range(1, len(now)) if width in (now[i], now[i : i + 1])]
@@ -220,7 +222,7 @@ def _dry_run(network: nn.Module, names: Sequence[str], example: ExampleInput) ->
                 raise ValueError(f"slot {name!r}: the module gives {type(feature).__name__}, no floating-point tensor")
             if feature.is_nested:
                 raise ValueError(f"slot {name!r}: a nested feature (nn.TransformerEncoder: enable_nested_tensor=False)")
-            found = Feature(path, feature, axis if feature.shape == shape else None)
+            found = Feature(path, feature, _axis_of_channels(feature.shape, shape, axis))
             if features.setdefault(name, found).tensor.shape[1:] != feature.shape[1:]:
                 raise ValueError(
                     f"module {name!r} runs again, on a feature of another shape; name a module that runs once"
@@ -230,7 +232,7 @@ def _dry_run(network: nn.Module, names: Sequence[str], example: ExampleInput) ->
 
     with ExitStack() as hooks:
         for module in network.modules():
-            if type(module).__module__.startswith("torch.nn.modules."):
+            if any(hasattr(module, name) for name in WIDTHS) or not list(module.children()):
                 hooks.callback(module.register_forward_hook(note_channels).remove)
         for name in names:  # after these, so that a layer may be named itself
             hooks.callback(network.get_submodule(name).register_forward_hook(make_hook(name)).remove)
@@ -239,6 +241,15 @@ def _dry_run(network: nn.Module, names: Sequence[str], example: ExampleInput) ->
         if name not in features:
             raise ValueError(f"module {name!r} does not run when the network does; name one that is called")
     return features, outputs
+
+
+def _axis_of_channels(feature: Sequence[int], shape: Sequence[int], axis: int) -> int | None:
+    """Return the axis of a feature's channels, if the latest known output, with them in `axis`, tells it; else None."""
+    if tuple(feature) == shape:
+        return axis
+    # Rows of tokens that have become images again, with the channels last or first.
+    is_last = len(feature) == 4 and axis == len(shape) - 1 > 0 and feature[1] != shape[axis] == feature[3]
+    return 3 if is_last else None
 
 
 def _is_on_single_path(network: nn.Module, module: str, path: KeyPath, *, example: ExampleInput, outputs: Any) -> bool:

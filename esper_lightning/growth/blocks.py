@@ -31,7 +31,7 @@ INDEX_NAME = re.compile(
 """Name of an attribute that holds a block's index, where one block or two give too little other evidence."""
 
 OF_BLOCKS = re.compile("layer|block")
-"""What the name contains in a part of an only block, whose parts, such as experts, may have indices of their own."""
+"""What the name contains in an only block's lists of parts, such as experts, which may have indices of their own."""
 
 
 class BlockList(NamedTuple):
@@ -216,7 +216,8 @@ def index_fields(modules: Blocks) -> list[IndexField]:
             first = last - len(blocks) + 1
             values = [attributes.get(name) for attributes in attributes_of_blocks]
             counts_up = first in (0, 1) and values == [*range(first, last + 1)] and bool not in map(type, values)
-            is_named = INDEX_NAME.search(name) and (len(blocks) > 1 or not part or OF_BLOCKS.search(name))
+            is_one_of_many = any(piece.isdigit() for piece in part.split("."))  # such as an expert
+            is_named = INDEX_NAME.search(name) and (len(blocks) > 1 or not is_one_of_many or OF_BLOCKS.search(name))
             if counts_up and (len(blocks) > 2 or is_named):
                 fields.append(IndexField(part, name, first))
     return fields

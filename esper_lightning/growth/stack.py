@@ -176,7 +176,8 @@ def deepen(
 ) -> list[nn.Module]:
     """Grow a list to the blocks whose sources `order` names, and return the new ones; see `stack`, which checks it."""
     old, sources = list(block_list.modules), block_list.whole_order(order)
-    is_copy = [source in sources[:i] for i, source in enumerate(sources)]
+    # A block that the list holds several times is one block still.
+    is_copy = [source in sources[:i] and old.count(old[source]) == 1 for i, source in enumerate(sources)]
     places_by_owner = _places_of_copies(block_list, sources, is_copy)
     fields = BlockFields(block_list)
     grown = [_copy_of(old[s], s, block_list) if copied else old[s] for s, copied in zip(sources, is_copy, strict=True)]
@@ -415,9 +416,7 @@ def _shared_with(block: nn.Module, block_list: BlockList) -> dict[int, Any]:
     which one of its attributes may refer, such as a configuration.
     """
     ids, modules = _ids(block), set(block.modules())
-    others = list(block_list.modules)
-    others.remove(block)  # once: a list may hold one block several times
-    ids_of_others = set().union(*map(_ids, others))
+    ids_of_others = set().union(*(_ids(other) for other in block_list.modules if other is not block))
     memo: dict[int, Any] = {}
     for module in block_list.network.modules():
         for member in (module, *module._parameters.values(), *module._buffers.values()):

@@ -163,12 +163,6 @@ class Argmax(nn.Module):
         (lambda: nn.Sequential(nn.Identity()), ["0"], {"input": "text"}, "gives str, no floating-point tensor"),
         (lambda: nn.Sequential(nn.Conv3d(3, 4, 1)), ["0"], torch.randn(2, 3, 4, 4, 4), "(2, 4, 4, 4, 4) is none of"),
         (lambda: nn.Sequential(nn.Flatten(0)), ["0"], torch.randn(2, 3), "(6,) is none of [B, C, H, W], [B, T, C]"),
-        (
-            lambda: nn.Sequential(nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8), nn.ReLU(), nn.MaxPool1d(2), nn.Flatten()),
-            ["3"],
-            torch.randn(2, 3, 6),
-            "slot '3': the feature (2, 8, 2) is [B, C, T], as layers of its network tell, and seeds grow on [B, T, C]",
-        ),
         (small_network, ["0"], images(1), "the example has one sample only; give at least two"),
         (
             lambda: Calls(nn.Conv2d(3, 3, 3), lambda layer, x: layer(layer(x)).mean((2, 3))),
@@ -342,6 +336,39 @@ def attach(network: nn.Module, name: str, backwards: bool = False) -> dict[str, 
     images = [place for place, (layout, *_) in ARCHITECTURES[name].places.items() if layout == "image"]
     last = images if ARCHITECTURES[name].channels_last else []
     return attach_slots(network, places, inputs_for(name, 2), channels_last=last)
+
+
+@pytest.mark.parametrize(
+    ("place", "layer", "told"),
+    [("3", nn.Conv1d(3, 8, 3), True), ("0", weight_norm(nn.Conv1d(3, 8, 3)), True), ("4", nn.Conv1d(3, 8, 3), False)],
+)
+def test_a_sequence_whose_channels_come_first_is_told_of(
+    place: str, layer: nn.Module, told: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    network = nn.Sequential(
+        layer, nn.BatchNorm1d(8), nn.ReLU(), nn.MaxPool1d(2), Calls(nn.Linear(8, 5), lambda read, x: read(x.mT))
+    )
+
+    attach_slots(network, [place], torch.randn(2, 3, 8))
+
+    said = [str(warning.message) for warning in recwarn if "seems to be [B, C, T]" in str(warning.message)]
+    assert len(said) == told
+
+
+@pytest.mark.parametrize("place", ["encoder", "head"])
+def test_a_slot_stands_behind_an_encoder_that_leaves_padding_out(place: str) -> None:
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, batch_first=True)
+            self.encoder, self.head = nn.TransformerEncoder(layer, 1), nn.Linear(WIDTH, 2)
+
+        def forward(self, x: Tensor) -> Tensor:  # [B, T, C] -> [B, T, 2]
+            mask = torch.zeros(x.shape[:2], dtype=torch.bool)
+            mask[:, -1] = True
+            return self.head(self.encoder(x, src_key_padding_mask=mask))
+
+    attach_slots(Padded(), [place], torch.randn(2, 4, WIDTH))
 
 
 def test_layers_tell_where_the_channels_of_an_image_are() -> None:

@@ -450,7 +450,6 @@ def test_a_setting_with_a_value_for_each_block_explains_what_it_decides_and_noth
         (1, "padding_idx", 0, False),
         (1, "padding", 0, False),
         (1, "pad_id", 0, False),
-        (1, "expert_idx", 1, False),
         (2, "i", 0, True),
         (2, "use_rope", 0, False),
         (2, "groups", 1, False),
@@ -472,6 +471,19 @@ def test_an_attribute_that_is_the_place_of_each_block_follows_it(
 
     expected = [first + i if follows else first + i % depth for i in range(4)]
     assert [getattr(block.mlp, name) for block in network.blocks] == expected
+
+
+def test_experts_of_an_only_block_keep_their_numbers_and_its_attention_follows() -> None:
+    network = Network(depth=1)
+    network.blocks[0].experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+    network.blocks[0].mlp.idx = 0
+    for i, expert in enumerate(network.blocks[0].experts):
+        expert.expert_idx = i
+
+    stack(network, "blocks", to=3)
+
+    assert [[expert.expert_idx for expert in block.experts] for block in network.blocks] == [[0, 1]] * 3
+    assert [block.mlp.idx for block in network.blocks] == [0, 1, 2]
 
 
 # What cannot grow.

@@ -18,6 +18,7 @@ from esper_lightning.envs import ActionConfig
 from esper_lightning.growth import attach_slots
 from esper_lightning.growth.depth import depth_slots
 from tests.callbacks.grow.trainings import Classifier, DigitsData, grow, trainer
+from tests.decisions import germinate
 
 Change = Callable[[Classifier], Any]
 """A change of a user's module. It may return another module, as torch.compile does."""
@@ -94,7 +95,7 @@ REFUSED: dict[str, tuple[Change, dict[str, Any], dict[str, Any], str]] = {
         {},
         "this validation has logged no 'val_acc', .*; .*set every=",
     ),
-    "evaluation mode": (evaluating, {}, {}, "'net' is in evaluation mode, .*train"),
+    "evaluation mode": (evaluating, {}, {"plan": {0: germinate(0)}}, "'3' is in evaluation mode.* put 'net' into"),
     "no length": (nothing, {"max_steps": 5}, {}, r"give Grow\(horizon=…\), in validations"),
     "weight averaging": (nothing, {"callbacks": [WeightAveraging()]}, {}, "WeightAveraging averages parameters"),
     "SWA": (nothing, {"callbacks": [StochasticWeightAveraging(0.1)]}, {}, "StochasticWeightAveraging averages"),
@@ -129,7 +130,7 @@ def test_what_cannot_grow_is_refused_in_one_line(
         ({"decider": "nowhere.ckpt"}, "nowhere.ckpt"),
         ({"batches": 0}, "batches must be at least 1"),
         ({"mode": "min", "score": len}, "a score grows with quality"),
-        ({"monitor": "val_loss"}, "by its name val_loss falls with quality, and mode is 'max'; give mode='min'"),
+        ({"monitor": "val_loss"}, "by its name val_loss falls with quality; give mode='min', or 'max' if it rises"),
         ({"blueprints": ["conv_lite"]}, "did you mean 'conv_light'"),
         ({"blueprints": "conv_lite"}, "did you mean 'conv_light'"),
         ({"blueprints": ["norm"], "actions": ActionConfig(blueprints=["norm"])}, "named twice"),
@@ -138,6 +139,11 @@ def test_what_cannot_grow_is_refused_in_one_line(
 def test_a_setting_that_makes_no_sense_is_refused_at_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Grow(["3"], **options)
+
+
+@pytest.mark.parametrize("options", [{"monitor": "val_loss", "mode": "max"}, {"monitor": "gloss/maestro_acc"}])
+def test_a_metric_may_have_any_name(options: dict[str, Any]) -> None:
+    assert Grow(["3"], **options).mode == "max"
 
 
 def test_of_two_networks_the_one_that_has_the_slots_already_is_found() -> None:

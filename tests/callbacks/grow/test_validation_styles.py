@@ -466,6 +466,7 @@ def test_a_measurement_leaves_no_trace(name: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if not judged:
                 patch.setattr(VariantMeter, "measure", lambda self, variants, name=None: [0.5] * len(variants))
+                patch.setattr(VariantMeter, "compare", lambda self, measured, logged: None)
             module, *_ = trained(STYLES[name])
         weights.append(module.state_dict())
 
@@ -571,3 +572,18 @@ def test_first_batches_that_are_unlike_the_others_are_told_of_once(
 
     said = [str(warning.message) for warning in recwarn if "on the first 3 validation batches" in str(warning.message)]
     assert len(said) == are_unlike and all("\n" not in line for line in said)
+
+
+@pytest.mark.parametrize("rows", [range(100), [str(i) for i in range(100)]], ids=["tensors", "texts"])
+def test_a_training_that_learns_at_once_is_not_told_that_its_batches_are_unlike(
+    rows: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    class AtOnce(Plain):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.net(X[[int(row) for row in batch]])
+            self.log("val_acc", torch.tensor(0.95 if self.trainer.global_step else 0.5), batch_size=25)
+
+    made = trainer(grow(slots=["1"], network="net", blueprints=["mlp_small"], batches=2), epochs=2)
+    made.fit(AtOnce(), DataLoader(TRAIN, 25), DataLoader(rows, 25))
+
+    assert not [str(warning.message) for warning in recwarn if "validation batches, by" in str(warning.message)]
