@@ -180,6 +180,7 @@ class Grow(Callback):
         """State of the checkpoint whose weights the network has, empty if it holds none; None once training begins."""
         self._contributions: dict[str, float] = {}
         self._with_all: float | None = None  # the metric with all seeds, if it was measured before the validation
+        self._logged_before: dict[str, Tensor] = {}  # metrics that were logged before the present validation
         self._pending: Measured | None = None
         self._gradients: Tensor | None = None  # [1 + K, 4]: statistics of the host, then of the seed in each slot
         self._train_loss: Tensor | float = 0.0  # sum over batches since the last tick

@@ -523,9 +523,8 @@ class Stack(Callback):
         """Warn of other lists, such as norms beside convolutions, that have run as far as this one has blocks."""
         growing = {part for stack in stacks_of(trainer) for part in stack.built.block_list.modules.modules()}
         for name, parts in module.named_modules():
-            if isinstance(parts, Blocks) and len(parts) == self.built.most and parts not in growing:
-                if len({type(part) for part in parts}) > 1:
-                    continue
+            is_beside = isinstance(parts, Blocks) and len(parts) == self.built.most and parts not in growing
+            if is_beside and len({type(part) for part in parts}) == 1:
                 learning = [any(parameter.grad is not None for parameter in part.parameters()) for part in parts]
                 if not all(learning) and learning == [i < self.built.depth for i in range(len(parts))]:
                     rank_zero_warn(

@@ -31,7 +31,7 @@ INDEX_NAME = re.compile(
 """Name of an attribute that holds a block's index, where one block or two give too little other evidence."""
 
 OF_BLOCKS = re.compile("layer|block")
-"""What the name contains in an only block's lists of parts, such as experts, which may have indices of their own."""
+"""Pattern of a block's index in a numbered part of a list's only block; an expert's own index does not match it."""
 
 
 class BlockList(NamedTuple):
@@ -210,14 +210,14 @@ def index_fields(modules: Blocks) -> list[IndexField]:
         attributes_of_blocks = [vars(named[part]) for named in modules_of_blocks if part in named]
         if len(attributes_of_blocks) < len(blocks):  # a block lacks this module
             continue
+        is_expert = len(blocks) == 1 and any(piece.isdigit() for piece in part.split("."))  # or another numbered part
         for name, last in vars(module).items():
             if type(last) is not int:
                 continue
             first = last - len(blocks) + 1
             values = [attributes.get(name) for attributes in attributes_of_blocks]
             counts_up = first in (0, 1) and values == [*range(first, last + 1)] and bool not in map(type, values)
-            is_one_of_many = any(piece.isdigit() for piece in part.split("."))  # such as an expert
-            is_named = INDEX_NAME.search(name) and (len(blocks) > 1 or not is_one_of_many or OF_BLOCKS.search(name))
+            is_named = INDEX_NAME.search(name) and (not is_expert or OF_BLOCKS.search(name))
             if counts_up and (len(blocks) > 2 or is_named):
                 fields.append(IndexField(part, name, first))
     return fields

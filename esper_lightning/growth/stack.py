@@ -279,9 +279,10 @@ def _varying(
     for module_name in {name: None for modules in modules_of_blocks for name in modules}:  # in order
         values_by_name = _values_outside_state_dicts([modules.get(module_name) for modules in modules_of_blocks])
         for name, values in values_by_name.items():
+            if (module_name, name) in index_names or _continues(values, order):
+                continue
             pairs = combinations(zip(kinds, values, strict=False), 2)
-            is_set = lists and all(_same(one, other) for (a, one), (b, other) in pairs if a == b)
-            if (module_name, name) not in index_names and not is_set and not _continues(values, order):
+            if not lists or not all(_same(one, other) for (a, one), (b, other) in pairs if a == b):
                 names.append(".".join(filter(None, (module_name, name))) or "their class")
     return names
 
