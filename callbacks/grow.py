@@ -222,7 +222,7 @@ class Grow(Callback):
 
     @property
     def affordable_batches(self) -> dict[str, int]:
-        """Training batches of each of the controls that cost the FLOPs of the training so far, by name."""
+        """Number of training batches, by control, with which that control costs the FLOPs of this training so far."""
         networks = {"ungrown": [], "built in": self._blended}
         flops = {name: self._pool.env.flops.with_seeds(seeds) for name, seeds in networks.items()}
         # 0 for a network of operators that torch does not count

@@ -79,11 +79,12 @@ class Stack(Callback):
             with the number of blocks from then on: `{0.1: 4, 0.3: 12}`. None: unless there is a plan, the number
             doubles until all are there, after equal shares: a network of four blocks has one, two and four of them for
             a third of the training each. The learning rate should be constant until the last change.
-        plan: What decides in place of `at` how deep the network is: `scaling`, a rule that knows the targets per
-            parameter; `tamiyo_depth`, the policy of the package that knows depth; the file of a policy; a function
-            from `Progress` to the number of blocks, or its import path. The network may end with fewer blocks.
-        order, new, state, zero: See `esper_lightning.growth.stack`. Sources one by one or in ranges fit a single
-            change, and fresh blocks do not depend on the random numbers of the training.
+        plan: What decides in place of `at` how deep the network is: `scaling`, a rule that grows while at least 15
+            targets are to come for each parameter; `tamiyo_depth`, the policy of the package for depth; the file of a
+            policy; a function from `Progress` to the number of blocks, or its import path. The network may end with
+            fewer blocks.
+        order, new, state, zero: See `esper_lightning.growth.stack`. An `order` given as a list or as ranges allows one
+            change only. Fresh weights are drawn from an RNG seed of their own.
     """
 
     def __init__(

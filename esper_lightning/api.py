@@ -99,8 +99,8 @@ def grow(
         lr: Learning rate.
         loss: Function of outputs and targets.
         controls: Train copies of the network as it is given, too, on the same data. `ungrown`: nothing grows. `built
-            in`: all seeds of the end are in it from the first batch on. `…, equal FLOPs`: each of them for as many
-            batches as have the training FLOPs of growth. `best` of the result is then never below `ungrown`.
+            in`: all seeds of the end are in it from the first batch on. `…, equal FLOPs`: the same
+            control, trained with as many FLOPs as the grown network. `best` of the result is never below `ungrown`.
         folder: Folder for a CSV log of each training, of which `report` makes a page. None: nothing is written.
         accelerator: Device, as Lightning's Trainer names it.
         rng_seed: RNG seed of the order of data and of the seeds' weights.

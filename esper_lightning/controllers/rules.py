@@ -299,8 +299,8 @@ class HillClimbing(Rule):
 class Scaling(Rule):
     """Deepens a network step by step, as far as the FLOPs that are left suffice for its size.
 
-    They suffice if they train the deeper network on `targets` tokens or labels per parameter. Both numbers are from
-    docs/results/depth.md.
+    They suffice if they train the deeper network on `targets` tokens or labels per parameter; how this number was
+    chosen is on the page docs/results/depth.md.
     """
 
     targets = 15.0

@@ -30,7 +30,7 @@ class GovernorConfig:
     """Share of the loss of guessing, ln(classes): a host whose mean healthy loss was below it counts as trained."""
 
     guessing: float = 0.065
-    """Share of the loss of guessing: a trained host whose loss rises to this margin below it is guessing again."""
+    """Margin below the loss of guessing, as a share of it: a trained host with a loss above is guessing again."""
 
     cooldown: int = 5
     """Host epochs after a rollback in which only a number that is not finite leads to another rollback."""

@@ -26,7 +26,7 @@ class ObjectiveConfig:
     """Settings of the objective J: score minus rent for the parameters of fossilized seeds."""
 
     price: float = 0.05
-    """Rise of the score that a fossilized growth of the parameters by a factor of e must add to be worth it."""
+    """Score that fossilized growth of the parameters by a factor of e (2.72) must add to pay."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.price < math.inf:

@@ -71,8 +71,8 @@ class VectorEnv(Protocol):
     episode, before which the environments are reset."""
     observation: Observation
     masks: Any
-    """Record of tensors [N, …] with `forced` [N] bool, only one action is possible, and `ended` [N] bool, the episode
-    has ended and actions have no effect."""
+    """Record of tensors [N, …]. Two are bool [N]: `forced`, True where one action alone is possible, and `ended`, True
+    where the episode has ended and actions have no effect."""
     episode_starts: Tensor
     """True where the last step ended a trajectory and the present observation starts another one, [N] bool."""
     clock: PhaseClock

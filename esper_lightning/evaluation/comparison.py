@@ -70,7 +70,7 @@ class EvaluationConfig:
 
     against: list[str] | None = None
     """Names of the controllers to compare with: baselines, schedules, `replayed`, `yoked`, `best fixed`, your own
-    by name or import path, and other policies by the paths of their files. None: all of this package."""
+    by name or import path, and other policies by the paths of their files. None: all of this package but `scaling`."""
 
     controls: bool = True
     """Play static controls: the final networks of the policy and of the best baseline compared, complete from the first
@@ -80,9 +80,10 @@ class EvaluationConfig:
     """Draw hosts from the held-out contexts of the family, which training never uses."""
 
     policies: list[str] | None = None
-    """Trained policies to test in place of the module's own: checkpoints, safetensors files, or `tamiyo`, the policy of
-    the package. They may have been trained on other hosts. Several are of several training seeds. An empty list: rules
-    and schedules are compared alone, with the first of `against`, by default `small static`."""
+    """Trained policies to test in place of the module's own: checkpoints, safetensors files, or `tamiyo` or
+    `tamiyo_depth`, those of the package. They may have been trained on other hosts. Several must come from trainings
+    with different RNG seeds. An empty list: rules and schedules are compared alone, with the first of `against`, by
+    default `small static`."""
 
     search: SearchConfig | None = None
     """Search for the best fixed schedule, which takes minutes. None: no search."""

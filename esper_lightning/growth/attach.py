@@ -50,7 +50,7 @@ class Feature(NamedTuple):
 
 
 class AttachedSlots(nn.ModuleDict):
-    """Container of the attached slots, whose places are its extra state. As a layer, in nn.Sequential, the identity."""
+    """Container of the attached slots, whose places are its extra state. Its forward pass returns its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def attach_slots(
             on it in evaluation mode determine layout and width at each slot, and whether a shortcut bypasses it.
         detach_input: See SeedSlot.
         channels_last: Subset of `names` whose features are [B, H, W, C] (as in a Swin transformer); the shape alone
-            does not reveal it. Needless where a layer of torch has given the feature, unless two axes are equally long.
+            does not reveal it. Not needed where the axis of channels can be read from the torch layer before it.
 
     Returns:
         All slots of the network by name; new slots come last, in the order in which data passes through them.

@@ -30,8 +30,8 @@ class LifecycleConfig:
     """Initial output of a new seed: its input (`identity`), or that of randomly initialised layers (`random`)."""
 
     isolation: Isolation = "proximal"
-    """How a seed learns before it is blended: proximal, by the loss gradient at its slot and a pull back to the host's
-    feature; straight_through, by the gradient alone, after which a seed harms its host if it learns for an epoch."""
+    """Gradient from which a seed learns before it is blended. proximal: the loss gradient at its slot, plus a pull to
+    the host's feature. straight_through: the loss gradient alone; seeds that learn so for several epochs do harm."""
 
     training_ticks: int = 0
     """Ticks a seed must spend in TRAINING before it is blended. 0: blend at the end of the tick of germination."""

@@ -93,7 +93,7 @@ def stack(
         optimizer: Optimizer or optimizers with the blocks' parameters, whose groups new parameters join. An optimizer
             within another one, as in SAM and Lookahead, is found. None: you make a new one.
         order: Source of each block afterwards, one by one from 0 on (`[0, 1, 1, 2, 3, 3]`), or as ranges with both
-            ends (`"0-3, 2-5"`), in which each present block occurs, for the first time behind those before it. Or a
+            ends (`"0-3, 2-5"`); each present block must occur, and first occurrences must be in ascending order. Or a
             name: `stack` (0 1 2 0 1 2), `interleave` (0 0 1 1 2 2), `last` (0 1 2 2 2 2) or `middle` (0 1 1 1 1 2).
         new: Content of new blocks. `copy`: that of the source. `zero`: the same, but the layers named by `zero` are
             zero, so that residual blocks change nothing at first. `fresh`: `reset_parameters` of all modules.

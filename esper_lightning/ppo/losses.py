@@ -30,7 +30,7 @@ class Anneal:
     """Value at the last rollout and after it."""
 
     shape: Literal["linear", "geometric"] = "linear"
-    """Change by equal differences (linear) or equal ratios (geometric), which soon leave a large start, per rollout."""
+    """How the value changes from rollout to rollout: by equal differences (linear) or by equal factors (geometric)."""
 
     def __post_init__(self) -> None:
         if not min(self.start, self.end) >= 0.0:
