@@ -2,8 +2,8 @@
 
     python -m benchmarks.zero_shot baselines
     python -m benchmarks.zero_shot result
+    python -m benchmarks.zero_shot result --policies runs/general/version_0/checkpoints/last.ckpt …
     python -m benchmarks.zero_shot table
-    python -m benchmarks.zero_shot result --name general --policies runs/general/version_0/checkpoints/last.ckpt …
     python -m benchmarks.zero_shot publish runs/general/version_0/checkpoints/last.ckpt
 
 baselines: on the training hosts of the config, play every rule, and search the best fixed schedule of each task. The
@@ -12,10 +12,10 @@ result: play waiting; the default rule of `Grow`; the rule that was best on the 
     similar task of training, its slots paired in order; the policy of the package, or a checkpoint for each RNG seed of
     a training; its most frequent schedule on every host (`replayed`), and its actions on the next host (`yoked`). Most
     held-out settings have 24 fresh hosts, two have fewer; each has test data.
-table: Markdown tables of the objectives, and of leads over waiting. `better of both` is the policy on hosts on which it
-    ends ahead of waiting on validation data, and waiting on all others. The leads over all settings weigh each setting
-    alike; hosts and settings are resampled together.
-publish: write the policy of a checkpoint, with the tables, to the file that comes with the package as `tamiyo`.
+table: Markdown tables of the objectives, and of leads over waiting, of the policies of all trainings, or of that of one
+    RNG seed. `better of both` is the policy on hosts on which it ends ahead of waiting on validation data, and waiting
+    on all others. The leads over all settings weigh each setting alike.
+publish: write the policy of a checkpoint, with its tables, to the file that comes with the package as `tamiyo`.
 
 Results are rows of a CSV file. Rows that it has got are not measured again.
 """
@@ -310,14 +310,13 @@ def measure(
     *,
     settings: Mapping[str, Setting],
     policies: Sequence[str],
-    name: str,
 ) -> None:
     """Play all controllers on all settings and append the rows that are missing."""
     made = load_config(config)
     data, governor = made.datamodule, governor_of(made.trainer)
     rule = best_rule(folder)
     done = {(row.setting, row.controller, row.training_seed) for row in read_rows(csv, Row)}
-    seeds = {path: str(read_policy(path)[MODULE_KEY].get("seed")) for path in policies}
+    seeds = {path: training_seed(path) for path in policies}
     if len(set(seeds.values())) < len(seeds):
         raise ValueError(f"two of the policies are of one RNG seed of training: {', '.join(seeds.values())}")
     with appended_rows(csv, Row) as append:
@@ -342,12 +341,17 @@ def measure(
                 if (title, YOKED, seed) not in done:
                     policy = load_controller(path)
                     pool = make_hosts(replace(data.env, observation=policy.observation or data.env.observation))
-                    rows, schedules = play(pool, title, name, seed, policy)
+                    rows, schedules = play(pool, title, TAMIYO, seed, policy)
                     common = Counter(schedules).most_common(1)[0][0]
                     replayed, yoked = FixedSchedule(common), FixedSchedule(schedules[1:] + schedules[:1])
                     for key, controller in ((REPLAYED, replayed), (YOKED, yoked)):
                         rows += play(pool, title, key, seed, controller)[0]
                     append(rows)
+
+
+def training_seed(policy: str | Path) -> str:
+    """Return the RNG seed of the training of a policy, as in the rows."""
+    return str(read_policy(policy)[MODULE_KEY].get("seed"))
 
 
 def play(
@@ -389,10 +393,10 @@ Results = dict[str, dict[str, dict[str, np.ndarray]]]
 """Results by setting, controller and name of the column: [S, H], S = 1 for controllers without training."""
 
 
-def group(rows: Sequence[Row], name: str) -> Results:
-    """Return the results of all rows, and those of the better of both of waiting and of the policies called `name`.
+def group(rows: Sequence[Row]) -> Results:
+    """Return the results of all rows, and those of the better of both of waiting and of the policies.
 
-    Raises ValueError if these were not measured.
+    Raises ValueError if no policy was measured.
     """
     columns = ("validation", "objective", "fossils", "flops")
     values: dict[str, dict[str, dict[str, list[Row]]]] = {}
@@ -408,32 +412,32 @@ def group(rows: Sequence[Row], name: str) -> Results:
             for controller, seeds in of.items()
         }
         for setting, of in values.items()
-        if name in of
+        if TAMIYO in of
     }
     if not results:
-        raise ValueError(f"there are no results of {name!r}; run the command result")
+        raise ValueError("there are no results of a policy; run the command result")
     for of in results.values():
-        ahead = of[name]["validation"] > of[WAITING]["validation"]
-        of[BETTER] = {"objective": np.where(ahead, of[name]["objective"], of[WAITING]["objective"])}
+        ahead = of[TAMIYO]["validation"] > of[WAITING]["validation"]
+        of[BETTER] = {"objective": np.where(ahead, of[TAMIYO]["objective"], of[WAITING]["objective"])}
     return results
 
 
-def table(rows: Sequence[Row], name: str) -> list[str]:
+def table(rows: Sequence[Row], seed: str | None = None) -> list[str]:
     """Return the lines of a table of objectives, and of a table of leads over waiting, on test data.
 
-    The last columns of the first table are the share of hosts on which the policies called `name` keep no seed, and
-    their FLOPs over those of waiting.
+    They are of the policies of all trainings, or of the training with one RNG seed. The last columns of the first
+    table are the share of hosts on which the policies keep no seed, and their FLOPs over those of waiting.
     """
-    results = group(rows, name)
+    results = group([row for row in rows if seed is None or row.training_seed in ("", seed)])
     controllers = [one for one in next(iter(results.values())) if one != BETTER]
     heads = ["setting", "hosts", *controllers, "keeps nothing", "FLOPs"]
     lines = [f"| {' | '.join(heads)} |", "|---|--:|" + "---|" * (len(heads) - 2)]
     for setting, of in results.items():
         means = [number(float(of[one]["objective"].mean())) for one in controllers]
-        nothing = f"{(of[name]['fossils'] == 0).mean():.0%}"
-        cost = f"{(of[name]['flops'] / of[WAITING]['flops']).mean():.2f}"
-        lines.append(f"| {' | '.join([setting, str(of[name]['objective'].shape[1]), *means, nothing, cost])} |")
-    others = [name, BETTER, *(one for one in controllers if one not in (name, WAITING))]
+        nothing = f"{(of[TAMIYO]['fossils'] == 0).mean():.0%}"
+        cost = f"{(of[TAMIYO]['flops'] / of[WAITING]['flops']).mean():.2f}"
+        lines.append(f"| {' | '.join([setting, str(of[TAMIYO]['objective'].shape[1]), *means, nothing, cost])} |")
+    others = [TAMIYO, BETTER, *(one for one in controllers if one not in (TAMIYO, WAITING))]
     lines += ["", f"| ahead of waiting | {' | '.join(others)} |", "|---|" + "---|" * len(others)]
     leads = {
         setting: {one: of[one]["objective"] - of[WAITING]["objective"] for one in others}
@@ -466,13 +470,11 @@ def main(args: Sequence[str] | None = None) -> None:
         command.add_argument("--baselines", type=Path, default=BASELINES, help="folder of the baselines")
     finding.add_argument("--steps", type=int, default=15_000, help="host epochs of the search for each task")
     measuring.add_argument("--policies", nargs="*", default=[TAMIYO], help="a checkpoint for each training seed")
-    measuring.add_argument("--name", default=TAMIYO, help="of the policies")
     measuring.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     measuring.add_argument("--hosts", type=int, help="of each setting, at most as many as it has")
     shown_table, publishing = commands.add_parser("table"), commands.add_parser("publish")
-    shown_table.add_argument("--name", default=TAMIYO, help="of the policies")
+    shown_table.add_argument("--seed", help="RNG seed of one training; without it, all trainings")
     publishing.add_argument("policy", type=Path, help="a checkpoint")
-    publishing.add_argument("--name", default="general", help="of the policies")
     publishing.add_argument("--out", type=Path, default=POLICIES / NAMED_POLICIES["tamiyo"], help="a safetensors file")
     for command in (measuring, shown_table, publishing):
         command.add_argument("--csv", type=Path, default=RESULTS, help="rows of results")
@@ -482,22 +484,15 @@ def main(args: Sequence[str] | None = None) -> None:
         if chosen.command == "baselines":
             find_baselines(chosen.config, chosen.baselines, chosen.steps)
         elif chosen.command == "table":
-            print("\n".join(table(read_rows(chosen.csv, Row), chosen.name)))
+            print("\n".join(table(read_rows(chosen.csv, Row), chosen.seed)))
         elif chosen.command == "publish":
-            lines = table(read_rows(chosen.csv, Row), chosen.name)
+            lines = table(read_rows(chosen.csv, Row), training_seed(chosen.policy))
             write_policy(chosen.policy, chosen.out, {"zero shot": "\n".join(lines)})
         else:
             settings = {name: SETTINGS[name] for name in chosen.settings}
             if chosen.hosts is not None:
                 settings = {n: one._replace(hosts=min(chosen.hosts, one.hosts)) for n, one in settings.items()}
-            measure(
-                chosen.csv,
-                chosen.config,
-                chosen.baselines,
-                settings=settings,
-                policies=chosen.policies,
-                name=chosen.name,
-            )
+            measure(chosen.csv, chosen.config, chosen.baselines, settings=settings, policies=chosen.policies)
     except ValueError as error:
         parser.error(str(error))
 

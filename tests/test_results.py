@@ -269,7 +269,7 @@ def test_pages_show_the_kept_results_of_growing_transfer_and_expansion() -> None
     pages = {path.stem: path.read_text() for path in (*docs.glob("methods/*.md"), RESULTS / "zero_shot.md")}
     assert "\n".join(grow.table(read_rows(grow.RESULTS, grow.Row))) in pages["seeds"]
     rows = read_rows(zero_shot.RESULTS, zero_shot.Row)
-    assert "\n".join(zero_shot.table(rows, zero_shot.TAMIYO)) in pages["zero_shot"]
+    assert "\n".join(zero_shot.table(rows)) in pages["zero_shot"]
     assert "\n".join(expand.table(read_rows(expand.RESULTS, expand.Row))) in pages["expand"]
 
 

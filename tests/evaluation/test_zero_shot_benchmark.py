@@ -45,8 +45,9 @@ def test_the_better_of_both_is_chosen_host_by_host_on_validation_data() -> None:
         [
             *rows("waiting", "", [0.5, 0.5, 0.5, 0.5], [0.5] * 4, [0] * 4),
             *rows("tamiyo", "1", [0.6, 0.7, 0.4, 0.5], [0.7, 0.4, 0.3, 0.9], [1, 2, 1, 0]),
+            *rows("tamiyo", "2", [0.0] * 4, [0.0] * 4, [3] * 4),
         ],
-        "tamiyo",
+        "1",
     )
 
     assert lines[0] == "| setting | hosts | waiting | tamiyo | keeps nothing | FLOPs |"
