@@ -15,11 +15,9 @@ from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.observation import ObservationConfig
 from esper_lightning.envs.vector_env import EVALUATION, VectorEnv, check_rng_seed, episode_rng_seeds
 from esper_lightning.runtime.checkpoint import (
-    DATA_SETTINGS_KEY,
     FEATURES_KEY,
     HORIZON_KEY,
     check_identity,
-    differences,
     move_to_device,
 )
 from esper_lightning.runtime.console import print_status
@@ -204,9 +202,22 @@ class HostPoolData(LightningDataModule):
         self._pool: HostPool | MixedPool | None = None
         self._validation_pools: list[HostPool] = []
         described = {
-            name: {"task": describe_factory(type(c.task)), "host": describe_factory(c.host), "n_envs": c.n_envs}
-            for name, c in self.task_configs.items()
+            name: {
+                "task": describe_factory(type(config.task)),
+                "score": config.task.score_name,
+                "host": describe_factory(config.host),
+                "n_envs": config.n_envs,
+            }
+            for name, config in self.task_configs.items()
         }
+        for name in also or {}:
+            config = self.task_configs[name]
+            described[name] |= {
+                "executor": config.executor,
+                "blueprints": config.blueprints,
+                "training": config.training and asdict(config.training),
+                "family": config.family and asdict(config.family),
+            }
         self.save_hyperparameters({"tasks": described, "env": asdict(env), "val_hosts": val_hosts, "seed": seed})
 
     def setup(self, stage: str) -> None:
@@ -336,7 +347,6 @@ class HostPoolData(LightningDataModule):
                 f"this run is on {device.type}, the run so far was on another type of device: it resumes at the next "
                 f"rollout; results differ from those of an uninterrupted run"
             )
-        print_status(*differences(checkpoint[DATA_SETTINGS_KEY], self.hparams, "data."))
 
     def train_dataloader(self) -> TickLoader:
         return TickLoader(self.env.horizon)

@@ -26,6 +26,7 @@ from esper_lightning.ppo.policy import Policy, PolicyConfig, PolicyShape, policy
 from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.ppo.running_norm import RunningMeanStd, make_norm
 from esper_lightning.runtime.checkpoint import (
+    DATA_SETTINGS_KEY,
     HYPER_PARAMETERS_KEY,
     IDENTITY_KEY,
     MODULE_KEY,
@@ -241,14 +242,14 @@ class TamiyoModule(LightningModule):
             self.skips_in_a_row = 0 if is_finite else self.skips_in_a_row + 1
             if self.skips_in_a_row == MAX_SKIPS:
                 raise DivergedError(
-                    f"the loss or gradient of {MAX_SKIPS} minibatches in a row is not finite; lower model.ppo.lr, or "
-                    f"set model.ppo.target_kl"
+                    f"the loss or gradient of {MAX_SKIPS} minibatches in a row is not finite; lower model.ppo.lr or "
+                    f"model.ppo.target_kl"
                 )
         after = nn.utils.parameters_to_vector(parameters).detach()
         weight_change = (torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before)).item()
         if not isfinite(weight_change):
             raise DivergedError(
-                "the policy's weights are not finite after an update; lower model.ppo.lr, or set model.ppo.target_kl"
+                "the policy's weights are not finite after an update; lower model.ppo.lr or model.ppo.target_kl"
             )
         metrics = update_metrics(all_terms, grad_norms, self.policy.heads.sizes, finite=finite) | {
             **summary.metrics,
@@ -378,6 +379,7 @@ class TamiyoModule(LightningModule):
             return
         data = attached_data(self.trainer)
         check_identity(checkpoint[IDENTITY_KEY], self._identity(data))
+        print_status(*differences(checkpoint.get(DATA_SETTINGS_KEY, {}), getattr(data, "hparams", {}), "data."))
         if self.trainer.state.fn != TrainerFn.FITTING:
             return
         if "RolloutState" not in checkpoint.get("callbacks", {}) or not checkpoint.get("optimizer_states"):

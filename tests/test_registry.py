@@ -16,7 +16,7 @@ from esper_lightning import controllers
 from esper_lightning.callbacks.grow import make_decider
 from esper_lightning.controllers import make_controller
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, StepResult, executors
-from esper_lightning.envs.executors import EXECUTORS
+from esper_lightning.envs.executors import EXECUTORS, LoopExecutor
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.rewards import REWARDS, RewardConfig, compute_terms
 from esper_lightning.envs.rewards import register as register_reward
@@ -103,6 +103,7 @@ def test_parts_that_are_not_what_they_should_be_are_refused_in_a_sentence(place:
         (lambda: register_reward("taken", ["gain", "rollback"])(parts.thrifty), "none may be 'rollback'"),
         (lambda: controllers.register(parts.GrowOnce), "'mine_parts.GrowOnce'>: register it under a name"),
         (lambda: executors.register("mine")(parts.GrowOnce), "mine_parts.GrowOnce'> is not one"),
+        (lambda: executors.register("auto")(LoopExecutor), "executor 'auto' is already registered"),
         (lambda: register("a", "image", parameters=len, flops=len), "layouts must be a set such as {'image'}"),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):

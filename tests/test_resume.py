@@ -18,6 +18,7 @@ from lightning import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from esper_lightning import default_callbacks, from_config
+from esper_lightning.__main__ import main
 from esper_lightning.envs.snapshot import unpack
 from esper_lightning.module import TamiyoModule
 from esper_lightning.runtime.checkpoint import AtomicCheckpointIO
@@ -217,6 +218,19 @@ def test_a_run_goes_on_in_its_folder_with_its_own_settings(tmp_path: Path, capsy
     ]
     assert load(run.last)["hyper_parameters"]["ppo"]["lr"]["start"] == 0.01, "this command's, not the checkpoint's"
     assert yaml.safe_load((run.folder / "config.yaml").read_text())["trainer"]["max_epochs"] == 2
+
+
+def test_a_comparison_says_which_settings_of_the_hosts_are_not_those_of_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    LOOP.train(tmp_path, "--trainer.max_epochs=1")
+    capsys.readouterr()
+    changed = ("--data.env.objective.price=0.3", "--model.evaluation.hosts=2", "--model.evaluation.controls=false")
+    config = str(only_run(tmp_path).folder / "config.yaml")
+    main(["test", "--config", config, "--ckpt_path", str(only_run(tmp_path).last), *changed])
+
+    lines = [line for line in capsys.readouterr().out.splitlines() if " before, " in line]
+    assert lines == ["data.env.objective.price: 0.05 before, 0.3 now"]
 
 
 @pytest.mark.slow

@@ -5,12 +5,14 @@ from inspect import signature
 from typing import Any
 
 from esper_lightning.controllers.rules import Heuristic, HillClimbing, Periodic, Scaling
+from esper_lightning.runtime.checkpoint import NAMED_POLICIES
 from esper_lightning.runtime.registry import Registry
 
 CONTROLLERS: Registry[Callable[[], Any]] = Registry(
     "controller",
     {"climbing": HillClimbing, "heuristic": Heuristic, "periodic": Periodic, "scaling": Scaling},
     takes=callable,
+    reserved=("random", "small static", "wait", "replayed", "yoked", "best fixed", *NAMED_POLICIES),
 )
 """Functions or classes without required arguments that make a controller, by name."""
 

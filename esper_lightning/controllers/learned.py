@@ -75,6 +75,12 @@ class TrainingHosts(NamedTuple):
                     f"Tamiyo chooses among {excerpt(trained)} with its {head} head, these hosts offer "
                     f"{excerpt(offered)}; set data.env.actions as in its training: {excerpt(json.dumps(changed))}"
                 )
+        trained, offered = self.rules.actions.tempos, pool.config.actions.tempos
+        if trained != offered:
+            raise ValueError(
+                f"Tamiyo learned with seeds that are blended in within {trained} ticks, those of these hosts within "
+                f"{offered}; set data.env.actions.tempos as in its training"
+            )
         if pool.feature_names != self.features:
             differing = sorted({*pool.feature_names} ^ {*self.features})
             if differing == ["budget"]:

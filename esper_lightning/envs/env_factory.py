@@ -210,6 +210,9 @@ class EnvFactory:
         # Held-out contexts are checked even if they are not drawn here, because evaluation will use them.
         for context in family.all_contexts:
             check_transform(context.transform, data)
+        trainings = [replace(config.training, **context.variables_in(TRAINING)) for context in family.all_contexts]
+        if len({training.flops is None for training in trainings}) > 1:
+            raise ValueError("family: some contexts have training.flops and others none; give it to all, or to none")
         transforms = list(dict.fromkeys(context.transform for context in contexts))
         # In all transforms that the contexts need.
         self.data = data if transforms == ["none"] else make_variants(data, transforms).copy_to(devices)

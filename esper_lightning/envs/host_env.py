@@ -240,6 +240,7 @@ class HostEnv(GrowthRecord):
         # they depend on everything drawn before, such as the weights of seeds.
         self.data_order: Callable[[int, int], int] | None = None
         self.on_batches: Callable[[Batches], None] | None = None  # called with the minibatches of each host epoch
+        self.epochs: int | None = None  # over which the learning rate follows its schedule. None: the horizon
         self.rng_seed = 0
 
     @property
@@ -283,7 +284,7 @@ class HostEnv(GrowthRecord):
     @property
     def lr_share(self) -> float:
         """Learning rate of the coming epoch as a share of the configured one, 0 to 1."""
-        return self.training.lr_share(self.tick / self.horizon)
+        return self.training.lr_share(self.tick / (self.horizon if self.epochs is None else max(1, self.epochs)))
 
     def _set_optimizer_options(self) -> None:
         """Set the optimizer options of the coming epoch in this run, in place of those of a loaded state."""

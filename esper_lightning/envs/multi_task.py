@@ -45,10 +45,13 @@ class MixedPool:
             pool.clock = self.clock
         sizes = torch.tensor([pool.n_envs for pool in self.pools.values()])
         self.n_envs = int(sizes.sum())
-        # One-hot encoding of each host's task, [N, tasks], for the critic alone.
-        self.privileged = torch.eye(len(sizes)).repeat_interleave(sizes, 0).to(self.device)
         self.rows = first.rows
         pools_in_order = list(self.pools.values())
+        # One-hot encoding of each host's task, then what each pool hides, in columns of its own; for the critic alone.
+        hidden = [0 if pool.privileged is None else pool.privileged.shape[1] for pool in pools_in_order]
+        one_hot = torch.eye(len(sizes)).repeat_interleave(sizes, 0)
+        self.privileged = torch.cat([one_hot, torch.zeros(self.n_envs, sum(hidden))], 1).to(self.device)
+        self._hidden = self.privileged[:, len(sizes) :].split(hidden, 1)  # views, one for each pool
         self.observation: Observation = join([pool.observation for pool in pools_in_order])
         self.masks: Masks = join([pool.masks for pool in pools_in_order])
         self.masks_on_cpu: Masks = join([pool.masks_on_cpu for pool in pools_in_order])
@@ -62,7 +65,9 @@ class MixedPool:
             start += pool.n_envs
 
     def _copy_from_pools(self) -> None:
-        for pool, span in self._pool_slices():
+        for (pool, span), hidden in zip(self._pool_slices(), self._hidden, strict=True):
+            if pool.privileged is not None:
+                hidden[span].copy_(pool.privileged)
             for targets, sources in (
                 (self.observation, pool.observation),
                 (self.masks, pool.masks),

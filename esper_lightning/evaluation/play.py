@@ -68,12 +68,15 @@ def play_episode(
     """Play one episode of `controller`. The hosts depend on `rng_seeds` alone. The state of the pool is overwritten.
 
     `tick_limits` are the host epochs after which each host stops training, possibly beyond the horizon, after which no
-    actions are taken. None: the horizon for all hosts. `on_step` is called with the result of every step.
+    actions are taken; its learning rate follows its schedule over as many. None: the horizon for all hosts. `on_step`
+    is called with the result of every step.
     """
     started, horizon = perf_counter(), pool.config.horizon
     flops, ticks, rollbacks = (np.zeros(pool.n_envs, dtype=np.int64) for _ in range(3))
     actions = []  # carried out in each tick, [heads, H]
     pool.reset(rng_seeds)
+    for env, limit in zip(pool.envs, tick_limits or (), strict=tick_limits is not None):
+        env.epochs = limit
 
     def count_epoch(host: int, batches: Batches) -> None:
         flops[host] += pool.envs[host].flops.of_step(pool.envs[host].slots) * batches.indices.numel()
@@ -99,7 +102,7 @@ def play_episode(
             actions.append(download(torch.stack(step.action)).numpy().copy())
     finally:
         for env in pool.envs:
-            env.data_order = env.on_batches = None
+            env.data_order = env.on_batches = env.epochs = None
     seconds = perf_counter() - started
     loss, score = pool.test_scores()
     topologies = [

@@ -76,11 +76,13 @@ class Attached(nn.Module):
             lists=tuple(depth or ()),
             memory_format=memory_format,
         )
-        self.network = make_network(network, self._settings)
-        attach_at(self, [record | {"module": f"network.{record['module']}"} for record in records])
-        self.stacks = nn.ModuleList()
-        for (blocks, most), width in zip((depth or {}).items(), widths, strict=True):
-            self.stacks.extend(depth_slots(self.network, blocks, most, width=width, prefix=f"{blocks}."))
+        # Hosts are built on meta, where tensors that are neither parameters nor buffers would stay.
+        with CPU, torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            self.network = make_network(network, self._settings)
+            attach_at(self, [record | {"module": f"network.{record['module']}"} for record in records])
+            self.stacks = nn.ModuleList()
+            for (blocks, most), width in zip((depth or {}).items(), widths, strict=True):
+                self.stacks.extend(depth_slots(self.network, blocks, most, width=width, prefix=f"{blocks}."))
 
     def initialise_whole(self, generator: torch.Generator) -> None:
         """Initialise the whole network by its own constructor, since its modules may be of any class."""
@@ -91,6 +93,8 @@ class Attached(nn.Module):
         for slot in slots_of(self).values():
             slot.initialise(generator)
         self.network.load_state_dict(fresh.state_dict())
+        for name, buffer in fresh.named_buffers():  # a state dict lacks those that are not persistent
+            self.network.get_buffer(name).copy_(buffer)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.network(in_format(x, self._memory_format))

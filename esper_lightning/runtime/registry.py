@@ -26,15 +26,20 @@ Definition = TypeVar("Definition", bound=Callable[..., Any])
 class Registry(dict[str, Part], Generic[Part]):
     """Parts of one kind by name; `kind` is its name in error messages.
 
-    `takes` tells whether an object is a part without being registered. None: none is.
+    `takes` tells whether an object is a part without being registered. None: none is. `reserved` are names that mean
+    something else in settings.
     """
 
     def __init__(
-        self, kind: str, parts: Mapping[str, Part] | None = None, takes: Callable[[Any], bool] | None = None
+        self,
+        kind: str,
+        parts: Mapping[str, Part] | None = None,
+        takes: Callable[[Any], bool] | None = None,
+        *,
+        reserved: Sequence[str] = (),
     ) -> None:
         super().__init__(parts or {})
-        self.kind = kind
-        self.takes = takes
+        self.kind, self.takes, self.reserved = kind, takes, reserved
         self.registered: dict[str, Any] = {}  # classes and functions by name
 
     def register(self, name: str) -> Callable[[Definition], Definition]:
@@ -54,7 +59,7 @@ class Registry(dict[str, Part], Generic[Part]):
 
     def add(self, name: str, part: Part, made_from: Any) -> None:
         """Add a part that was made from a class or function. Raises ValueError if the name is taken."""
-        if name in self and not is_same_definition(self.registered.get(name), made_from):
+        if name in self.reserved or (name in self and not is_same_definition(self.registered.get(name), made_from)):
             raise ValueError(f"{self.kind} {name!r} is already registered; choose another name")
         self[name] = part
         self.registered[name] = made_from

@@ -5,7 +5,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torchmetrics.functional.classification import multiclass_accuracy, multicla
 from torchmetrics.functional.regression import r2_score
 from torchmetrics.functional.text import perplexity
 
-from esper_lightning.runtime.registry import import_object
+from esper_lightning.runtime.registry import import_object, suggest_name
 
 if TYPE_CHECKING:
     from esper_lightning.tasks.datamodule import Stream
@@ -173,8 +173,11 @@ class Task(ABC):
             loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
             if self.score == "likelihood":
                 score = 1.0 - loss.detach() / math.log(outputs.shape[-1])
-            else:
+            elif self.score == "accuracy":
                 score = (outputs.argmax(-1) == targets).to(loss.dtype)
+            else:
+                known = suggest_name(self.score, get_args(Score))
+                raise ValueError(f"task {type(self).__name__}: unknown score {self.score!r}; {known}")
             if targets.ndim > 1:
                 loss, score = loss.flatten(1).mean(1), score.flatten(1).mean(1)
         if self.metric is not None:
@@ -205,6 +208,8 @@ class Task(ABC):
 
 def check_data(data: TaskData, task: str, score: Score = "accuracy") -> None:
     """Raise ValueError, naming the split, unless hosts can learn from `data`: on a GPU torch would not say why."""
+    if score not in get_args(Score):
+        raise ValueError(f"task {task}: no score {score!r}; {suggest_name(score, get_args(Score))}")
     for name, split in zip(SPLITS, data[:3], strict=True):
         check_split(split, data, f"task {task}: its {name} data", score)
     if score == "r2":
@@ -255,12 +260,17 @@ def check_outputs(outputs: object, expected: int, score: Score) -> None:
 
 
 def check_measures(measures: Measures, samples: int, task: str) -> None:
-    """Raise ValueError unless `measures` are a loss and a score for each sample."""
+    """Raise ValueError unless `measures` are a loss and a score, at most 1, for each sample."""
     if any(getattr(values, "shape", None) != (samples,) for values in measures):
         raise ValueError(
             f"task {task}: measure returned other shapes than ({samples},) for {samples} samples; return Measures of a "
             "number per sample, such as F.cross_entropy(…, reduction='none')"
         )
+    if not all(values.is_floating_point() for values in measures):
+        kinds = " and ".join(str(values.dtype) for values in measures)
+        raise ValueError(f"task {task}: measure returned {kinds}; return floats, as by (outputs == targets).float()")
+    if measures.score.max() > 1:
+        raise ValueError(f"task {task}: a score is {measures.score.max():.4g}; divide it by the largest possible one")
 
 
 def fingerprint(data: TaskData) -> str:

@@ -142,6 +142,10 @@ def test_a_policy_plays_hosts_with_other_slots_and_blueprints(
             {"actions": ActionConfig(tempos={"FAST": 1})},
             r"chooses among \['FAST', 'SLOW'\] with its tempo head, these hosts offer \['FAST'\]; .*\"SLOW\": 2",
         ),
+        (
+            {"actions": ActionConfig(tempos={"FAST": 1, "SLOW": 6})},
+            r"blended in within \{'FAST': 1, 'SLOW': 2\} ticks, those of these hosts within \{'FAST': 1, 'SLOW': 6\}",
+        ),
         ({"observation": ObservationConfig(hidden=["gap"])}, "reads other features than these hosts show, as gap"),
     ],
 )

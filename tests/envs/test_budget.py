@@ -106,3 +106,11 @@ def test_the_rate_of_the_schedule_decay_falls_over_the_last_fifth() -> None:
     training = HostTraining(lr_schedule="decay")
 
     assert [training.lr_share(share) for share in (0.0, 0.5, 0.8, 0.9, 1.0)] == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.0])
+
+
+def test_a_family_has_budgets_in_all_its_contexts_or_in_none(make_pool: MakePool) -> None:
+    flops = budget(make_pool(1), 3.5).flops
+    some = [{"training.flops": [flops]}, {"training.lr": [0.02]}]
+    for family in (FamilyConfig(train=some), FamilyConfig(train=some[:1], held_out=some[1:])):
+        with pytest.raises(ValueError, match=r"some contexts have training\.flops and others none"):
+            make_pool(1, training=HostTraining(), family=family)

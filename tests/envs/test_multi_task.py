@@ -10,6 +10,7 @@ from torch import nn
 
 from esper_lightning.envs import ActionConfig, HostPool, MixedPool, Op
 from esper_lightning.envs.env_factory import SharedSpace, pad_slots, union_of_slots
+from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.growth.attach import attach_slots
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.hosts import MLP
@@ -131,6 +132,22 @@ def test_hosts_lie_side_by_side_by_task(common: SharedSpace) -> None:
     assert mixed.envs == [*mixed.pools["images"].envs, *mixed.pools["table"].envs]
     assert mixed.task_slices == {"images": slice(0, 2), "table": slice(2, 3)}
     assert mixed.privileged.tolist() == [[1, 0], [1, 0], [0, 1]]
+
+
+def test_what_each_pool_hides_lies_in_columns_of_its_own(common: SharedSpace) -> None:
+    pools = {kind: pool_of(kind, 2, common) for kind in KINDS}
+    family = FamilyConfig(train=[{"training.lr": [0.01, 0.02, 0.04]}])
+    task, data, host, _ = KINDS["images"]
+    config = replace(pools["images"].config, family=family)
+    pools["images"] = HostPool(task, data, host, config=config, n_envs=2, device=CPU, shared_space=common)
+    mixed = MixedPool(pools)
+
+    for seeds in ([1, 2, 3, 4], [5, 6, 7, 8]):
+        mixed.reset(seeds)
+        hidden = pools["images"].privileged
+        assert hidden is not None and hidden.any()
+        assert torch.equal(mixed.privileged[:2, 2:], hidden) and not mixed.privileged[2:, 2:].any()
+        assert mixed.privileged[:, :2].tolist() == [[1, 0], [1, 0], [0, 1], [0, 1]]
 
 
 def test_each_task_offers_what_it_was_told_to_and_no_more() -> None:

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from esper_lightning import controllers
 from esper_lightning.controllers.learned import Hosts
 from esper_lightning.controllers.rules import RandomValid
 from esper_lightning.datamodules import HostPoolData
 from esper_lightning.envs import Action, EnvConfig
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.evaluation.comparison import Comparison, Entry, EvaluationConfig
+from esper_lightning.evaluation.comparison import BEST_FIXED, REPLAYED, YOKED, Comparison, Entry, EvaluationConfig
 from esper_lightning.evaluation.search import SearchConfig
 from esper_lightning.tasks import Digits
 from tests.runs import tiny_host
@@ -61,3 +62,11 @@ def test_a_search_whose_schedules_are_no_rows_of_the_comparison_is_not_run(monke
     (row,) = rows(data, "random", search=SearchConfig(steps=999_999))
 
     assert row.name == "random" and made == [2], "no pool for a search"
+
+
+@pytest.mark.parametrize(
+    "name", [*Comparison(EvaluationConfig()).make_controllers(), REPLAYED, YOKED, BEST_FIXED, "tamiyo"]
+)
+def test_no_controller_of_ones_own_takes_a_name_of_the_comparison(name: str) -> None:
+    with pytest.raises(ValueError, match=f"controller '{name}' is already registered"):
+        controllers.register(name)(Gambling)

@@ -1,5 +1,6 @@
 """Episodes of controllers on the same hosts and data, their compute, and static networks in their place."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -23,6 +24,7 @@ from esper_lightning.envs.rewards import ObjectiveConfig
 from esper_lightning.evaluation.play import affordable_ticks, epoch_rng_seed, play_episode, play_static
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
+from esper_lightning.tasks import Batches
 from tests.conftest import SMALL
 from tests.decisions import WAIT, act, fossilize, germinate
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
@@ -238,3 +240,22 @@ def test_a_static_host_with_equal_compute_trains_as_long_as_the_budget_allows(ma
     assert len(set(equal.ticks.tolist())) > 1, "every host has a budget of its own"
     assert equal.parameters.tolist() == whole.parameters.tolist() == grown.parameters.tolist()
     assert affordable_ticks(whole._replace(flops=0 * whole.flops), grown.flops) == [0] * 4, "its cost is unknown"
+
+
+def test_a_learning_rate_that_falls_does_so_within_the_epochs_that_equal_compute_buys(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool(2, training=HostTraining(lr=0.02, batches=1, lr_schedule="cosine"))
+    rates: list[list[float]] = [[], []]
+    draw_batches = HostEnv.draw_batches
+
+    def draw(env: HostEnv, samples: int) -> Batches:
+        rates[pool.envs.index(env)].append(env.lr_share)
+        return draw_batches(env, samples)
+
+    monkeypatch.setattr(HostEnv, "draw_batches", draw)
+    play_episode(pool, "wait", WaitOnly(), rng_seeds=SEEDS, tick_limits=[3, 9])
+
+    for found, limit in zip(rates, (3, 9), strict=True):
+        assert found == pytest.approx([0.5 + 0.5 * math.cos(math.pi * tick / limit) for tick in range(limit)])
+    assert [env.lr_share for env in pool.envs] == [0.0, 0.0], "other episodes have their horizon"

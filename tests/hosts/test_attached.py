@@ -1,5 +1,6 @@
 """Networks without built-in slots as hosts."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -47,6 +48,33 @@ def test_it_begins_as_its_own_constructor_makes_it() -> None:
 
     assert torch.equal(host.network.head.bias, torch.full((5,), 0.25))
     assert host.network.shift.shape == (6, 1, 1) and host.network.shift.std() > 0.1
+
+
+class Tied(nn.Module):
+    """A network as GPTs are: a tied output layer, a buffer that checkpoints lack, and a table in an attribute."""
+
+    def __init__(self, num_classes: int, width: int = 4) -> None:
+        super().__init__()
+        self.tokens, self.body = nn.Embedding(num_classes, width), nn.Linear(width, width)
+        self.head = nn.Linear(width, num_classes, bias=False)
+        self.head.weight = self.tokens.weight
+        self.register_buffer("scale", torch.tensor(3.0), persistent=False)
+        self.offset = torch.arange(4.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.tokens(x)) * self.scale + self.offset)
+
+
+def test_ties_buffers_outside_of_checkpoints_and_plain_tensors_are_those_of_the_constructor() -> None:
+    path, x = f"{Tied.__module__}.{Tied.__qualname__}", torch.randint(5, (2, 8))
+    make = partial(Attached, (8,), 5, network=path, slots=["body"], tokens=True)
+    host = build_on(CPU, make, torch.Generator().manual_seed(0))
+    plain = Tied(5)
+    plain.load_state_dict(host.network.state_dict())
+
+    assert host.network.head.weight is host.network.tokens.weight
+    assert torch.equal(host(x), plain(x))
+    assert sum(p.numel() for p in host.parameters()) == sum(p.numel() for p in plain.parameters())
 
 
 class Viewing(Learner):

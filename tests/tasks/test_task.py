@@ -16,6 +16,7 @@ from esper_lightning.tasks import (
     Measures,
     Split,
     Synthetic,
+    Tabular,
     Task,
     TaskData,
     Text,
@@ -170,6 +171,17 @@ def test_outputs_and_measures_of_another_shape_are_refused() -> None:
         check_outputs(torch.zeros(4, 3), 2, "r2")
     with pytest.raises(ValueError, match="task Mine: measure returned other shapes"):
         check_measures(Measures(torch.zeros(()), torch.zeros(4)), 4, "Mine")
+    with pytest.raises(ValueError, match=r"returned torch\.float32 and torch\.bool; return floats"):
+        check_measures(Measures(torch.zeros(4), torch.zeros(4) == 0), 4, "Mine")
+    with pytest.raises(ValueError, match="a score is 97; divide it by the largest possible one"):
+        check_measures(Measures(torch.zeros(4), torch.full((4,), 97.0)), 4, "Mine")
+
+
+def test_a_score_that_does_not_exist_is_not_accuracy() -> None:
+    task = Tabular("wine")
+    task.score = "acuracy"  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ValueError, match="task Tabular: unknown score 'acuracy'; did you mean 'accuracy'"):
+        task.measure(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))
 
 
 def test_data_move_to_a_device_as_a_whole_and_may_lie_on_several() -> None:

@@ -13,7 +13,9 @@ from esper_lightning.envs.executors.loop import HostEpoch, LoopExecutor, isolate
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.lifecycle import count_parameters
+from esper_lightning.runtime.console import print_status
 from esper_lightning.runtime.machine import PhaseClock
+from esper_lightning.runtime.nested import copy_module
 from esper_lightning.runtime.ranks import local_world
 from esper_lightning.tasks import Split, Task
 
@@ -35,13 +37,26 @@ class ThreadsExecutor(LoopExecutor):
     """`LoopExecutor` with one worker thread per processor core: each free worker takes the next environment.
 
     Python runs one thread at a time, but torch releases its lock in kernels and in the backward pass. Environments
-    share no written state, so neither the number of workers nor their order affects results. The threads end with the
-    executor.
+    share no written state but torch's generator, so neither the number of workers nor their order affects results of
+    hosts without dropout. The threads end with the executor.
     """
 
     def __init__(self, task: Task, training: HostTraining) -> None:
         super().__init__(task, training)
         self.workers = ThreadPoolExecutor(usable_cores(), "host", _init_worker)
+
+    def prepare(self, envs: Sequence[HostEnv], data: Split) -> None:
+        super().prepare(envs, data)
+        for env in envs:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                before = torch.get_rng_state()
+                copy_module(env.network).train()(data.batch(slice(self.training.batch_size)).inputs)
+                if not torch.equal(torch.get_rng_state(), before):
+                    print_status(
+                        "executor threads: hosts draw random numbers in training (dropout), in an order that depends "
+                        "on the threads, so runs differ by chance; env.executor loop repeats them bit for bit"
+                    )
+                    return
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         # While torch compiles, no other thread may run compiled code: one host of each new structure trains alone.

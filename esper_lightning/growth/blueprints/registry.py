@@ -212,6 +212,12 @@ def build_on(device: torch.device, build: Callable[[], Built], generator: torch.
     """Build a module on `device` with weights from `generator`, without using the global random state."""
     with torch.device("meta"):
         module = build()
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
     module.to_empty(device=device)
+    for first, *others in names.values():  # weights that were one have become several
+        for owner, _, name in (other.rpartition(".") for other in others):
+            setattr(module.get_submodule(owner), name, module.get_parameter(first))
     initialise(module, generator)
     return module

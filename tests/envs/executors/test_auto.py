@@ -59,3 +59,19 @@ def test_other_pools_of_a_run_are_executed_alike() -> None:
     data.build(torch.device("cpu"))
 
     assert data.make_pool(1).executor_choice == data.pool.executor_choice == "fused"
+
+
+def test_threads_say_that_dropout_makes_runs_differ_and_say_nothing_else(
+    make_pool: MakePool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_pool(2, small_host, executor="threads")
+    torch.manual_seed(0)
+    make_pool(2, with_dropout, executor="loop")
+    state = torch.get_rng_state()
+    assert capsys.readouterr().out == ""
+
+    torch.manual_seed(0)
+    make_pool(2, with_dropout, executor="threads")
+
+    assert "hosts draw random numbers in training (dropout)" in capsys.readouterr().out
+    assert torch.equal(torch.get_rng_state(), state)
