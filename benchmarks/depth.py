@@ -1,6 +1,6 @@
 """Growth in depth by the callback `Stack` against networks of a fixed depth: loss at equal FLOPs, FLOPs to equal loss.
 
-    python -m benchmarks.depth run --host gpt16 --budget 25                       # all rows, best rates, RNG seed 0
+    python -m benchmarks.depth run --host gpt16 --budget 25 --rows blocks=1 blocks=2    # best rates, RNG seed 0
     python -m benchmarks.depth run --host gpt16 --budget 25 --rows blocks=3 'Stack("blocks"), blocks=4' --seeds 0 1 2 3
     python -m benchmarks.depth table --host gpt16 --budget 25
     python -m benchmarks.depth picture --host gpt16 --rows blocks=2 blocks=3 'Stack("blocks"), blocks=4'
@@ -73,21 +73,6 @@ REFERENCE = 6
 """Number of blocks of the network that defines budgets, and of a row that names none."""
 DECIDING = (0.5, 0.7, 1.0)
 """Steps of rows that decide in training, in those of their first depth for the whole budget."""
-ROWS = (
-    *(f"blocks={blocks}" for blocks in (1, 2, 3, 4, 6)),
-    'Stack("blocks"), blocks=2',
-    'Stack("blocks"), blocks=4',
-    'Stack("blocks")',
-    'Stack("blocks", start=2, at=0.3)',
-    'Stack("blocks", start=2, at={0.3: 4, 0.6: 6})',
-    'Stack("blocks", start=2, at=0.5), blocks=4',
-    'Stack("blocks", start=1, at=0.5), blocks=4',
-    'Stack("blocks", start=1, at={0.1: 2, 0.3: 4}), blocks=4',
-    'Stack("blocks", start=1, at={0.3: 2, 0.6: 4}), blocks=4',
-    'Stack("blocks", start=1, at={0.5: 2, 0.75: 4}), blocks=4',
-    'Stack("blocks", start=1, plan="scaling")',
-    'Stack("blocks", start=1, plan="tamiyo_depth"), blocks=4',
-)
 
 
 class ResidualBlock(nn.Module):
@@ -479,13 +464,15 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("verb", choices=("run", "table", "picture"))
     parser.add_argument("--host", choices=HOSTS, default="gpt16")
     parser.add_argument("--budget", nargs="+", type=float, default=[25.0], help="targets per parameter of six blocks")
-    parser.add_argument("--rows", nargs="+", default=ROWS, metavar="ROW", help="user's lines, as in ROWS of this file")
+    parser.add_argument("--rows", nargs="+", default=(), metavar="ROW", help="user's lines, as in the tables")
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--rates", nargs="+", type=float, help="learning rates with which the search begins")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="RNG seeds at the best rate")
     parser.add_argument("--csv", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=Path("depth.png"))
     chosen = parser.parse_args(args)
+    if not chosen.rows and chosen.verb != "table":
+        parser.error("name rows, such as --rows blocks=1 blocks=2")
     host, optimizer = chosen.host, chosen.optimizer
     if chosen.verb == "picture":
         draw(read_rows(chosen.csv, Result), host, optimizer, chosen.rows, chosen.out)

@@ -83,9 +83,7 @@ def map_rows(collector_state: dict[str, Any], change: Callable[[Tensor, int], Te
         if name in collector_state:
             changed[name] = change(collector_state[name], axis)
     buffer_axes = {"ticks": 1, "state": 0, "sequence_states": 1}
-    changed["buffer"] = {
-        name: [change(tensor, axis) for tensor in buffer[name]] for name, axis in buffer_axes.items() if name in buffer
-    }
+    changed["buffer"] = {name: [change(tensor, axis) for tensor in buffer[name]] for name, axis in buffer_axes.items()}
     return changed
 
 

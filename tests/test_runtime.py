@@ -21,7 +21,7 @@ from esper_lightning.ppo.losses import Anneal, PPOConfig
 from esper_lightning.runtime.checkpoint import AtomicCheckpointIO, differences
 from esper_lightning.runtime.console import NOISY_LOGGERS, print_status, quieter_lightning, wide_console
 from esper_lightning.runtime.machine import PHASES, PhaseClock, git_revision
-from esper_lightning.runtime.serialization import load_settings, replace_and_keep, replace_durably
+from esper_lightning.runtime.serialization import load_settings, replace_and_keep, replace_file
 from tests.envs.executors.fake_cuda import Event, FakeCuda, Stream
 from tests.runs import fit, load, only_run
 
@@ -67,7 +67,7 @@ def test_the_draft_of_a_killed_process_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".a.ckpt.99999999.tmp").write_bytes(b"half of a checkpoint")
     (tmp_path / f".a.ckpt.{os.getppid()}.tmp").write_bytes(b"of a process that runs")
 
-    replace_durably(tmp_path / "a.ckpt", lambda file: file.write(b"whole"))
+    replace_file(tmp_path / "a.ckpt", lambda draft: draft.write_bytes(b"whole"))
 
     assert {path.name for path in tmp_path.iterdir()} == {"a.ckpt", f".a.ckpt.{os.getppid()}.tmp"}
     assert (tmp_path / "a.ckpt").read_bytes() == b"whole"

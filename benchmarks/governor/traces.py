@@ -76,9 +76,6 @@ class Recorder(HostMonitor):
         super().reset()
         self.ticks: list[GovernorInput] = []
 
-    def refusal_reasons(self, op: str, growth: float) -> list[str]:
-        return []
-
     def judge(self, stats: EpochStats, skipped_steps: int, alphas: list[float]) -> Judgement:
         self.ticks.append(GovernorInput(stats, skipped_steps, alphas))
         return Judgement(Verdict.HEALTHY)

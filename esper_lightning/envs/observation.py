@@ -413,7 +413,7 @@ class ObservationBuilder:
 
     def update_masks(self) -> None:
         """Update masks and refusals from the environments."""
-        self.refusals = [env.growing.refusal_reasons() for env in self.envs]
+        self.refusals = [[*map(env.growing.refusal_reasons, env.growing.slots)] for env in self.envs]
         rows = []
         for env, refusals in zip(self.envs, self.refusals, strict=True):
             may_change = not env.ended

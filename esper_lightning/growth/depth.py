@@ -88,8 +88,7 @@ class DepthSlot(SeedSlot):
         if depth < end or depth > (self.most if self.occupied else end):
             raise ValueError(
                 f"slot {self.name!r}: {self.block_list.name!r} has {depth} blocks in the state, and {end} by its "
-                f"records; copies behind the list, as an earlier version grew them, cannot be loaded: train again, or "
-                f"use Stack"
+                f"records; load a state that was saved as a whole"
             )
 
     def _fit(self, _: nn.Module, state: Mapping[str, Any], prefix: str, *__: Any) -> None:

@@ -32,7 +32,7 @@ from esper_lightning.runtime.nested import (
     iter_tensors,
     max_difference,
 )
-from esper_lightning.runtime.serialization import replace_durably, replace_file
+from esper_lightning.runtime.serialization import replace_file
 
 Format = Literal["pt2", "onnx"]
 
@@ -58,7 +58,7 @@ def save(network: nn.Module, path: str | Path) -> None:
     # Copies, because a file cannot hold tensors that share memory (tied weights).
     tensors = {name: value.cpu().clone(memory_format=torch.contiguous_format) for name, value in state.items()}
     content = safetensors.torch.save(tensors)
-    replace_durably(path, lambda file: file.write(content))
+    replace_file(path, lambda draft: draft.write_bytes(content))
 
 
 def load(network: nn.Module, path: str | Path) -> None:

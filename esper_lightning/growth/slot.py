@@ -202,8 +202,6 @@ class SeedSlot(nn.Module):
     def set_extra_state(self, state: Tensor) -> None:
         """Become the slot that `get_extra_state` has described; torch then loads the weights of its modules."""
         saved = decode(state)
-        if (style := saved.get("style", "add")) != "add":
-            raise ValueError(f"slot {self.name!r}: seeds of style {style!r} no longer exist; grow another one there")
         # Modules that fit are kept, because an optimizer may hold their parameters.
         seed = self.seed
         if saved["blueprint"] != self.blueprint:

@@ -310,7 +310,7 @@ class RolloutCollector:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state of `state_dict`. After one without a rollout, see `move_to_device`, a new rollout begins."""
         self.episode, self.ticks = state["episode"], state["ticks"]
-        self.generator.set_state(check_generator_state("the generator's state", state["generator"], self.generator))
+        self.generator.set_state(check_generator_state(state["generator"], self.generator))
         if "buffer" not in state:
             return
         self.state = RecurrentState(*(part.to(self.pool.device) for part in state["state"]))

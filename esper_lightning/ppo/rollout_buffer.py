@@ -150,16 +150,13 @@ class RolloutBuffer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from `state_dict`. Raises ValueError if the sequences have another length."""
-        sequence_states = state.get("sequence_states", ())  # missing in checkpoints of earlier versions
-        if (len(sequence_states[0]) if sequence_states else 0) != len(self.sequence_states[0]):
+        sequence_states = state["sequence_states"]
+        if len(sequence_states[0]) != len(self.sequence_states[0]):
             raise ValueError("ppo.sequence is not that of the saved run; set it back")
-        steps = list(iter_tensors(self.steps))
-        if len(steps) != len(state["ticks"]):
-            raise ValueError("its rollout in flight is of an earlier version, with one more head; train anew")
         self.length = len(state["ticks"][0])
-        for current, saved in zip(steps, state["ticks"], strict=True):
+        for current, saved in zip(iter_tensors(self.steps), state["ticks"], strict=True):
             current[: self.length].copy_(saved)
         for current, saved in zip(self.state, state["state"], strict=True):
             current.copy_(saved)
-        for current, saved in zip(self.sequence_states, sequence_states, strict=False):
+        for current, saved in zip(self.sequence_states, sequence_states, strict=True):
             current.copy_(saved)

@@ -19,7 +19,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from esper_lightning.runtime.console import DivergedError
 from esper_lightning.runtime.machine import CPU, versions
 from esper_lightning.runtime.nested import iter_tensors
-from esper_lightning.runtime.serialization import excerpt, generator_device, replace_durably
+from esper_lightning.runtime.serialization import excerpt, generator_device, replace_file
 
 SCHEMA = 10
 """Version number of the checkpoint format; increased whenever checkpoints of the previous version cannot be resumed."""
@@ -58,7 +58,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        replace_durably(Path(path), lambda file: torch.save(checkpoint, file))
+
+        def write(draft: Path) -> None:
+            with draft.open("wb") as file:  # not by its path, whose name would be in the file
+                torch.save(checkpoint, file)
+
+        replace_file(Path(path), write)
 
     def load_checkpoint(self, path: str | Path, *_: object, **__: object) -> dict[str, Any]:
         return read_checkpoint(path)
@@ -192,7 +197,7 @@ def write_policy(checkpoint: str | Path, path: str | Path, results: Mapping[str,
     weights = {name: part.cpu().contiguous() for name, part in parts["state_dict"].items()}
     content = safetensors.torch.save(weights, metadata={METADATA_KEY: text})
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    replace_durably(Path(path), lambda file: file.write(content))
+    replace_file(Path(path), lambda draft: draft.write_bytes(content))
 
 
 def read_policy(path: str | Path) -> dict[str, Any]:

@@ -50,12 +50,11 @@ def total_memory(device: torch.device = CPU) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def resident_memory(peak: bool = False) -> float | None:
-    """Return the resident memory of this process in MiB, or its peak so far. None where there is no /proc."""
+def resident_memory() -> float | None:
+    """Return the resident memory of this process in MiB, None where there is no /proc."""
     if not PROC_STATUS.exists():
         return None
-    name = "VmHWM:" if peak else "VmRSS:"
-    (line,) = (line for line in PROC_STATUS.read_text().splitlines() if line.startswith(name))
+    (line,) = (line for line in PROC_STATUS.read_text().splitlines() if line.startswith("VmRSS:"))
     return float(line.split()[1]) / 1024
 
 

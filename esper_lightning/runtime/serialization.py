@@ -8,7 +8,7 @@ from dataclasses import is_dataclass
 from itertools import count
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, BinaryIO, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -39,16 +39,6 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         draft.unlink(missing_ok=True)
 
 
-def replace_durably(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Call `write` with an opened draft of `path`, which then replaces it; see `replace_file`."""
-
-    def write_draft(draft: Path) -> None:
-        with draft.open("xb") as file:
-            write(file)
-
-    replace_file(path, write_draft)
-
-
 def replace_and_keep(path: Path, text: str) -> None:
     """Replace a file by `text`, with a copy of the earlier file under the first free name like `name.1.suffix`."""
     if path.is_file():
@@ -67,10 +57,10 @@ def generator_device(state: Any) -> str | None:
     return GENERATOR_STATE_BYTES.get(state.numel()) if isinstance(state, Tensor) else None
 
 
-def check_generator_state(label: str, saved: Tensor, generator: torch.Generator) -> Tensor:
+def check_generator_state(saved: Tensor, generator: torch.Generator) -> Tensor:
     """Return the saved state of a generator. Raises ValueError if it is of another type of device."""
-    if generator_device(saved) not in (None, generator.device.type):
-        raise ValueError(f"{label} is of a generator on {generator_device(saved)}, not on {generator.device.type}")
+    if (found := generator_device(saved)) not in (None, generator.device.type):
+        raise ValueError(f"the generator's state is of a generator on {found}, not on {generator.device.type}")
     # A clone, because torch reads the storage of a state from its start, which is wrong for a view.
     return saved.cpu().clone()
 

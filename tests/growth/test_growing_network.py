@@ -119,7 +119,7 @@ def test_gradients_are_measured_at_each_tick_unless_they_are_given() -> None:
     network.germinate("block2.pool", "norm")  # after the backward pass
     network.end_epoch()
     assert network.measurements["block1"].gradient == network.measure_gradients()["block1"]
-    assert network.reasons_against_blending("block2.pool") == ["gradient not measured", "0 of 9 ticks in TRAINING"]
+    assert network.refusal_reasons("block2.pool").blending == ["gradient not measured", "0 of 9 ticks in TRAINING"]
     network.end_epoch(gradients={"block1": CALM, "block2.pool": NO_GRADIENT})
     assert [network.evidence(name).gradient for name in network.slots] == [CALM, NO_GRADIENT]
     network.optimizer.zero_grad()
@@ -144,7 +144,7 @@ def test_every_refusal_names_the_slot_and_the_reasons_and_changes_nothing(stage:
         message = f"slot 'block1' cannot be culled: no live seed in {stage.name}"
         check_refused(network, lambda: network.cull("block1"), message)
     if stage is not Stage.TRAINING:
-        assert network.refusal_reasons()[0].blending == [f"{stage.name} is not TRAINING"]
+        assert network.refusal_reasons(next(iter(network.slots))).blending == [f"{stage.name} is not TRAINING"]
 
 
 def test_gates_refuse_with_all_their_reasons() -> None:
@@ -152,7 +152,7 @@ def test_gates_refuse_with_all_their_reasons() -> None:
     network.germinate("block1", "norm", ticks=4)
     network.end_epoch(gradients={"block1": CALM._replace(vanished=0.5)})
     unhealthy = "gradient health 0.75 below 1"
-    assert network.reasons_against_blending("block1") == [unhealthy, "0 of 3 ticks in TRAINING"]
+    assert network.refusal_reasons("block1").blending == [unhealthy, "0 of 3 ticks in TRAINING"]
     message = "slot 'block1' cannot be culled: 1 ticks old, younger than 5"
     check_refused(network, lambda: network.cull("block1"), message)
     for stage in (Stage.BLENDING, Stage.PROBATIONARY):

@@ -99,19 +99,6 @@ def test_a_state_dict_loaded_into_any_state_of_the_network_gives_the_outputs_it_
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_states_of_earlier_versions_name_a_style_and_load_if_it_is_to_add() -> None:
-    slot, fresh = SeedSlot("here", "vector", 6), SeedSlot("here", "vector", 6)
-    grow(slot, Stage.FOSSILIZED, "lora")
-    state = slot.state_dict()
-    told = decode(state[EXTRA_STATE])
-
-    fresh.load_state_dict(state | {EXTRA_STATE: encode(told | {"style": "add"})})
-
-    assert fresh.stage is Stage.FOSSILIZED
-    with pytest.raises(ValueError, match="slot 'here': seeds of style 'gate' no longer exist"):
-        fresh.load_state_dict(state | {EXTRA_STATE: encode(told | {"style": "gate"})})
-
-
 def test_a_network_gets_the_slots_that_a_state_dict_tells_of() -> None:
     network = nn.ModuleDict({"model": network_in(blending)})
     fresh = nn.ModuleDict({"model": small_network()})

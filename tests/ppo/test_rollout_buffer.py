@@ -28,15 +28,6 @@ def test_the_minibatches_of_an_epoch_hold_every_environment_once(parts: int) -> 
     assert met[0] != met[1] or met[1] != met[2], "every epoch has its own order"
 
 
-def test_a_rollout_in_flight_of_an_earlier_version_with_one_more_head_is_refused() -> None:
-    loop = memory_loop(None)
-    saved = loop.buffer.state_dict()
-    saved["ticks"].append(saved["ticks"][-1])
-
-    with pytest.raises(ValueError, match="its rollout in flight is of an earlier version"):
-        loop.buffer.load_state_dict(saved)
-
-
 # Sequences
 
 TICKS, ENVS = 12, 3

@@ -80,6 +80,7 @@ inductor = partial(
 def test_compiled_hosts_train_as_uncompiled_ones_in_every_stage_and_depth(
     monkeypatch: pytest.MonkeyPatch, host: HostFactory, task: Task, executor: str, backend: str, changes: dict[str, Any]
 ) -> None:
+    """S10: compilation is a setting of a run."""
     monkeypatch.setattr(compiled, "BACKEND", backend)
     training = replace(TRAINING, **changes)
     torch.manual_seed(0)
