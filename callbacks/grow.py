@@ -16,8 +16,17 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.hooks import RemovableHandle
 
-from esper_lightning.callbacks.checks import after_setup, check_resumed, check_trainer, ends_trial, is_validation_of_fit
+from esper_lightning.callbacks.checks import (
+    after_setup,
+    check_resumed,
+    check_trainer,
+    ends_trial,
+    is_copy,
+    is_validation_of_fit,
+)
 from esper_lightning.callbacks.measuring import VariantMeter, first_rows, mean_over_processes
 from esper_lightning.callbacks.run_record import open_events, write_run_record
 from esper_lightning.controllers import check_methods
@@ -39,7 +48,14 @@ from esper_lightning.growth.counterfactual import ScoreFunction, judge_seeds
 from esper_lightning.growth.depth import DepthSlot
 from esper_lightning.growth.gates import GradientStats, LifecycleConfig
 from esper_lightning.growth.lifecycle import count_parameters
-from esper_lightning.growth.param_groups import check_optimizer, follow, host_groups, seed_groups
+from esper_lightning.growth.param_groups import (
+    check_optimizer,
+    follow,
+    hooked_optimizers,
+    host_groups,
+    schedulers_in,
+    seed_groups,
+)
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.runtime.console import print_status
@@ -58,7 +74,11 @@ LARGEST_LOSS = 12.0
 LARGEST_SHARE = 1.00001  # largest metric that is taken for a share: sums of shares are rounded
 TINY = 1e-6  # least share of which a logarithm is taken, and least loss by which a difference is divided
 
-FALLS = re.compile(r"(?<![a-z])(loss|error|perplexity|r?mse|mae|nll|wer|cer)(?![a-z])", re.IGNORECASE)
+FALLS = re.compile(
+    r"(?<![a-z])(loss|err|error|perplexity|ppl|bp[bc]|nll|b?ce|entropy|kl|r?mse|r?msle|s?mape|mae|huber|brier|[we]er|cer|ece"
+    r"|fid|distance|l[12])(?![a-z])",
+    re.IGNORECASE,
+)
 """Words in the names of metrics that are lower where a network is better."""
 
 AVERAGES = "averages parameters by their place, which growth changes"
@@ -167,6 +187,7 @@ class Grow(Callback):
         self.seed_options = {name: float(value) for name, value in (seed_options or {}).items()}
         self.rng_seed = rng_seed
         self._log: EventLog | None = None
+        self._handles: list[RemovableHandle] = []  # of hooks on the optimizer
         self.network: nn.Module = nn.Identity()
         """The network that grows; a stand-in before `setup` finds it."""
         self._forget()
@@ -283,6 +304,12 @@ class Grow(Callback):
                 check_new_slots(self.network, missing)
             except ValueError as error:
                 raise ValueError(f"Grow: in {self.network_name!r}, {error}") from error
+        for name, part in module.named_modules():
+            if is_copy(part, self.network):
+                rank_zero_warn(
+                    f"Grow: {name!r} is a copy of {self.network_name!r} and gets no seeds; make it of the grown "
+                    f"network, in a second run"
+                )
         if not trainer.enable_validation:
             raise ValueError(
                 "Grow: each validation is followed by a decision, and this run has none; define validation_step and "
@@ -293,6 +320,9 @@ class Grow(Callback):
         for name in ("on_load_checkpoint", "clip_gradients"):  # the module's own methods are in force again
             vars(pl_module).pop(name, None)
         vars(self).pop("_meter", None)  # releases its batches
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -329,9 +359,13 @@ class Grow(Callback):
             seed_options=self.seed_options,
             generator=torch.Generator(device).manual_seed(self.rng_seed),
         )
-        for config in trainer.lr_scheduler_configs:
-            if config.scheduler.optimizer == self.optimizer:
-                follow(config.scheduler, growing)
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        for value in vars(trainer.lightning_module).values():  # a module may step one of which Lightning does not know
+            if isinstance(value, LRScheduler) and not any(value is known for known in schedulers_in(*schedulers)):
+                schedulers.append(value)
+        for scheduler in schedulers:
+            if scheduler.optimizer == self.optimizer:
+                follow(scheduler, growing)
         return growing
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -345,6 +379,8 @@ class Grow(Callback):
         is_manual = not pl_module.automatic_optimization
         # A training batch may end without an optimizer step, so that the last one before a validation may.
         self._may_skip_steps = self._has_loss_scale or is_manual or trainer.accumulate_grad_batches > 1
+        for optimizer in hooked_optimizers(self.optimizer) if is_manual else ():
+            self._handles.append(optimizer.register_step_pre_hook(self._measure_first_step))
         self._meter = VariantMeter(
             trainer,
             pl_module,
@@ -462,8 +498,7 @@ class Grow(Callback):
         self.decider.load_state_dict(pool, saved)
         self.validations = state["validations"]
         if state["pending"] is not None:
-            metric, loss, contributions, *_ = state["pending"]  # earlier versions saved more
-            self._pending = Measured(metric, loss, contributions)
+            self._pending = Measured(*state["pending"])
         self._gradients = state["gradients"]
         self._train_loss, self._train_batches = state["train_loss"], state["train_batches"]
         self.batches_seen, self.flops_spent = state["batches_seen"], state["flops_spent"]
@@ -645,6 +680,11 @@ class Grow(Callback):
                 # The scaler skips a step whose gradients overflowed fp16.
                 measured = torch.where(measured.isfinite().all(), measured, self._gradients.to(measured))
             self._gradients = measured
+
+    def _measure_first_step(self, *_: object) -> None:
+        """Measure gradients at a step of which Lightning does not know, as that of SAM's inner optimizer."""
+        if self._gradients is None:
+            self._gradients = self.growing.gradient_stats_tensor()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

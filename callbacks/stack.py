@@ -5,7 +5,7 @@ import gc
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,20 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
 from esper_lightning.callbacks.batch_cost import COUNT_ERRORS, BatchCost, measure_batch
-from esper_lightning.callbacks.checks import after_setup, check_resumed, check_trainer, ends_trial, is_validation_of_fit
+from esper_lightning.callbacks.checks import (
+    after_setup,
+    check_resumed,
+    check_trainer,
+    ends_trial,
+    is_copy,
+    is_validation_of_fit,
+)
 from esper_lightning.callbacks.grow import Grow
 from esper_lightning.callbacks.plans import DIGITS, Plan, Progress, Shares, make_plan
 from esper_lightning.callbacks.run_record import open_events, write_run_record
 from esper_lightning.growth.blocks import Blocks, depth_in_state, errors_of, find_blocks
 from esper_lightning.growth.lifecycle import count_parameters
+from esper_lightning.growth.param_groups import hooked_optimizers
 from esper_lightning.growth.stack import (
     BuiltBlocks,
     Content,
@@ -61,6 +69,9 @@ PARTS = 4  # a network begins with one of so many parts of its blocks, if nothin
 
 SHALLOW: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Number of blocks that the class has built, for each list that a `Stack` has taken down."""
+
+LEFT: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
+"""Weight of the first block at the end of a training, for each list that a `Stack` has grown."""
 
 
 class Stack(Callback):
@@ -132,6 +143,7 @@ class Stack(Callback):
         self.depths: list[int] = []  # numbers of blocks of the network so far
         self.lr_peak = 0.0  # only for the warning in `_grow` about a rate that has already fallen
         self._steps = -1  # optimizer steps before the last batch; -1: no batch has begun
+        self._own_steps = 0  # those that optimizers count themselves: a module may step SAM's inner one past Lightning
         self._loaded: dict[str, Any] | None = None  # weights of a grown list that is resumed
         self._change_line: str | None = None  # line about a change whose first loss is not known yet
         self._loss: Tensor | None = None
@@ -308,11 +320,11 @@ class Stack(Callback):
         if trainer is None or trainer.state.fn != TrainerFn.FITTING or ends_trial(trainer):
             return
         self.depths, self.lr_peak = list(state_dict["depths"]), state_dict["lr_peak"]
-        self.cost = BatchCost(**state_dict["cost"]) if state_dict.get("cost") else None
-        self.flops_spent, self.batches = state_dict.get("flops_spent", 0), state_dict.get("batches", 0)
-        self._metrics = dict(state_dict.get("metrics", {}))
-        self._share, self._batches_at_share = state_dict.get("clock", (self._share, self._batches_at_share))
-        plan_name, plan_state = state_dict.get("plan", ("", None))
+        self.cost = BatchCost(**state_dict["cost"]) if state_dict["cost"] else None
+        self.flops_spent, self.batches = state_dict["flops_spent"], state_dict["batches"]
+        self._metrics = dict(state_dict["metrics"])
+        self._share, self._batches_at_share = state_dict["clock"]
+        plan_name, plan_state = state_dict["plan"]
         if plan_name == self._plan_name and hasattr(self.plan, "load_state_dict"):
             self.plan.load_state_dict(plan_state)
         self._begins = False
@@ -336,6 +348,15 @@ class Stack(Callback):
         growing = [stack.built.block_list.name for stack in stacks_of(trainer)]
         if others := [name for name in self.built.of_one_count if name not in growing]:
             rank_zero_warn(f"Stack: {one_count(self.name, others)}")
+        lists = [stack.built.block_list.modules for stack in stacks_of(trainer)]
+        for name, parts in pl_module.named_modules():
+            is_beside = isinstance(parts, Blocks) and not any(parts is own for own in lists)
+            same = is_beside and len(parts) >= self.built.most and [*parts][-self.built.most :]
+            if same and all(map(is_copy, same, self.built.blocks)):
+                rank_zero_warn(
+                    f"Stack: {name!r} is a copy of {self.name!r} and does not grow along; name it in a Stack of its "
+                    f"own, or make it of the grown network, in a second run"
+                )
         self._begins &= not trainer._checkpoint_connector._loaded_checkpoint
         self.depths = self.depths or [self.built.depth]
         if self._loaded is not None:  # optimizers are made, and their states not yet loaded
@@ -381,10 +402,12 @@ class Stack(Callback):
         if self._steps == -1:
             self._first_batch(trainer, pl_module, batch, batch_idx)
         # False in the middle of gradient accumulation: growing would mix gradients of two depths.
-        between_steps, self._steps = trainer.global_step != self._steps, trainer.global_step
+        steps = trainer.global_step + self._own_steps
+        between_steps, self._steps = steps != self._steps, steps
         depth, most = self.built.depth, self.built.most
         if depth < most:
-            lr = max(float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups)
+            groups = chain.from_iterable(optimizer.param_groups for optimizer in trainer.optimizers)
+            lr = max((float(group["lr"]) for group in groups if group["lr"] is not None), default=0.0)
             self.lr_peak = max(self.lr_peak, lr)
             share = round(share_of_training(trainer, batch_idx), DIGITS)
             if between_steps and share > 0.0:
@@ -407,9 +430,13 @@ class Stack(Callback):
     def _first_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Check the weights and the plan, and let the first `Stack` measure what a batch costs."""
         self._end_loading()
+        for optimizer in hooked_optimizers(*trainer.optimizers):
+            self._handles.append(optimizer.register_step_post_hook(self._count_step))
         with errors_of("Stack"):
             self.built.check_present()
-        trained = self._was_loaded or any(map(is_trained, self.built.blocks))
+        left = LEFT.get(self.built.block_list.modules)
+        goes_on = left is not None and torch.equal(left, learning_weight(self.built.blocks[0]))
+        trained = self._was_loaded or goes_on or any(map(is_trained, self.built.blocks))
         if self._begins and self._given_start is None and trained:
             for blocks in self._lists:
                 blocks.show(blocks.most)
@@ -438,6 +465,9 @@ class Stack(Callback):
                 "binary losses tell, in a training_step that runs on a copy of the module; give at, or a plan of your "
                 "own"
             )
+
+    def _count_step(self, *_: object) -> None:
+        self._own_steps += 1
 
     def _progress(self, trainer: Trainer, share: float) -> Progress:
         """Return the progress by which the plan decides, when `share` of the training is over."""
@@ -555,6 +585,8 @@ class Stack(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print how deep the network is, what it has cost, and which trainings of fixed depth cost as much."""
         self._log_blocks(trainer)
+        if not isinstance(trainer.strategy, ModelParallelStrategy):
+            LEFT[self.built.block_list.modules] = learning_weight(self.built.blocks[0])
         if not trainer.is_global_zero:
             return
         line = f"Stack: {self.name} has {self.built.depth} of {self.built.most} blocks"
@@ -646,6 +678,12 @@ def is_trained(block: nn.Module) -> bool:
     weights = [module._parameters.get("weight") for module in block.modules()]
     scales = [weight for weight in weights if isinstance(weight, Tensor) and weight.ndim == 1 and len(weight)]
     return any(bool((scale != scale[0]).any()) for scale in scales)
+
+
+def learning_weight(block: nn.Module) -> Tensor:
+    """Return a copy, on the CPU, of the first parameter of a block that learns."""
+    learning = (parameter for parameter in block.parameters() if parameter.requires_grad)
+    return next(learning, torch.empty(0)).detach().cpu().clone()
 
 
 def averages_of(trainer: Trainer) -> Iterator[nn.Module]:

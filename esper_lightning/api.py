@@ -47,9 +47,16 @@ class _Classifier(LightningModule):
         return self.loss(self.network(batch[0]), batch[1])
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        outputs = self.network(batch[0])
-        measured = {"val_acc": (outputs.argmax(1) == batch[1]).float().mean(), "val_loss": self.loss(outputs, batch[1])}
-        self.log_dict(measured, batch_size=len(batch[1]), on_epoch=True)
+        outputs, classes = self.network(batch[0]), batch[1]
+        shapes = [list(getattr(tensor, "shape", ())) for tensor in (outputs, classes)]
+        fit = outputs.ndim > 1 and outputs.shape[1] > 1 and shapes[0][:1] + shapes[0][2:] == shapes[1]
+        if not fit or classes.is_floating_point():
+            raise ValueError(
+                f"grow: accuracy needs outputs [B, classes] and numbers of classes [B], int64, got {shapes[0]} and "
+                f"{shapes[1]}, {classes.dtype}; for other tasks give the callback Grow to your own Trainer"
+            )
+        measured = {"val_acc": (outputs.argmax(1) == classes).float().mean(), "val_loss": self.loss(outputs, classes)}
+        self.log_dict(measured, batch_size=len(classes), on_epoch=True)
 
     def on_validation_end(self) -> None:
         if not self.trainer.sanity_checking:

@@ -2,6 +2,7 @@
 
 import re
 import signal
+from collections.abc import Callable
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from lightning import seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import esper_lightning
@@ -183,6 +185,24 @@ def test_the_controls_are_trained_on_copies_and_change_nothing(
 def test_a_training_without_a_result_is_a_value_error(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         grown(network_of_digits(), **options)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "shapes"),
+    [
+        (1, lambda y: (y == 0).float(), r"\[64, 1\] and \[64\], torch\.float32"),
+        (1, lambda y: y, r"\[64, 1\] and \[64\], torch\.int64"),
+        (10, lambda y: F.one_hot(y, 10), r"\[64, 10\] and \[64, 10\], torch\.int64"),
+        (10, lambda y: y[:, None], r"\[64, 10\] and \[64, 1\], torch\.int64"),
+    ],
+)
+def test_outputs_of_which_accuracy_would_be_a_constant_are_refused(
+    outputs: int, targets: Callable[[torch.Tensor], torch.Tensor], shapes: str
+) -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, outputs))
+    batches = [(torch.randn(64, 1, 8, 8), targets(torch.arange(64) % 10))]
+    with pytest.raises(ValueError, match=f"grow: accuracy needs outputs .* got {shapes}; for other tasks"):
+        grow(network, batches, batches, ["2"], loss=lambda outputs, _: outputs.square().mean())
 
 
 def test_ctrl_c_reaches_the_program_that_grows_a_network_and_so_does_the_next_one() -> None:

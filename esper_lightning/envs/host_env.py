@@ -88,8 +88,10 @@ class GrowthRecord:
 
     @property
     def lr_share(self) -> float:
-        """Learning rate of the coming epoch as a share of its nominal value, at most 1; 0 if both are 0."""
+        """Learning rate of the coming epoch as a share of its nominal value, at most 1; 1 if the optimizer has none."""
         group = host_groups(self.growing.optimizer)[0]
+        if group["lr"] is None:
+            return 1.0
         nominal = nominal_lr(group)
         return min(1.0, float(group["lr"]) / nominal) if nominal else 0.0
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from esper_lightning.growth.blueprints import suggest_name
@@ -116,6 +117,8 @@ def attach_slots(
     """
     if is_compiled(network):
         raise ValueError("the network is compiled, and would not see its slots; attach them first, compile then")
+    if any(isinstance(part, DistributedDataParallel) for part in network.modules()):
+        raise ValueError("DistributedDataParallel would not average the gradients of seeds; use the callback Grow")
     check_new_slots(network, names)
     for name in channels_last:
         if name not in names:
@@ -306,11 +309,6 @@ def attach_at(network: nn.Module, places: Iterable[SlotPlace]) -> None:
     existing = slots_of(network)
     missing = [place for place in places if place["slot"] not in existing]
     for place in missing:
-        if "blocks" in place:
-            raise ValueError(
-                f"slot {place['slot']!r} is of an earlier version, which let copies grow behind {place['blocks']!r}; "
-                f"train again: the callback Stack adds them to the list itself"
-            )
         _check_module_name(network, place["module"])
     reference = next(network.parameters(), torch.zeros(()))  # slots get its device and dtype
     for place in missing:

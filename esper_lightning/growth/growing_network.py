@@ -27,7 +27,9 @@ from esper_lightning.growth.param_groups import (
     check_optimizer,
     group_names,
     has_group,
+    hooked_optimizers,
     host_groups,
+    optimizers_in,
     order_groups,
     remove_group,
     remove_parameters,
@@ -108,11 +110,16 @@ class GrowingNetwork:
 
         def sort_groups(optimizer: Optimizer, state: dict[str, Any]) -> None:
             """Sort parameter groups as a state that is about to be loaded has them, by name."""
-            if (network := growing()) is not None and network.optimizer is optimizer:
+            if (network := growing()) is not None and any(optimizer is own for own in optimizers_in(network.optimizer)):
                 network.sync_seed_groups()  # the network may have been loaded before its optimizer
                 order_groups(optimizer, [group.get("name", "") for group in state["param_groups"]])
 
-        optimizer.register_load_state_dict_pre_hook(sort_groups)
+        if not (hooked := hooked_optimizers(optimizer)):
+            raise ValueError(
+                f"{type(optimizer).__name__} runs no hooks; let its __init__ call that of torch.optim.Optimizer"
+            )
+        for part in hooked:
+            part.register_load_state_dict_pre_hook(sort_groups)
 
     def sync_seed_groups(self) -> None:
         """Give each seed its own parameter group and drop the groups of seeds that are gone.
@@ -276,23 +283,16 @@ class GrowingNetwork:
             contribution=measured.contribution,
         )
 
-    def reasons_against_blending(self, slot: str) -> list[str]:
-        """Return the reasons why the seed is not blended yet; empty if it is at the end of this epoch."""
-        return self._refusals(slot).blending
-
     def reasons_against_fossilizing(self, slot: str) -> list[str]:
         """Return the reasons why `fossilize` is not possible now; empty if it is."""
-        return self._refusals(slot).fossilizing
+        return self.refusal_reasons(slot).fossilizing
 
     def reasons_against_culling(self, slot: str) -> list[str]:
         """Return the reasons why `cull` is not possible now; empty if it is."""
-        return self._refusals(slot).culling
+        return self.refusal_reasons(slot).culling
 
-    def refusal_reasons(self) -> list[RefusalReasons]:
-        """Return for each of the K slots why its seed cannot be blended, fossilized or culled."""
-        return [self._refusals(name) for name in self.slots]
-
-    def _refusals(self, slot: str) -> RefusalReasons:
+    def refusal_reasons(self, slot: str) -> RefusalReasons:
+        """Return why the seed in `slot` is not blended yet, and cannot be fossilized or culled now."""
         evidence, seed_slot = self.evidence(slot), self._slot(slot)
         stage = seed_slot.stage
         blending, fossilizing = [f"{stage.name} is not TRAINING"], [f"{stage.name} is not PROBATIONARY"]
@@ -354,10 +354,10 @@ class GrowingNetwork:
     def load_measurement_state(self, state: Mapping[str, Any]) -> None:
         """Restore a state of `measurement_state`, when network and optimizer are restored."""
         for name, record in zip(self.slots, state["records"], strict=True):
-            contribution, previous, gradient, *_ = record  # earlier versions saved a fourth number
+            contribution, previous, gradient = record
             gradient = None if gradient is None else GradientStats(*gradient)
             self.measurements[name] = SeedMeasurements(contribution, previous, gradient)
-        self.generator.set_state(check_generator_state("the generator's state", state["generator"], self.generator))
+        self.generator.set_state(check_generator_state(state["generator"], self.generator))
 
     def _slot(self, name: str) -> SeedSlot:
         if name not in self.slots:

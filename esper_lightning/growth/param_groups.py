@@ -65,6 +65,11 @@ def optimizers_in(*optimizers: Optimizer) -> list[Optimizer]:
     return every
 
 
+def hooked_optimizers(*optimizers: Optimizer) -> list[Optimizer]:
+    """Return optimizers, with those within, but those that run no hooks, since they do not call their base class."""
+    return [part for part in optimizers_in(*optimizers) if "_optimizer_load_state_dict_pre_hooks" in vars(part)]
+
+
 def seed_group_name(slot: str) -> str:
     """Return the name of the parameter group of the seed in `slot`."""
     return f"{SEED_GROUP_PREFIX}{slot}"
@@ -210,7 +215,10 @@ def schedulers_in(*schedulers: Any) -> list[Any]:
     """Return schedulers and those that they contain, at any depth."""
     found = list(schedulers)
     for scheduler in found:  # the list grows meanwhile
-        found += getattr(scheduler, "_schedulers", ())
+        values = vars(scheduler).values()
+        parts = chain.from_iterable(value if isinstance(value, list | tuple) else [value] for value in values)
+        known = set(map(id, found))
+        found += [part for part in parts if isinstance(part, LRScheduler) and id(part) not in known]
     return found
 
 
@@ -247,7 +255,7 @@ def follow(scheduler: Scheduler, growing: "GrowingNetwork") -> Scheduler:
     peaks = [float(part.max_lrs[0]) for part in schedulers if hasattr(part, "max_lrs")]
     cycles_momentum = any(getattr(part, "cycle_momentum", False) for part in schedulers)
 
-    def set_rates_of_seeds(optimizer: Optimizer, *_: Any) -> None:
+    def set_rates_of_seeds(*_: Any) -> None:
         host, seed_lr = host_groups(optimizer)[0], growing.seed_options.get("lr")
         rate = host["lr"] if seed_lr is None else seed_lr * (host["lr"] / max([nominal_lr(host), *peaks]))
         for group in seed_groups(optimizer):
@@ -255,10 +263,16 @@ def follow(scheduler: Scheduler, growing: "GrowingNetwork") -> Scheduler:
             if cycles_momentum:
                 group.update({key: host[key] for key in CYCLED if key in host and key not in growing.seed_options})
 
-    optimizer.register_step_pre_hook(set_rates_of_seeds)
+    for part in hooked_optimizers(optimizer):  # a manual optimization may step the inner one of SAM alone
+        part.register_step_pre_hook(set_rates_of_seeds)
     return scheduler
 
 
 def nominal_lr(group: Mapping[str, Any]) -> float:
-    """Return the nominal learning rate of a parameter group: the largest that its schedulers name, else the present."""
+    """Return the nominal learning rate of a parameter group: the largest that its schedulers name, else the present.
+
+    0 if the group has none, as those of an Adafactor that finds its steps itself.
+    """
+    if group["lr"] is None:
+        return 0.0
     return max(float(group.get("initial_lr", group["lr"])), float(group.get("max_lr", 0.0)))

@@ -28,7 +28,7 @@ from esper_lightning.growth.blocks import (
     lists_of_one_count,
     numbered,
 )
-from esper_lightning.growth.param_groups import optimizers_in
+from esper_lightning.growth.param_groups import hooked_optimizers, optimizers_in
 from esper_lightning.growth.residual import are_equal, branch_ends, outputs
 from esper_lightning.growth.slot import SeedSlot, SlotHook, pass_on
 from esper_lightning.runtime.nested import (
@@ -582,9 +582,8 @@ def warn_without_gradients(block_list: BlockList, added: Sequence[nn.Module], op
                 stacklevel=2,
             )
 
-    for optimizer in optimizers_in(*optimizers):
-        if "_optimizer_step_post_hooks" in vars(optimizer):  # one that wraps another may be without
-            optimizer.register_step_post_hook(judge)
+    for optimizer in hooked_optimizers(*optimizers):
+        optimizer.register_step_post_hook(judge)
 
 
 # Optimizers.

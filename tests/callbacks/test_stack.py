@@ -1,5 +1,6 @@
 """Stack: a GPT that knows nothing of growth begins shallow and is grown by its own Trainer, by shares or by a plan."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
@@ -397,6 +399,65 @@ def test_an_average_that_does_not_grow_along_is_told_of(
 
     said = [str(warning.message) for warning in recwarn if "which does not grow along" in str(warning.message)]
     assert len(said) == 2 * told  # one for each list
+
+
+class Taught(LitGPT):
+    """A teacher that begins as a copy, as in BYOL and DINO, or as another network of the class."""
+
+    def __init__(self, is_copy: bool) -> None:
+        super().__init__()
+        self.teacher = (copy.deepcopy(self.net) if is_copy else GPT(4)).requires_grad_(False)
+
+
+@pytest.mark.parametrize(("is_copy", "beside", "told"), [(True, (), 1), (True, ("teacher.blocks",), 0), (False, (), 0)])
+def test_a_teacher_within_the_module_that_does_not_grow_along_is_told_of(
+    is_copy: bool, beside: Sequence[str], told: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    train(Taught(is_copy), stacked(), *(Stack(name, start=2, at=AT) for name in beside))
+
+    said = [str(warning.message) for warning in recwarn if "'teacher.blocks' is a copy of 'net.blocks'" in str(warning)]
+    assert len(said) == told
+
+
+class WithoutScales(L.LightningModule):
+    """Blocks of one matrix each: nothing in them tells that they are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(4))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = torch.ones(2, 4)
+        for block in self.blocks:
+            x = x + block(x).relu()
+        return x.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    train_dataloader = LitGPT.train_dataloader
+
+
+def test_blocks_of_an_earlier_training_are_not_dropped_by_a_second_one() -> None:
+    module = WithoutScales()
+    train(module, Stack("blocks"))
+    with pytest.raises(ValueError, match="the 4 blocks of 'blocks' hold trained weights"):
+        train(module, Stack("blocks"))
+    assert len(module.blocks) == 4
+
+    again = Stack("blocks", start=1)
+    train(module, again)
+    assert again.depths == [1, 2, 4]
+
+
+@pytest.mark.parametrize("kind", [Stack, Grow])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_processes_that_keep_what_has_grown_to_themselves_are_refused(kind: type[Callback], method: str) -> None:
+    callback = stacked() if kind is Stack else Grow(["net.norm"], monitor="val_loss", mode="min")
+    module, made = make(), trainer(callback, strategy=DDPStrategy(start_method=method), devices=1)
+    with pytest.raises(ValueError, match=f"with strategy='ddp_{method}' what has grown stays in the processes"):
+        callback.setup(made, module, "fit")
+        module.setup("fit")
 
 
 def test_the_share_of_a_training_that_a_timer_ends_is_that_of_its_time() -> None:

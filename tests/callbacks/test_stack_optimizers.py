@@ -1,6 +1,7 @@
 """Stack with optimizers as people use them: Muon beside AdamW, in three ways; schedule-free ones; Prodigy."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import prodigyopt
 import pytest
 import schedulefree
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
@@ -155,3 +157,79 @@ def test_new_blocks_at_zero_change_nothing_in_either_mode_of_an_optimizer(kind: 
     stack(module, "net.blocks", to=6, optimizer=optimizer, new="zero", zero=("project", "mlp.2"))
 
     assert losses() == pytest.approx(before, abs=1e-5)
+
+
+class TwoSteps(Optimizer):
+    """SAM as it is published: a step up the gradient, then one of the inner optimizer from where it began."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+        self.inner = AdamW(self.param_groups, lr=0.01)
+        self.param_groups = self.inner.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for parameter in self.learning():
+            self.state[parameter]["up"] = 0.05 * parameter.grad
+            parameter.add_(self.state[parameter]["up"])
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for parameter in self.learning():
+            parameter.sub_(self.state[parameter].pop("up", 0.0))
+        self.inner.step()
+        self.zero_grad()
+
+    def learning(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None]
+
+
+class PastLightning(LitGPT):
+    """It steps an optimizer by its own methods, so that the Trainer counts no steps."""
+
+    def __init__(self) -> None:
+        super().__init__(manual=True)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        for step in (optimizer.first_step, optimizer.second_step):
+            loss = self.loss([batch_idx, batch_idx + 1])
+            self.manual_backward(loss)
+            step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return TwoSteps(self.parameters())
+
+
+class Relative(Optimizer):
+    """An optimizer that has no learning rate, as Adafactor with steps relative to the parameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": None})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            if parameter.grad is not None:
+                parameter.sub_(0.01 * parameter.grad.sign())
+        return loss
+
+
+class WithoutRate(LitGPT):
+    def configure_optimizers(self) -> Any:
+        return Relative(self.parameters())
+
+
+@pytest.mark.parametrize("kind", [PastLightning, WithoutRate])
+def test_a_network_grows_with_optimizers_whose_steps_or_rates_lightning_does_not_know(kind: type[LitGPT]) -> None:
+    callback, seen = Stack("net.blocks", at=0.5), list[dict[str, Tensor]]()
+    noting = LambdaCallback(on_train_batch_end=lambda trainer, module, *_: seen.append(deepcopy(weights(module))))
+    trainer = train(kind(), callback, noting)
+
+    assert callback.depths == [1, 4] and (trainer.global_step == 0) == (kind is PastLightning)
+    before, after = (batch["net.blocks.3.project.weight"] for batch in seen[-2:])
+    assert not torch.equal(before, after), "a new block learns"

@@ -3,10 +3,12 @@
 import csv
 import math
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import timm.optim
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor, ModelCheckpoint
@@ -14,7 +16,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.nn import functional as F
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 
 from esper_lightning.callbacks import Grow
 from esper_lightning.controllers.schedules import Schedule, ScheduledAction, write_schedule
@@ -433,3 +435,62 @@ trainer:
     assert callback.growing.module is cli.model.net
     assert callback.pool is not None and callback.pool.envs[0].price == 0.1
     assert cli.trainer.optimizers[0].param_groups[1]["lr"] == 0.001
+
+
+class Published(Classifier):
+    """The module of a tutorial that many repositories have: it steps a scheduler that Lightning does not know."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        self.warm_up = lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
+        return optimizer
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.warm_up.step()
+
+
+class Lookahead(Classifier):
+    def configure_optimizers(self) -> Any:
+        return timm.optim.Lookahead(torch.optim.AdamW(self.parameters(), lr=0.01))
+
+
+class PastLightning(Classifier):
+    """Manual optimization of the plain optimizer, so that the Trainer counts no steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Published, Lookahead, PastLightning])
+def test_a_seed_learns_at_the_rate_of_the_host_and_its_gradients_are_known(kind: type[Classifier]) -> None:
+    torch.manual_seed(0)
+    module, rates = kind(), list[list[float]]()
+    ends = LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: rates.append([g["lr"] for g in trainer.optimizers[0].param_groups])
+    )
+    callback = grow({0: germinate(0, 0)})
+    train(module, callback, ends, epochs=4)
+
+    assert callback.growing.slots["3"].stage is Stage.BLENDING
+    health = callback.growing.measurements["3"].gradient
+    assert health is not None and health.health > 0.9
+    assert all(len(row) == 2 for row in rates) and (rates[-1][0] == rates[-1][1] or kind is Published)
+    if kind is Published:
+        assert [row[1] for row in rates[1:]] == pytest.approx([row[0] for row in rates[:-1]]), "set at the next step"
+
+
+def test_a_teacher_that_is_a_copy_of_the_network_is_told_to_get_no_seeds() -> None:
+    module = Classifier()
+    module.teacher = deepcopy(module.net)
+    with pytest.warns(UserWarning, match="'teacher' is a copy of 'net' and gets no seeds"):
+        train(module, grow(network="net"), epochs=1)

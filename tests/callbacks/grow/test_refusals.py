@@ -131,6 +131,8 @@ def test_what_cannot_grow_is_refused_in_one_line(
         ({"batches": 0}, "batches must be at least 1"),
         ({"mode": "min", "score": len}, "a score grows with quality"),
         ({"monitor": "val_loss"}, "by its name val_loss falls with quality; give mode='min', or 'max' if it rises"),
+        ({"monitor": "val/BCE_epoch"}, "by its name val/BCE_epoch falls with quality"),
+        ({"monitor": "l1_error"}, "by its name l1_error falls with quality"),
         ({"blueprints": ["conv_lite"]}, "did you mean 'conv_light'"),
         ({"blueprints": "conv_lite"}, "did you mean 'conv_light'"),
         ({"blueprints": ["norm"], "actions": ActionConfig(blueprints=["norm"])}, "named twice"),
