@@ -18,6 +18,7 @@ from esper_lightning.controllers.rules import WaitOnly
 from esper_lightning.datamodules import HostPoolData, TickLoader, VectorData, find_host_devices
 from esper_lightning.envs import Action, EnvConfig, HostPool, StepResult
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.evaluation.checkpoints import load_controller, load_policies
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.losses import Anneal, PPOConfig
 from esper_lightning.ppo.policy import PolicyConfig
@@ -260,5 +261,10 @@ def test_a_run_goes_on_from_its_checkpoint_with_new_episodes(tmp_path: Path) -> 
 
     further = run(3, str(tmp_path / "last.ckpt"))
     assert further.collector.ticks == 60 and further.collector.episode == 3
+    hosts = HostPoolData(Digits(), tiny_host, n_envs=1)
+    hosts.build(torch.device("cpu"))
+    for load in (load_controller, lambda path: load_policies([path], hosts)):
+        with pytest.raises(ValueError, match="its policy was not trained on hosts"):
+            load(str(tmp_path / "last.ckpt"))
     assert further.report.metrics["first_ratio_error"] < 1e-5
     assert {"privileged_norm.mean", "observation_norm.mean"} <= set(further.state_dict())

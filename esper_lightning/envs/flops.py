@@ -17,6 +17,7 @@ from esper_lightning.growth.depth import DepthSlot
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.runtime.nested import (
+    BATCH_LENGTH_ERRORS,
     ExampleInput,
     call_network,
     first_tensor_path,
@@ -148,7 +149,7 @@ def measure_flops(host: nn.Module, sample: ExampleInput) -> HostFlops:
     """Count the FLOPs of a host with empty slots on one sample [1, …]; sets the host to evaluation mode."""
     try:
         return count_flops(host, lambda: call_network(host, sample))
-    except ValueError:  # BatchNorm without running statistics takes two samples at least
+    except BATCH_LENGTH_ERRORS:  # BatchNorm without running statistics, or squeeze(): they take two samples at least
         of_two = count_flops(host, lambda: call_network(host, repeat_rows(sample, 1, 2)))
         behind = {name: flops // 2 for name, flops in of_two.behind.items()}
         blocks, targets = {name: flops // 2 for name, flops in of_two.blocks.items()}, max(1, of_two.targets // 2)

@@ -37,11 +37,14 @@ from esper_lightning.runtime.serialization import load_settings
 def restore_policy(checkpoint: Mapping[str, Any], source: str, device: torch.device) -> LearnedController:
     """Return a controller of the policy in the content of a checkpoint, with its observation normaliser.
 
-    Raises ValueError, RuntimeError, LookupError or TypeError if its settings or weights are damaged.
+    Raises ValueError if it was not trained on hosts; ValueError, RuntimeError, LookupError or TypeError if its settings
+    or weights are damaged.
     """
     use_ieee_float32()
     settings, weights = checkpoint[HYPER_PARAMETERS_KEY], checkpoint["state_dict"]
     shape = PolicyShape.from_state_dict(checkpoint[MODULE_KEY]["shape"])
+    if not isinstance(shape.space, ActionSpace):
+        raise ValueError("its policy was not trained on hosts")
     with torch.device("meta"):  # initial weights would draw from the global random numbers
         policy = Policy(shape, load_settings(PolicyConfig, settings["policy"]))
         normalise = make_norm(shape.rows or shape.features)
@@ -49,19 +52,17 @@ def restore_policy(checkpoint: Mapping[str, Any], source: str, device: torch.dev
         state = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
         module.load_state_dict(state, assign=True)
         module.to(device)
-    training = None
-    if isinstance(shape.space, ActionSpace):
-        rules = checkpoint[RULES_KEY]
-        training = TrainingHosts(
-            space=shape.space,
-            features=checkpoint[IDENTITY_KEY][FEATURES_KEY],
-            observation=load_settings(ObservationConfig, rules["observation"]),
-            rules=TrainingRules(
-                lifecycle=load_settings(LifecycleConfig, rules["lifecycle"]),
-                # Without blueprints: other hosts may offer others.
-                actions=load_settings(ActionConfig, rules["actions"] | {"blueprints": None}),
-            ),
-        )
+    rules = checkpoint[RULES_KEY]
+    training = TrainingHosts(
+        space=shape.space,
+        features=checkpoint[IDENTITY_KEY][FEATURES_KEY],
+        observation=load_settings(ObservationConfig, rules["observation"]),
+        rules=TrainingRules(
+            lifecycle=load_settings(LifecycleConfig, rules["lifecycle"]),
+            # Without blueprints: other hosts may offer others.
+            actions=load_settings(ActionConfig, rules["actions"] | {"blueprints": None}),
+        ),
+    )
     seed = checkpoint[MODULE_KEY].get("seed")
     return LearnedController(policy, normalise, training, source=source, training_seed=seed)
 
@@ -109,10 +110,7 @@ def load_controller(path: str | Path, device: torch.device = CPU) -> LearnedCont
     """
     checkpoint = read_policy(path)
     with checkpoint_errors(path, "loaded"):
-        loaded = restore_policy(checkpoint, str(path), device)
-        if loaded.training is None:
-            raise ValueError("its policy was not trained on hosts")
-    return loaded
+        return restore_policy(checkpoint, str(path), device)
 
 
 def find_controller(name: str, setting: str, *, others: Sequence[str] = (), device: torch.device = CPU) -> Any:

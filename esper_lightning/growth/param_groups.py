@@ -44,6 +44,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
     kind = type(optimizer).__name__
     if kind in UNFIT_OPTIMIZERS:
         raise ValueError(f"{kind} {UNFIT_OPTIMIZERS[kind]}; use SGD, Adam or AdamW")
+    if optimizer.param_groups[0].get("use_muon"):  # as in Keller Jordan's MuonWithAuxAdam
+        raise ValueError(f"{kind}: its first group, whose options seeds take, is for matrices alone; put it last")
 
 
 def optimizers_in(*optimizers: Optimizer) -> list[Optimizer]:

@@ -95,3 +95,19 @@ def test_inference_mode_does_not_change_the_count() -> None:
     expected = measure_flops(build(), x)
     with torch.inference_mode():
         assert measure_flops(build(), x) == expected
+
+
+class Squeezed(nn.Module):
+    """With one row `squeeze` also takes the axis of samples away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x[:, None]).squeeze()
+        return self.last(hidden.transpose(0, 1).transpose(0, 1))
+
+
+def test_a_network_that_takes_two_samples_at_least_is_counted() -> None:
+    assert measure_flops(Squeezed(), torch.randn(1, 6)).host == 2 * (6 * 8 + 8 * 3)

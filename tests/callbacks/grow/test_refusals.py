@@ -65,6 +65,7 @@ AVERAGED = with_part("average", lambda module: AveragedModel(module.net))
 OTHER = with_part("other", lambda module: nn.Sequential(*[nn.Linear(2, 2) for _ in range(6)]))
 LBFGS = with_optimizer(lambda module: torch.optim.LBFGS(module.parameters()))
 FUSED = with_optimizer(lambda module: torch.optim.AdamW(module.parameters(), fused=True))
+MUON = with_optimizer(lambda module: torch.optim.SGD([{"params": module.parameters(), "use_muon": True}]))
 ELSEWHERE = with_optimizer(lambda module: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
 OF_LOADERS = with_part("validation_step", lambda module: lambda batch, batch_idx, dataloader_idx=0: None)
 
@@ -102,6 +103,13 @@ REFUSED: dict[str, tuple[Change, dict[str, Any], dict[str, Any], str]] = {
     "finetuning": (nothing, {"callbacks": [BackboneFinetuning()]}, {}, "BackboneFinetuning rearranges"),
     "a compiled network": (with_part("net", lambda module: compiled(module.net)), {}, {}, COMPILED),
     "a network compiled in place": (lambda module: module.net.compile(backend="eager"), {}, {}, COMPILED),
+    "a compiled forward": (
+        lambda module: setattr(module.net, "forward", compiled(module.net.forward)),
+        {},
+        {},
+        COMPILED,
+    ),
+    "matrices first": (MUON, {}, {}, "its first group, whose options seeds take, is for matrices alone; put it last"),
     "a module compiled in place": (lambda module: module.compile(backend="eager"), {}, {}, COMPILED),
     "a compiled module": (compiled, {}, {}, COMPILED),
 }
