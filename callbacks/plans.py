@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from esper_lightning.controllers.rules import Scaling
-from esper_lightning.envs import ActionSpace, Masks, Op
+from esper_lightning.envs import ActionSpace, EnvConfig, Masks, Op
 from esper_lightning.envs.observation import LOG_SIZE_SCALE, clip
 from esper_lightning.envs.vector_env import Observation
 from esper_lightning.evaluation.checkpoints import load_controller
@@ -126,6 +126,7 @@ class ScalingPlan(AtTicks):
 class DepthPool(NamedTuple):
     """A network in training with its depth slots, in the form in which controllers read a pool of one host."""
 
+    config: EnvConfig
     space: ActionSpace
     feature_names: list[str]
     observation: Observation
@@ -198,7 +199,8 @@ class PolicyPlan(AtTicks):
         possible[0, Op.GERMINATE, num_taken : num_taken + 1] = True
         masks = Masks(possible, torch.ones(1, num_slots, 1, dtype=torch.bool), torch.zeros(1, dtype=torch.bool))
         space = self.training.space._replace(slot=[f"stack{i + 1}" for i in range(num_slots)])
-        return DepthPool(space, names, Observation(rows), masks, episode_starts=torch.zeros(1, dtype=torch.bool))
+        config, starts = EnvConfig(actions=self.training.rules.actions), torch.zeros(1, dtype=torch.bool)
+        return DepthPool(config, space, names, Observation(rows), masks, episode_starts=starts)
 
     def state_dict(self) -> dict[str, Any]:
         policy_state = self.controller.state_dict() if self._begun else self._saved
