@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.call import _call_configure_model
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
 
@@ -80,13 +81,27 @@ def _set_attribute(module: LightningModule, name: str, value: Any) -> None:
         vars(module)[name] = value
 
 
+def check_processes(name: str, trainer: Trainer) -> None:
+    """Raise ValueError if processes that the strategy forks or spawns would keep the grown network to themselves."""
+    method = getattr(trainer.strategy, "_start_method", "popen")  # in notebooks Lightning chooses fork
+    if method != "popen":
+        raise ValueError(
+            f"{name}: with strategy='ddp_{method}' what has grown stays in the processes that train; use one device, "
+            f"or a script with strategy='ddp'"
+        )
+
+
 def is_copy(one: nn.Module, other: nn.Module) -> bool:
     """Return True if two modules are different objects of one class with equal parameters, as after a deepcopy."""
-    pairs = [parameter.items() for parameter in (dict(one.named_parameters()), dict(other.named_parameters()))]
-    if one is other or type(one) is not type(other) or not pairs[0] or len(pairs[0]) != len(pairs[1]):
+    if one is other or type(one) is not type(other):
         return False
-    both = zip(*pairs, strict=True)
-    return all(a == b and x is not y and x.shape == y.shape and torch.equal(x, y) for (a, x), (b, y) in both)
+    ours, theirs = (dict(module.named_parameters()) for module in (one, other))
+    if not ours or ours.keys() != theirs.keys():
+        return False
+    pairs = [(parameter, theirs[name]) for name, parameter in ours.items()]
+    if any(is_lazy(x) or x.is_meta for pair in pairs for x in pair):  # without values yet
+        return False
+    return all(x is not y and x.shape == y.shape and torch.equal(x.cpu(), y.cpu()) for x, y in pairs)
 
 
 def check_trainer(
@@ -106,12 +121,6 @@ def check_trainer(
         raise ValueError(
             f"{name}: {type(trainer.strategy).__name__} keeps parameters in a form that cannot grow; use one device, "
             f"or strategy='ddp'"
-        )
-    method = getattr(trainer.strategy, "_start_method", "popen")  # in notebooks Lightning chooses fork
-    if method != "popen":
-        raise ValueError(
-            f"{name}: with strategy='ddp_{method}' what has grown stays in the processes that train; use one device, "
-            f"or a script with strategy='ddp'"
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, reason in conflicting.items():

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from esper_lightning.callbacks.checks import (
     after_setup,
+    check_processes,
     check_resumed,
     check_trainer,
     ends_trial,
@@ -60,6 +61,7 @@ from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.runtime.console import print_status
 from esper_lightning.runtime.nested import call_network, copy_module, iter_tensors
+from esper_lightning.tasks.task import LARGEST_SHARE
 from esper_lightning.telemetry.events import EVENTS_FILE, SCHEMA, Contributed, Event, EventLog, Started, Validated
 
 STATE_FORMAT = 6  # version of the callback's state in a checkpoint
@@ -71,12 +73,11 @@ CHANCE_TICKS, CHANCE_RISE = 10, 0.01
 LARGEST_LOSS = 12.0
 """Largest loss before training of which exp(−loss), the score that deciders see, will show what training does to it."""
 
-LARGEST_SHARE = 1.00001  # largest metric that is taken for a share: sums of shares are rounded
 TINY = 1e-6  # least share of which a logarithm is taken, and least loss by which a difference is divided
 
 FALLS = re.compile(
-    r"(?<![a-z])(loss|err|error|perplexity|ppl|bp[bc]|nll|b?ce|entropy|kl|r?mse|r?msle|s?mape|mae|huber|brier|[we]er|cer|ece"
-    r"|fid|distance|l[12])(?![a-z])",
+    r"(?<![a-z])(loss|err|error|perplexity|ppl|bp[bc]|nll|b?ce|entropy|r?mse|r?msle|s?mape|mae|huber|brier|[cew]er|ece)"
+    r"(?![a-z0-9])",
     re.IGNORECASE,
 )
 """Words in the names of metrics that are lower where a network is better."""
@@ -286,6 +287,7 @@ class Grow(Callback):
 
     def _check(self, trainer: Trainer, module: LightningModule) -> None:
         """Raise ValueError if this network cannot grow in this training."""
+        check_processes("Grow", trainer)
         check_trainer("Grow", trainer, module, conflicting=CONFLICTING_CALLBACKS)
         parts = {"": module, **{f"{self.network_name}.{name}": part for name, part in self.network.named_modules()}}
         for name, part in parts.items():
@@ -380,7 +382,7 @@ class Grow(Callback):
         # A training batch may end without an optimizer step, so that the last one before a validation may.
         self._may_skip_steps = self._has_loss_scale or is_manual or trainer.accumulate_grad_batches > 1
         for optimizer in hooked_optimizers(self.optimizer) if is_manual else ():
-            self._handles.append(optimizer.register_step_pre_hook(self._measure_first_step))
+            self._handles.append(optimizer.register_step_post_hook(self._measure_first_step))
         self._meter = VariantMeter(
             trainer,
             pl_module,
@@ -682,7 +684,7 @@ class Grow(Callback):
             self._gradients = measured
 
     def _measure_first_step(self, *_: object) -> None:
-        """Measure gradients at a step of which Lightning does not know, as that of SAM's inner optimizer."""
+        """Measure gradients after a step of which Lightning does not know, as that of SAM's inner optimizer."""
         if self._gradients is None:
             self._gradients = self.growing.gradient_stats_tensor()
 

@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from esper_lightning.callbacks.batch_cost import COUNT_ERRORS, BatchCost, measure_batch
 from esper_lightning.callbacks.checks import (
     after_setup,
+    check_processes,
     check_resumed,
     check_trainer,
     ends_trial,
@@ -249,6 +250,8 @@ class Stack(Callback):
     def _check(self, trainer: Trainer, module: LightningModule) -> None:
         """Raise ValueError if a part of the trainer or of the module does not follow a network that grows."""
         most = self.built.most
+        if not isinstance(self.plan, Shares):  # shares end with all blocks that this process has built, too
+            check_processes("Stack: with a plan", trainer)
         if self.start >= most:
             raise ValueError(
                 f"Stack: start must be below {most}, the number of blocks that the module builds in {self.name!r}, "
@@ -435,7 +438,7 @@ class Stack(Callback):
         with errors_of("Stack"):
             self.built.check_present()
         left = LEFT.get(self.built.block_list.modules)
-        goes_on = left is not None and torch.equal(left, learning_weight(self.built.blocks[0]))
+        goes_on = left is not None and len(left) > 0 and torch.equal(left, learning_weight(self.built.blocks[0]))
         trained = self._was_loaded or goes_on or any(map(is_trained, self.built.blocks))
         if self._begins and self._given_start is None and trained:
             for blocks in self._lists:
@@ -681,9 +684,9 @@ def is_trained(block: nn.Module) -> bool:
 
 
 def learning_weight(block: nn.Module) -> Tensor:
-    """Return a copy, on the CPU, of the first parameter of a block that learns."""
+    """Return the first numbers, on the CPU, of the first parameter of a block that learns; empty if none does."""
     learning = (parameter for parameter in block.parameters() if parameter.requires_grad)
-    return next(learning, torch.empty(0)).detach().cpu().clone()
+    return next(learning, torch.empty(0)).detach().flatten()[:1000].cpu().clone()
 
 
 def averages_of(trainer: Trainer) -> Iterator[nn.Module]:

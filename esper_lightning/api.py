@@ -48,12 +48,12 @@ class _Classifier(LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         outputs, classes = self.network(batch[0]), batch[1]
-        shapes = [list(getattr(tensor, "shape", ())) for tensor in (outputs, classes)]
-        fit = outputs.ndim > 1 and outputs.shape[1] > 1 and shapes[0][:1] + shapes[0][2:] == shapes[1]
-        if not fit or classes.is_floating_point():
+        positions = outputs.shape[:1] + outputs.shape[2:]  # axis 1 has the classes
+        is_one = outputs.ndim > 1 and outputs.shape[1] > 1 and positions == classes.shape
+        if not is_one or (classes.is_floating_point() and bool((classes != classes.round()).any())):
             raise ValueError(
-                f"grow: accuracy needs outputs [B, classes] and numbers of classes [B], int64, got {shapes[0]} and "
-                f"{shapes[1]}, {classes.dtype}; for other tasks give the callback Grow to your own Trainer"
+                f"grow: accuracy needs outputs [B, classes] and class indices [B], got {list(outputs.shape)} and "
+                f"{list(classes.shape)}; for other tasks give the callback Grow to your own Trainer"
             )
         measured = {"val_acc": (outputs.argmax(1) == classes).float().mean(), "val_loss": self.loss(outputs, classes)}
         self.log_dict(measured, batch_size=len(classes), on_epoch=True)

@@ -242,14 +242,15 @@ class TamiyoModule(LightningModule):
             self.skips_in_a_row = 0 if is_finite else self.skips_in_a_row + 1
             if self.skips_in_a_row == MAX_SKIPS:
                 raise DivergedError(
-                    f"the loss or gradient of {MAX_SKIPS} minibatches in a row is not finite; lower model.ppo.lr or "
-                    f"model.ppo.target_kl"
+                    f"the loss or gradient of {MAX_SKIPS} minibatches in a row is not finite; lower model.ppo.lr, or "
+                    f"set a lower model.ppo.target_kl"
                 )
         after = nn.utils.parameters_to_vector(parameters).detach()
         weight_change = (torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before)).item()
         if not isfinite(weight_change):
             raise DivergedError(
-                "the policy's weights are not finite after an update; lower model.ppo.lr or model.ppo.target_kl"
+                "the policy's weights are not finite after an update; lower model.ppo.lr, or set a lower "
+                "model.ppo.target_kl"
             )
         metrics = update_metrics(all_terms, grad_norms, self.policy.heads.sizes, finite=finite) | {
             **summary.metrics,

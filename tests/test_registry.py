@@ -103,7 +103,7 @@ def test_parts_that_are_not_what_they_should_be_are_refused_in_a_sentence(place:
         (lambda: register_reward("taken", ["gain", "rollback"])(parts.thrifty), "none may be 'rollback'"),
         (lambda: controllers.register(parts.GrowOnce), "'mine_parts.GrowOnce'>: register it under a name"),
         (lambda: executors.register("mine")(parts.GrowOnce), "mine_parts.GrowOnce'> is not one"),
-        (lambda: executors.register("auto")(LoopExecutor), "executor 'auto' is already registered"),
+        (lambda: executors.register("auto")(LoopExecutor), "executor 'auto' is a name of this package"),
         (lambda: register("a", "image", parameters=len, flops=len), "layouts must be a set such as {'image'}"),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):

@@ -179,9 +179,9 @@ def _check_feature(name: str, feature: Tensor, doubled: Tensor, *, is_channels_l
 
 def is_compiled(module: nn.Module) -> bool:
     """Return True if torch.compile has wrapped this module, or replaced its call or its forward method."""
-    own_forward = vars(module).get("forward")
-    is_replaced = module._compiled_call_impl is not None or hasattr(own_forward, "_torchdynamo_orig_callable")
-    return hasattr(module, "_orig_mod") or is_replaced
+    own = vars(module).get("forward")  # torch.compiler.disable leaves the same attribute, beside one of its own
+    is_own_compiled = hasattr(own, "_torchdynamo_orig_callable") and not hasattr(own, "_torchdynamo_disable")
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None or is_own_compiled
 
 
 def check_new_slots(network: nn.Module, names: Sequence[str]) -> None:

@@ -93,7 +93,8 @@ class Attached(nn.Module):
         for slot in slots_of(self).values():
             slot.initialise(generator)
         self.network.load_state_dict(fresh.state_dict())
-        for name, buffer in fresh.named_buffers():  # a state dict lacks those that are not persistent
+        # A state dict lacks buffers that are not persistent, and blocks may share one.
+        for name, buffer in fresh.named_buffers(remove_duplicate=False):
             self.network.get_buffer(name).copy_(buffer)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -59,7 +59,9 @@ class Registry(dict[str, Part], Generic[Part]):
 
     def add(self, name: str, part: Part, made_from: Any) -> None:
         """Add a part that was made from a class or function. Raises ValueError if the name is taken."""
-        if name in self.reserved or (name in self and not is_same_definition(self.registered.get(name), made_from)):
+        if name in self.reserved:
+            raise ValueError(f"{self.kind} {name!r} is a name of this package; choose another name")
+        if name in self and not is_same_definition(self.registered.get(name), made_from):
             raise ValueError(f"{self.kind} {name!r} is already registered; choose another name")
         self[name] = part
         self.registered[name] = made_from

@@ -23,6 +23,9 @@ CALIBRATION_BINS = 15  # of confidence, as in https://arxiv.org/abs/1706.04599
 
 SPLITS = ("train", "validation", "test")
 
+LARGEST_SHARE = 1.00001
+"""Largest number that is taken for a share: sums of shares are rounded."""
+
 TOKEN_ELEMENTS = 256
 """Numbers that a network makes of one token, features and logits: those of a vocabulary of bytes."""
 
@@ -269,7 +272,7 @@ def check_measures(measures: Measures, samples: int, task: str) -> None:
     if not all(values.is_floating_point() for values in measures):
         kinds = " and ".join(str(values.dtype) for values in measures)
         raise ValueError(f"task {task}: measure returned {kinds}; return floats, as by (outputs == targets).float()")
-    if measures.score.max() > 1:
+    if measures.score.max() > LARGEST_SHARE:
         raise ValueError(f"task {task}: a score is {measures.score.max():.4g}; divide it by the largest possible one")
 
 

@@ -263,7 +263,7 @@ def test_three_minibatches_in_a_row_that_are_not_finite_end_in_one_line(
         return terms._replace(policy=terms.policy * math.nan) if next(seen) in (15, 16, 17) else terms
 
     monkeypatch.setattr("esper_lightning.module.ppo_terms", broken)
-    said = "3 minibatches in a row is not finite; lower model.ppo.lr or model.ppo.target_kl"
+    said = "3 minibatches in a row is not finite; lower model.ppo.lr, or set a lower model.ppo.target_kl"
     assert said in answer(tmp_path, capsys, "--model.ppo.target_kl=null", code=3)
     assert tick_of(only_run(tmp_path).last) == HORIZON
 

@@ -59,10 +59,11 @@ class Tied(nn.Module):
         self.head = nn.Linear(width, num_classes, bias=False)
         self.head.weight = self.tokens.weight
         self.register_buffer("scale", torch.tensor(3.0), persistent=False)
+        self.body.register_buffer("scale", self.scale, persistent=False)
         self.offset = torch.arange(4.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(self.tokens(x)) * self.scale + self.offset)
+        return self.head(self.body(self.tokens(x)) * self.body.scale * self.scale + self.offset)
 
 
 def test_ties_buffers_outside_of_checkpoints_and_plain_tensors_are_those_of_the_constructor() -> None:

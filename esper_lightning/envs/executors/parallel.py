@@ -1,4 +1,7 @@
-"""Executors that run several hosts at the same time, in worker threads or CUDA streams, with the results of `loop`."""
+"""Executors that run several hosts at the same time, in worker threads or CUDA streams, with the results of `loop`.
+
+Hosts with dropout are an exception in worker threads, which share one generator of random numbers.
+"""
 
 import os
 from collections.abc import Callable, Iterator, Sequence

@@ -471,7 +471,24 @@ class PastLightning(Classifier):
         return loss
 
 
-@pytest.mark.parametrize("kind", [Published, Lookahead, PastLightning])
+class BySomeClosures(PastLightning):
+    """Manual optimization of some batches by a closure, which computes the gradients within the step."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        loss = Classifier.training_step(self, batch, batch_idx)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            return loss
+
+        if batch_idx % 2:
+            optimizer.step(closure=closure)
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Published, Lookahead, PastLightning, BySomeClosures])
 def test_a_seed_learns_at_the_rate_of_the_host_and_its_gradients_are_known(kind: type[Classifier]) -> None:
     torch.manual_seed(0)
     module, rates = kind(), list[list[float]]()

@@ -63,6 +63,7 @@ def make_collector(executor: str, precision: str) -> RolloutCollector:
 
 @pytest.mark.parametrize(("executor", "precision"), CASES)
 def test_a_tick_waits_for_the_gpu_twice_and_nothing_is_on_the_wrong_device(executor: str, precision: str) -> None:
+    """S3: a step reads the actions in one transfer and all measurements in another, and nothing else."""
     with ImitatedGpu() as gpu:
         collector = make_collector(executor, precision)
         pool, space = collector.pool, collector.pool.space
