@@ -251,7 +251,7 @@ class Stack(Callback):
         """Raise ValueError if a part of the trainer or of the module does not follow a network that grows."""
         most = self.built.most
         if not isinstance(self.plan, Shares):  # shares end with all blocks that this process has built, too
-            check_processes("Stack: with a plan", trainer)
+            check_processes("Stack(plan=…)", trainer)
         if self.start >= most:
             raise ValueError(
                 f"Stack: start must be below {most}, the number of blocks that the module builds in {self.name!r}, "

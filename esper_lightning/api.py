@@ -49,8 +49,8 @@ class _Classifier(LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         outputs, classes = self.network(batch[0]), batch[1]
         positions = outputs.shape[:1] + outputs.shape[2:]  # axis 1 has the classes
-        is_one = outputs.ndim > 1 and outputs.shape[1] > 1 and positions == classes.shape
-        if not is_one or (classes.is_floating_point() and bool((classes != classes.round()).any())):
+        fits = outputs.ndim > 1 and outputs.shape[1] > 1 and positions == classes.shape
+        if not fits or (classes.is_floating_point() and bool((classes != classes.round()).any())):
             raise ValueError(
                 f"grow: accuracy needs outputs [B, classes] and class indices [B], got {list(outputs.shape)} and "
                 f"{list(classes.shape)}; for other tasks give the callback Grow to your own Trainer"

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import timm.optim
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor, ModelCheckpoint
@@ -452,6 +451,8 @@ class Published(Classifier):
 
 class Lookahead(Classifier):
     def configure_optimizers(self) -> Any:
+        import timm.optim  # imported late: it takes seconds
+
         return timm.optim.Lookahead(torch.optim.AdamW(self.parameters(), lr=0.01))
 
 
