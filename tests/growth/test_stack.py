@@ -209,8 +209,11 @@ def test_a_block_that_is_run_several_times_is_run_more_often_and_stays_one() -> 
 def test_a_network_in_distributed_data_parallel_is_refused() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
+        wrapped = DistributedDataParallel(Network())
         with pytest.raises(ValueError, match="does not average gradients of blocks that it has not seen; give its"):
-            stack(DistributedDataParallel(Network()), "module.blocks", to=4)
+            stack(wrapped, "module.blocks", to=4)
+        with pytest.raises(ValueError, match="would not average the gradients of seeds; use the callback Grow"):
+            attach_slots(wrapped, ["module.blocks.0"], torch.zeros(2, 1))
     finally:
         torch.distributed.destroy_process_group()
 
