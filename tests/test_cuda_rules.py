@@ -100,6 +100,7 @@ def test_a_policy_is_not_rounded_to_tf32_whatever_the_user_has_chosen(choice: No
     assert float32_state()[-3:] == ["highest", "False", "False"], "both interfaces agree"
 
 
+@pytest.mark.slow
 def test_a_validation_on_several_gpus_reduces_no_tensor_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,6 @@ from esper_lightning.tasks import AugmentConfig, Digits, Measures, Task, TaskDat
 from tests.cue import CueMemory
 from tests.runs import cli, differences, fit, only_run, tiny_host
 from tests.tasks.stored import write_cifar10
-from tests.tiers import rest_is_slow
 
 CPU = torch.device("cpu")
 
@@ -132,9 +131,8 @@ def test_one_data_set_serves_every_pool_and_goes_with_it(monkeypatch: pytest.Mon
     assert kept() is None
 
 
-@pytest.mark.parametrize(
-    ("executor", "size"), rest_is_slow([("loop", 60), ("fused", 60), ("fused", 128)], {("fused", 60)})
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("executor", "size"), [("loop", 60), ("fused", 60), ("fused", 128)])
 def test_the_configured_batch_size_runs_on_cifar10(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executor: str, size: int
 ) -> None:

@@ -95,6 +95,7 @@ def test_a_row_that_decides_in_training_is_placed_by_the_flops_that_it_has_spent
     assert set(witness.depths) == {1, 3} and result.flops == sum(witness.flops[blocks] for blocks in witness.depths)
 
 
+@pytest.mark.slow
 def test_the_rate_is_searched_until_the_best_is_inside_and_finished_trainings_are_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,7 @@ from tests.runs import (
     tiny_host,
     with_callback,
 )
+from tests.tiers import rest_is_slow
 
 HORIZON = 4
 
@@ -91,10 +92,9 @@ FLAGS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("flags", "counts"), FLAGS.values(), ids=list(FLAGS))
-def test_a_flag_of_the_trainer_does_what_lightning_says(
-    flags: dict[str, Any], counts: tuple[int, int, int], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", rest_is_slow(FLAGS, FLAGS.keys() - {"detect_anomaly"}))
+def test_a_flag_of_the_trainer_does_what_lightning_says(name: str, tmp_path: Path) -> None:
+    flags, counts = FLAGS[name]
     recorder = Recorder()
     try:
         fitted(make_trainer(tmp_path, recorder, **flags))
@@ -138,6 +138,7 @@ def rates(root: Path, *callbacks: Callback, **limits: Any) -> tuple[list[tuple[f
     return seen.seen, made
 
 
+@pytest.mark.slow
 def test_rates_fall_to_their_end_by_the_limit_that_ends_the_training_first(tmp_path: Path) -> None:
     by_epochs, made = rates(tmp_path, max_epochs=4)
     steps = made.global_step
@@ -160,7 +161,7 @@ def test_rates_stay_as_they_are_in_a_training_without_an_end(
     assert "give the Trainer max_epochs, max_steps or max_time" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("tick", [4, 6])
+@pytest.mark.parametrize("tick", rest_is_slow([4, 6], {6}))
 def test_a_run_that_is_limited_by_steps_is_resumed_bit_for_bit(tick: int, tmp_path: Path) -> None:
     def trained(root: Path, **resume: Any) -> tuple[Trainer, list[tuple[float, float]]]:
         seed_everything(0, verbose=False)
@@ -311,6 +312,7 @@ class MyModule(TamiyoModule): ...
 class MyHosts(HostPoolData): ...
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_subclasses_of_the_module_and_the_data_module_resume(tmp_path: Path) -> None:
     seed_everything(0, verbose=False)

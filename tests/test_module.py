@@ -34,6 +34,7 @@ from tests.runs import (
     tiny_host,
     with_callback,
 )
+from tests.tiers import rest_is_slow
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +136,7 @@ def practise(
     )
 
 
-@pytest.mark.parametrize("executor", ["loop", "threads"])
+@pytest.mark.parametrize("executor", rest_is_slow(["loop", "threads"], {"threads"}))
 def test_hosts_and_policy_stay_in_float32_under_a_trainers_autocast(executor: Literal["loop", "threads"]) -> None:
     plain, autocast = (TamiyoModule(ppo=PPOConfig(minibatches=2)) for _ in range(2))
     practise(plain, executor)
@@ -202,7 +203,9 @@ def test_an_update_that_makes_the_weights_overflow_ends_the_run() -> None:
         practise(module)
 
 
-@pytest.mark.parametrize(("target_kl", "learned_from"), [(None, 6.0), (0.5, 6.0), (1e-9, 1.0)])
+@pytest.mark.parametrize(
+    ("target_kl", "learned_from"), rest_is_slow([(None, 6.0), (0.5, 6.0), (1e-9, 1.0)], {(None, 6.0), (1e-9, 1.0)})
+)
 def test_an_update_is_adam_on_the_loss_of_one_minibatch_after_the_other(
     target_kl: float | None, learned_from: float
 ) -> None:

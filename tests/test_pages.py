@@ -175,7 +175,11 @@ def test_the_programs_of_a_page_run(
 
 
 @pytest.mark.parametrize(
-    ("name", "program", "config"), [("lightning", "mine.py", "mine.yaml"), ("ppo", "train_ppo.py", "cartpole.yaml")]
+    ("name", "program", "config"),
+    [
+        pytest.param("lightning", "mine.py", "mine.yaml", marks=pytest.mark.slow),
+        ("ppo", "train_ppo.py", "cartpole.yaml"),
+    ],
 )
 def test_the_command_line_of_a_page_trains_from_its_config(
     name: str, program: str, config: str, open_guide: OpenGuide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -159,7 +159,7 @@ CASES: list[tuple[Kind, int]] = [
     *SPOILED,
     (Kind(flags=OPTIONS), MID_ROLLOUT),
 ]
-FAST = [(LOOP, MID_ROLLOUT), (LOOP, 2 * HORIZON), SPOILED[-1]]
+FAST = [(LOOP, 2 * HORIZON), SPOILED[-1]]
 
 
 @pytest.mark.parametrize(("kind", "tick"), rest_is_slow(CASES, FAST), ids=str)
@@ -181,12 +181,14 @@ def test_a_run_resumed_at_any_tick_equals_the_uninterrupted_one(
     assert measured(run) == {tag: points for tag, points in later.items() if points}
 
 
+@pytest.mark.slow
 def test_saving_in_mid_rollout_leaves_no_trace_in_the_run(whole: Whole, tmp_path: Path) -> None:
     LOOP.train(tmp_path)
 
     assert differences(content_of(only_run(tmp_path)), content_of(whole(LOOP))) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_back_in_its_folder_ends_as_it_did_and_doubles_no_point(whole: Whole, tmp_path: Path) -> None:
     run = Run(Path(shutil.copytree(whole(LOOP).folder, tmp_path / "version_0")))  # all its ticks are in TensorBoard
     run.last.unlink()
@@ -220,6 +222,7 @@ def test_a_run_goes_on_in_its_folder_with_its_own_settings(tmp_path: Path, capsy
     assert yaml.safe_load((run.folder / "config.yaml").read_text())["trainer"]["max_epochs"] == 2
 
 
+@pytest.mark.slow
 def test_a_comparison_says_which_settings_of_the_hosts_are_not_those_of_the_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -265,7 +268,7 @@ def hosts(checkpoint: Path) -> list[list[Any]]:
 
 
 @pytest.mark.filterwarnings("ignore:the checkpoint has the random states")
-@pytest.mark.parametrize("tick", rest_is_slow([1, HORIZON, HORIZON + 1, END], {HORIZON, HORIZON + 1}))
+@pytest.mark.parametrize("tick", rest_is_slow([1, HORIZON, HORIZON + 1, END], {HORIZON + 1}))
 def test_on_another_type_of_device_a_run_goes_on_from_the_beginning_of_its_rollout(
     tick: int, whole: Whole, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -380,7 +383,7 @@ STOPS += [("command", MID_ROLLOUT, SIGHUP)]
 
 @pytest.mark.parametrize(
     ("door", "moment", "number"),
-    rest_is_slow(STOPS, [("script", MID_ROLLOUT, SIGTERM), ("command", "save", SIGKILL)]),
+    rest_is_slow(STOPS, [("command", "save", SIGKILL)]),
     ids=str,
 )
 def test_a_stopped_run_goes_on_to_the_end_of_one_that_was_not_stopped(

@@ -52,6 +52,7 @@ from tests.callbacks.gpt import (
     weights,
 )
 from tests.decisions import WAIT, act, germinate
+from tests.tiers import rest_is_slow
 
 TOTAL = BATCHES * EPOCHS
 """Batches of a training."""
@@ -542,7 +543,7 @@ PLANS: dict[str, tuple[Callable[[], Any], list[int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", rest_is_slow(PLANS, PLANS.keys() - {"a policy"}))
 def test_a_training_resumed_with_a_plan_ends_as_the_whole_one(name: str, tmp_path: Path) -> None:
     plan, depths = PLANS[name]
     whole, seen, first = make(), EachBatch(tmp_path), Stack("net.blocks", start=1, plan=plan())
@@ -597,13 +598,16 @@ def test_a_network_that_has_not_grown_says_why(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize(
     ("settings", "plan", "depths"),
-    [
-        ("start: 1, at: {0.2: 2, 0.6: 4}, order: interleave", "Shares", [1, 2, 4]),
-        ("plan: scaling", "ScalingPlan", [1]),
-        ("plan: tamiyo_depth", "PolicyPlan", [1]),
-        (f"plan: {__name__}.late", "function", [1, 4]),
-        (f"plan: {__name__}.Patient", "Patient", [1, 2, 3, 4]),
-    ],
+    rest_is_slow(
+        [
+            ("start: 1, at: {0.2: 2, 0.6: 4}, order: interleave", "Shares", [1, 2, 4]),
+            ("plan: scaling", "ScalingPlan", [1]),
+            ("plan: tamiyo_depth", "PolicyPlan", [1]),
+            (f"plan: {__name__}.late", "function", [1, 4]),
+            (f"plan: {__name__}.Patient", "Patient", [1, 2, 3, 4]),
+        ],
+        lambda case: case[1] in ("Shares", "ScalingPlan", "Patient"),
+    ),
 )
 def test_it_is_named_in_a_config_and_a_plan_on_the_command_line(
     settings: str, plan: str, depths: list[int], tmp_path: Path

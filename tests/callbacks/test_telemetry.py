@@ -18,6 +18,7 @@ def steps(root: Path, tag: str) -> list[int]:
     return [step for step, _ in only_run(root).scalars()[tag]]
 
 
+@pytest.mark.slow
 def test_hosts_are_written_as_often_as_asked_and_rollouts_always(tmp_path: Path) -> None:
     fit(tmp_path, "--trainer.max_epochs=2", *with_callback(Telemetry, every_n_ticks=3))
 

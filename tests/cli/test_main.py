@@ -91,6 +91,7 @@ def test_last_is_the_checkpoint_that_was_written_last(tmp_path: Path) -> None:
     assert load(second.last)["callbacks"]["RolloutState"]["loop"]["episode"] == 1
 
 
+@pytest.mark.slow
 def test_validate_repeats_what_fit_has_logged(tmp_path: Path) -> None:
     fit(tmp_path, "--trainer.max_epochs=2")
     run = only_run(tmp_path)

@@ -144,7 +144,7 @@ def test_the_heuristic_keeps_what_helps_and_culls_what_harms(
     assert decision(rule, patient)[:2] == (op, 0)
 
 
-@pytest.mark.parametrize("changes", [{}, FREE], ids=["by default", "all heads"])
+@pytest.mark.parametrize("changes", [pytest.param({}, marks=pytest.mark.slow), FREE], ids=["by default", "all heads"])
 @pytest.mark.parametrize(
     "rule",
     [

@@ -34,6 +34,7 @@ from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
 from tests.envs.episodes import Episode
 from tests.envs.executors.episodes import same
 from tests.envs.executors.fused.hosts import FAST_CONFIG, HOSTS, make, precision
+from tests.tiers import rest_is_slow
 
 
 def make_deep(executor: str = "loop", batches: float | None = None, **settings: object) -> HostPool:
@@ -84,7 +85,7 @@ def test_depth_slots_of_one_list_are_offered_in_turn() -> None:
         assert possible[1] == [True, False]
 
 
-@pytest.mark.parametrize("doublings", [0, 1, 2])
+@pytest.mark.parametrize("doublings", rest_is_slow([0, 1, 2], {1}))
 def test_the_scaling_rule_adds_stacks_as_long_as_the_flops_left_suffice(doublings: int) -> None:
     rule, pool = Scaling(), make_deep(batches=10.0)
     env, block = pool.envs[0], sum(p.numel() for p in pool.envs[0].network.blocks[0].parameters())
@@ -141,7 +142,7 @@ def gradients(env: HostEnv) -> list[GradientStats]:
     return [env.host_gradient or NO_GRADIENT, *(record.gradient or NO_GRADIENT for record in env.records)]
 
 
-@pytest.mark.parametrize("kind", ["gpt, depth", "cnn, depth"])
+@pytest.mark.parametrize("kind", rest_is_slow(["gpt, depth", "cnn, depth"], {"cnn, depth"}))
 def test_hosts_of_different_depths_learn_the_same_in_every_executor(kind: str) -> None:
     loop, threads, fused = (play_deep(executor, kind) for executor in ("loop", "threads", "fused"))
 
@@ -150,7 +151,7 @@ def test_hosts_of_different_depths_learn_the_same_in_every_executor(kind: str) -
             torch.testing.assert_close(theirs, ours, rtol=1e-7, atol=1e-8, equal_nan=True)
 
 
-@pytest.mark.parametrize("kind", ["gpt, depth", "cnn, depth"])
+@pytest.mark.parametrize("kind", rest_is_slow(["gpt, depth", "cnn, depth"], {"cnn, depth"}))
 def test_a_state_is_restored_exactly_at_every_other_depth(kind: str) -> None:
     pool = make("loop", kind, 1, torch.float32)
     pool.reset([1])
@@ -230,7 +231,7 @@ def test_a_grown_host_is_saved_and_loaded_and_a_state_of_two_depths_is_refused(t
             Grow(decider=decider)
 
 
-@pytest.mark.parametrize("executor", ["loop", "fused"])
+@pytest.mark.parametrize("executor", rest_is_slow(["loop", "fused"], {"loop"}))
 def test_an_episode_goes_on_bit_for_bit_at_its_depth(executor: str) -> None:
     whole = Episode(make_deep(executor, batches=4.0), 7).play(5)
     assert any(slot.occupied for env in whole.pool.envs for slot in env.slots[1:]), "some host has become deeper"
@@ -261,6 +262,7 @@ def test_blocks_that_are_built_in_have_weights_of_their_own_and_the_scale_of_the
     assert pool.step(act(WAIT, WAIT)).metrics.loss.isfinite().all()
 
 
+@pytest.mark.slow
 def test_with_a_budget_the_network_built_in_has_the_flops_of_the_grown_one() -> None:
     pool = make_deep(batches=6.0)
     grown = play_episode(pool, "random", RandomValid(5), rng_seeds=[1, 3])
@@ -292,6 +294,7 @@ def test_a_policy_that_was_trained_with_a_budget_is_refused_without_one_and_the_
             TrainingHosts(trained.space, trained.feature_names, config.observation, rules).check(offered)
 
 
+@pytest.mark.slow
 def test_the_depth_policy_of_the_package_grows_where_the_budget_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     # One minibatch in each tick, and the budget as if it were spent.
     monkeypatch.setattr(HostEnv, "num_batches", lambda self, samples: 1)

@@ -17,6 +17,7 @@ from esper_lightning.hosts import MLP
 from esper_lightning.tasks import Digits, Synthetic, Task, TaskData
 from tests.conftest import SMALL, small_host
 from tests.decisions import CPU, Row, act, decide
+from tests.tiers import rest_is_slow
 
 TABLE = Synthetic(shape=[6], classes=3, train=64, validation=32, test=32)
 IMAGES = Digits(validation=100, test=100)
@@ -77,7 +78,7 @@ def decision(step: tuple[Op, int, str], pool: HostPool | MixedPool) -> Row:
     return decide(op, slot=slot, **more)
 
 
-@pytest.mark.parametrize("executor", ["loop", "threads", "fused"])
+@pytest.mark.parametrize("executor", rest_is_slow(["loop", "threads", "fused"], {"fused"}))
 def test_every_host_lives_as_it_would_in_a_pool_of_its_own(common: SharedSpace, executor: str) -> None:
     mixed = mixed_pool(common, executor)
     alone = [pool_of("images", 2, executor=executor), pool_of("table", 1, executor=executor)]

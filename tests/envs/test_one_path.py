@@ -18,6 +18,7 @@ from esper_lightning.evaluation.play import play_episode
 from esper_lightning.growth.stages import Stage
 from esper_lightning.ppo.collector import RolloutCollector
 from tests.conftest import FREE
+from tests.tiers import rest_is_slow
 
 BATCHES = 3
 
@@ -45,7 +46,10 @@ def count_training(patch: pytest.MonkeyPatch, epoch: type) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    ("executor", "epoch", "at_once"), [("loop", HostEpoch, 1), ("threads", HostEpoch, 1), ("fused", FusedEpoch, 3)]
+    ("executor", "epoch", "at_once"),
+    rest_is_slow(
+        [("loop", HostEpoch, 1), ("threads", HostEpoch, 1), ("fused", FusedEpoch, 3)], lambda case: case[0] != "loop"
+    ),
 )
 def test_every_stage_under_every_controller_learns_in_one_train_step(
     make_loop: Callable[..., RolloutCollector],

@@ -28,6 +28,7 @@ from esper_lightning.tasks import Batches
 from tests.conftest import SMALL
 from tests.decisions import WAIT, act, fossilize, germinate
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
+from tests.tiers import rest_is_slow
 
 MakePool = Callable[..., HostPool]
 
@@ -155,7 +156,7 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], list[Tensor
     return seen
 
 
-@pytest.mark.parametrize("executor", ["loop", "threads", "fused"])
+@pytest.mark.parametrize("executor", rest_is_slow(["loop", "threads", "fused"], {"fused"}))
 def test_all_controllers_see_the_same_data_whatever_they_do(
     make_pool: MakePool, orders: dict[tuple[int, int], list[Tensor]], executor: str
 ) -> None:

@@ -30,7 +30,11 @@ EPISODE = 8 * 6
 """Environment steps of one episode of the `pool` fixture."""
 
 
-@pytest.fixture(scope="module", params=[{"horizon": 12}, FREE], ids=["as by default", "all heads"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param({"horizon": 12}, marks=pytest.mark.slow), FREE],
+    ids=["as by default", "all heads"],
+)
 def roomy(make_pool: MakePool, request: pytest.FixtureRequest) -> HostPool:
     """Pool with time for several seeds."""
     return make_pool(8, **request.param)

@@ -13,7 +13,9 @@ def test_there_are_twelve_held_out_settings() -> None:
     assert len(SETTINGS) == 12
 
 
-@pytest.mark.parametrize("name", ["sgd, falling rate", "five ticks", "97 images", "a quantity"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("sgd, falling rate", marks=pytest.mark.slow), "five ticks", "97 images", "a quantity"]
+)
 def test_the_policy_plays_on_a_further_held_out_setting(name: str) -> None:
     policy = load_controller("tamiyo")
     rules = policy.rules

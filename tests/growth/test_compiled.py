@@ -177,6 +177,7 @@ def differing(subject: Subject, form: str, backend: str, *, isolation: Any) -> l
     return found
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
 inductor = partial(
     pytest.param, marks=[pytest.mark.slow, pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")]
 )
@@ -187,11 +188,11 @@ inductor = partial(
     ("backend", "kind", "form", "isolation"),
     [
         ("eager", "built-in vector", "module", "straight_through"),
-        ("eager", "attached vector", "function", "proximal"),
+        slow("eager", "attached vector", "function", "proximal"),
         ("eager", "built-in sequence", "in place", "proximal"),
-        ("aot_eager", "attached image", "function", "straight_through"),
+        slow("aot_eager", "attached image", "function", "straight_through"),
         ("aot_eager", "built-in vector", "module", "proximal"),
-        pytest.param("aot_eager", "built-in image", "function", "proximal", marks=pytest.mark.slow),
+        slow("aot_eager", "built-in image", "function", "proximal"),
         inductor("inductor", "built-in vector", "module", "straight_through"),
         inductor("inductor", "attached vector", "function", "proximal"),
     ],

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from esper_lightning.callbacks import Stack
 from esper_lightning.growth import stack
 from tests.callbacks.gpt import DropoutByBatch, trainer
+from tests.tiers import rest_is_slow
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 WORDS: dict[str, Any] = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -128,7 +129,7 @@ def assert_saved(network: Any, case: Case, folder: Path) -> None:
     assert torch.equal(logits(again, case), logits(network, case))
 
 
-@pytest.mark.parametrize("order", ["stack", "interleave"])
+@pytest.mark.parametrize("order", rest_is_slow(["stack", "interleave"], {"interleave"}))
 def test_a_grown_network_is_whole_in_a_copy_trains_generates_and_is_read_again(
     case: Case, order: Any, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from esper_lightning.envs import HostPool
 from esper_lightning.tasks import FromDataModule, Split, Stream, Task, TaskData
 from tests.runs import ROOT, Run, continuation, differences, fit, fit_saving_ticks
 from tests.tasks.large import Pictures, make_pool, play, write
+from tests.tiers import rest_is_slow
 
 
 def gathered(batches: Any) -> Split:
@@ -58,8 +59,10 @@ def test_an_episode_sees_each_sample_of_a_pass_once_in_an_order_of_its_own() -> 
     assert first != other and episode(4) == first
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("source", ["global", "loader", "sampler"])
+@pytest.mark.parametrize(
+    ("workers", "source"),
+    rest_is_slow(product([0, 2], ["global", "loader", "sampler"]), lambda case: case[0] == 0 or case[1] == "global"),
+)
 def test_a_chunk_is_the_same_whatever_was_read_and_drawn_before(workers: int, source: str) -> None:
     def stream() -> Stream:
         data, generator = Pictures().data, torch.Generator().manual_seed(random.randrange(100))
@@ -121,7 +124,8 @@ def test_hosts_on_chunks_that_are_the_whole_data_equal_hosts_on_floats_in_memory
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_on_a_stream_resumes_bit_for_bit(workers: int, tmp_path: Path) -> None:
     data = {"class_path": "tests.tasks.large.Pictures", "dict_kwargs": {"num_workers": workers}}
     task = {"class_path": "FromDataModule", "init_args": {"data": data, "stream": True}}

@@ -365,7 +365,7 @@ def losses_into(values: list[float]) -> Callback:
     return LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, *_: values.append(float(outputs["loss"])))
 
 
-@pytest.mark.parametrize("epochs", [(), (2, 4)])
+@pytest.mark.parametrize("epochs", [(), pytest.param((2, 4), marks=pytest.mark.slow)])
 def test_nothing_grows_in_a_search_for_the_learning_rate_and_all_is_as_before_it(
     epochs: tuple[int, ...], tmp_path: Path
 ) -> None:

@@ -177,6 +177,7 @@ def grown(kind: type[Classifier]) -> tuple[Classifier, dict[str, float]]:
     return module, {name: float(value) for name, value in ended.callback_metrics.items()}
 
 
+@pytest.mark.slow
 def test_a_training_with_compiled_code_is_bit_for_bit_the_uncompiled_one() -> None:
     (compiled, metrics), (expected, expected_metrics) = grown(CompiledTraining), grown(Plain)
 

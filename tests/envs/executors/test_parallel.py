@@ -159,6 +159,7 @@ def test_workers_end_with_their_pool(make_pool: MakePool, cores: Callable[[int],
         assert not begun & set(threading.enumerate())
 
 
+@pytest.mark.slow
 def test_workers_leave_torchs_number_of_threads_as_it_was(make_pool: MakePool, cores: Callable[[int], None]) -> None:
     def threads_per_operator() -> list[int]:
         """Return the threads per operator of this thread and of a new one."""

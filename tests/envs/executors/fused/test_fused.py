@@ -103,7 +103,7 @@ def test_seeds_learn_behind_their_hosts_as_in_the_loop(host: str, isolation: Iso
 
 
 @pytest.mark.parametrize(
-    ("host", "half"), rest_is_slow(product(["cnn", "gpt"], HALVES), {("cnn", "fp16"), ("gpt", "bf16")})
+    ("host", "half"), rest_is_slow(product(["cnn", "gpt"], HALVES), {("cnn", "fp16"), ("cnn", "bf16")})
 )
 def test_in_half_precision_all_layers_compute_in_it_and_what_is_measured_is_not_rounded(host: str, half: str) -> None:
     pools = both(host, dtype=torch.float32, training=replace(TRAINING, precision=half))
@@ -148,7 +148,7 @@ def test_all_that_a_controller_may_choose(host: str) -> None:
     assert_equal(*pools)
 
 
-@pytest.mark.parametrize("host", ["cnn", "gpt"])
+@pytest.mark.parametrize("host", rest_is_slow(["cnn", "gpt"], {"cnn"}))
 def test_a_trajectory_depends_neither_on_neighbours_nor_on_their_number(host: str) -> None:
     alone, among = make("fused", host, 1), make("fused", host, 5)
     for pool, seeds in ((alone, [2]), (among, range(5))):
@@ -246,7 +246,9 @@ def test_validation_takes_large_data_in_pieces(monkeypatch: pytest.MonkeyPatch, 
     assert len(lengths) == passes  # of 50 images or 24 texts
 
 
-@pytest.mark.parametrize(("host", "rule"), [("cnn", "adamw"), ("gpt", "adam"), ("residual", "sgd")])
+@pytest.mark.parametrize(
+    ("host", "rule"), [("cnn", "adamw"), ("gpt", "adam"), pytest.param("residual", "sgd", marks=pytest.mark.slow)]
+)
 def test_training_and_validation_wait_for_nothing(host: str, rule: str) -> None:
     training = replace(TRAINING, optimizer=rule, weight_decay=0.01)
     with ImitatedGpu() as gpu:
