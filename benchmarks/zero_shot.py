@@ -57,7 +57,7 @@ from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.envs.governor import GovernorConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.vector_env import EVALUATION, episode_rng_seeds
-from esper_lightning.evaluation.play import Outcome, play_episode
+from esper_lightning.evaluation.play import play_episode
 from esper_lightning.evaluation.search import SearchConfig, final_objectives, search
 from esper_lightning.evaluation.statistics import mean_interval
 from esper_lightning.hosts import CNN, GPT, MLP, Attached
@@ -361,10 +361,14 @@ def play(
 
     The second value has the actions that were carried out on each host.
     """
+    validation: list[float] = []
+
+    def keep(step: StepResult) -> None:
+        validation[:] = step.metrics.objective.tolist()
+
     begin = time.process_time()
-    validation, outcome = play_to_the_end(
-        pool, name, controller, rng_seeds=episode_rng_seeds(0, EVALUATION, 0, n_envs=pool.n_envs)
-    )
+    rng_seeds = episode_rng_seeds(0, EVALUATION, 0, n_envs=pool.n_envs)
+    outcome = play_episode(pool, name, controller, rng_seeds=rng_seeds, on_step=keep)
     seconds = time.process_time() - begin
     print(f"{setting}, {name} {training_seed}: {outcome.objective.mean():.3f}, {seconds:.0f} s", flush=True)
     rows = [
@@ -374,19 +378,6 @@ def play(
         )
     ]
     return rows, outcome.schedules
-
-
-def play_to_the_end(
-    pool: HostPool, name: str, controller: Controller, *, rng_seeds: Sequence[int]
-) -> tuple[list[float], Outcome]:
-    """Return the objective of each host on validation data at the end of an episode, and all other results of it."""
-    last: list[float] = []
-
-    def keep(step: StepResult) -> None:
-        last[:] = step.metrics.objective.tolist()
-
-    outcome = play_episode(pool, name, controller, rng_seeds=rng_seeds, on_step=keep)
-    return last, outcome
 
 
 Results = dict[str, dict[str, dict[str, np.ndarray]]]
