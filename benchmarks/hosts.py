@@ -76,12 +76,12 @@ def tiny(input_shape: Sequence[int], outputs: int, slots: list[str] | None = Non
 
 def small(input_shape: Sequence[int], outputs: int, slots: list[str] | None = None) -> nn.Module:
     """Return a CNN with 6,418 parameters."""
-    return CNN(input_shape, outputs, slots=slots)
+    return CNN(input_shape, outputs, slots=slots, isolate=True)
 
 
 def wide(input_shape: Sequence[int], outputs: int, slots: list[str] | None = None) -> nn.Module:
     """Return a CNN with 94,762 parameters."""
-    return CNN(input_shape, outputs, base=32, slots=slots)
+    return CNN(input_shape, outputs, base=32, slots=slots, isolate=True)
 
 
 def gpt(input_shape: Sequence[int], outputs: int, slots: list[str] | None = None) -> nn.Module:

@@ -93,7 +93,7 @@ def attach_slots(
     names: Sequence[str],
     example_input: ExampleInput,
     *,
-    detach_input: bool | None = None,
+    detach_input: bool = False,
     channels_last: Sequence[str] = (),
 ) -> dict[str, SeedSlot]:
     """Attach a slot after each named module of `network`, in place. Empty slots leave the outputs unchanged.

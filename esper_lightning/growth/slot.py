@@ -31,7 +31,8 @@ class SeedSlot(nn.Module):
         name: Location of the slot as shown to users, for example `block1.pool`.
         layout: Layout of the feature that passes through the slot.
         width: Number of channels C of that feature.
-        detach_input: Let no gradient reach earlier layers through the seed until it is fossilized. None: for images.
+        detach_input: Let no gradient reach earlier layers through the seed until it is fossilized. They then learn by
+            the host's share of the output alone, 1 - alpha, and not at all while alpha is 1.
         on_single_path: True if no shortcut bypasses the slot, so that a counterfactual pass may split the batch here.
 
     Attributes:
@@ -54,14 +55,14 @@ class SeedSlot(nn.Module):
         layout: Layout | Literal["absent", "stack"],
         width: int,
         *,
-        detach_input: bool | None = None,
+        detach_input: bool = False,
         on_single_path: bool = True,
     ) -> None:
         super().__init__()
         self.name = name
         self.layout = layout
         self.width = width
-        self.detach_input = layout == "image" if detach_input is None else detach_input
+        self.detach_input = detach_input
         self.on_single_path = on_single_path
         self.isolation: Isolation = "proximal"
         self.folded: nn.Conv2d | None = None

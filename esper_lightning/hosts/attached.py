@@ -38,7 +38,7 @@ class Attached(nn.Module):
         settings: Keyword arguments for `network`.
         classes_as: Name of the argument that takes the number of classes. None: no such argument is passed.
         tokens: True if inputs are token indices (int64) instead of real numbers.
-        isolate: Detach the seeds' inputs until they are fossilized (`SeedSlot.detach_input`). None: only for images.
+        isolate: Detach the seeds' inputs until they are fossilized (`SeedSlot.detach_input`).
         channels_last: The subset of `slots` whose features have shape [B, H, W, C].
         memory_format: Format in memory of the features of images: `channels_last` [B, H, W, C], or `contiguous`
             [B, C, H, W]. The input is converted; layers and seeds take over its format. Parameters keep theirs.
@@ -56,7 +56,7 @@ class Attached(nn.Module):
         settings: dict[str, Any] | None = None,
         classes_as: str | None = "num_classes",
         tokens: bool = False,
-        isolate: bool | None = None,
+        isolate: bool = False,
         channels_last: list[str] | None = None,
         memory_format: Literal["contiguous", "channels_last"] = "contiguous",
         depth: dict[str, int] | None = None,
@@ -118,7 +118,7 @@ def find_slot_records(
     outputs: int,
     tokens: bool,
     slots: tuple[str, ...],
-    isolate: bool | None,
+    isolate: bool,
     channels_last: tuple[str, ...],
     lists: tuple[str, ...],
     memory_format: str,

@@ -45,7 +45,7 @@ class CNN(nn.Module):
         pools: Number of blocks that end in a 2×2 max-pool, counted from the first. None: all.
         slots: Slots in which seeds may grow: `block1` (before the pool), `block1.pool` (after it) … None: one per
             block, after its pool if it has one.
-        isolate: Detach the seeds' inputs until they are fossilized (`SeedSlot.detach_input`). None: only for images.
+        isolate: Detach the seeds' inputs until they are fossilized (`SeedSlot.detach_input`).
         checkpoint_activations: Recompute the activations of each block in the backward pass instead of storing them,
             with the same results: 3.0 instead of 20.5 MiB for 128 images of 3×32×32, at 1.6 times the processor time.
         channels_last: Keep features as [B, H, W, C] in memory, which takes 0.60 times the processor time on 3×32×32
@@ -62,7 +62,7 @@ class CNN(nn.Module):
         kernel: int = 3,
         pools: int | None = None,
         slots: list[str] | None = None,
-        isolate: bool | None = None,
+        isolate: bool = False,
         checkpoint_activations: bool = False,
         channels_last: bool = True,
         widths: list[int] | None = None,

@@ -22,11 +22,11 @@ class Slots(nn.ModuleDict):
         slot_names: Names of the slots to create, in any order.
         slot_widths: Names of all possible slots with the width C of the feature there, in forward order.
         layout: Layout of the features.
-        isolate: Detach the seeds' inputs until they are fossilized (`SeedSlot.detach_input`). None: only for images.
+        isolate: Detach the seeds' inputs until they are fossilized (`SeedSlot.detach_input`).
     """
 
     def __init__(
-        self, slot_names: Sequence[str], slot_widths: Mapping[str, int], *, layout: Layout, isolate: bool | None
+        self, slot_names: Sequence[str], slot_widths: Mapping[str, int], *, layout: Layout, isolate: bool
     ) -> None:
         check_slot_names(slot_names, slot_widths)
         slots = {
@@ -65,7 +65,7 @@ class MLP(nn.Module):
         width: Units of each hidden layer.
         layers: Number of hidden layers.
         slots: Slots in which seeds may grow: `layer1`, `layer2` … None: one after every hidden layer.
-        isolate: Detach the seeds' inputs until they are fossilized (`SeedSlot.detach_input`). None: only for images.
+        isolate: Detach the seeds' inputs until they are fossilized (`SeedSlot.detach_input`).
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class MLP(nn.Module):
         width: int = 128,
         layers: int = 2,
         slots: list[str] | None = None,
-        isolate: bool | None = None,
+        isolate: bool = False,
     ) -> None:
         super().__init__()
         if width < 1 or layers < 1:

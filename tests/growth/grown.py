@@ -47,7 +47,7 @@ def generator_of(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def small_cnn(slots: list[str] | None = None, seed: int = 0, isolate: bool | None = None, base: int = 4) -> CNN:
+def small_cnn(slots: list[str] | None = None, seed: int = 0, isolate: bool = False, base: int = 4) -> CNN:
     """Return a CNN of three 3×3 blocks for images of 1×8×8; its weights depend on the RNG seed `seed` alone."""
     return build_on(CPU, lambda: CNN((1, 8, 8), 10, base=base, slots=slots, isolate=isolate), generator_of(seed))
 
@@ -65,7 +65,7 @@ def loss_of(network: nn.Module, seed: int = 7) -> Tensor:
 class TinyHost(nn.Module):
     """Two layers, each followed by a slot (`first`, `second`), for sequences [B, T, 5] or vectors [B, 5]; 3 classes."""
 
-    def __init__(self, layout: Layout, width: int = 6, isolate: bool | None = None) -> None:
+    def __init__(self, layout: Layout, width: int = 6, isolate: bool = False) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(5, width), nn.Linear(width, width)])
         self.slots = nn.ModuleList(SeedSlot(name, layout, width, detach_input=isolate) for name in ("first", "second"))
@@ -77,7 +77,7 @@ class TinyHost(nn.Module):
         return self.head(x.mean(1) if x.ndim == 3 else x)
 
 
-def host_of(layout: Layout, seed: int = 0, isolate: bool | None = None) -> nn.Module:
+def host_of(layout: Layout, seed: int = 0, isolate: bool = False) -> nn.Module:
     """Return a small host with at least two slots of `layout`; its weights depend on the RNG seed `seed` alone."""
     if layout == "image":
         return small_cnn(["block1", "block2.pool"], seed, isolate)

@@ -83,7 +83,7 @@ wishes = st.builds(
 def hosts(draw: st.DrawFn) -> tuple[Layout, dict[str, Any]]:
     """Draw a layout and the sizes of a small host."""
     layout = draw(st.sampled_from(LAYOUTS))
-    isolate = draw(st.sampled_from([None, True, False]))
+    isolate = draw(st.booleans())
     if layout != "image":
         return layout, {"width": draw(st.integers(2, 6)), "isolate": isolate}
     blocks = draw(st.integers(1, 3))
