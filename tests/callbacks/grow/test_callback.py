@@ -507,6 +507,19 @@ def test_a_seed_learns_at_the_rate_of_the_host_and_its_gradients_are_known(kind:
         assert [row[1] for row in rates[1:]] == pytest.approx([row[0] for row in rates[:-1]]), "set at the next step"
 
 
+def test_layers_before_a_seed_in_probation_learn_through_it() -> None:
+    sizes = list[float]()
+    watch = LambdaCallback(
+        on_before_optimizer_step=lambda trainer, module, optimizer: sizes.append(module.net[0].weight.grad.norm().item())
+    )
+    callback = grow({0: germinate(0, 0)})
+    train(classifier(), callback, watch, epochs=8)
+
+    slot = callback.growing.slots["3"]
+    assert slot.stage is Stage.PROBATIONARY and slot.alpha == 1.0
+    assert min(sizes[-5:]) > 0.1 * max(sizes)
+
+
 def test_a_teacher_that_is_a_copy_of_the_network_is_told_to_get_no_seeds() -> None:
     module = Classifier()
     module.teacher = deepcopy(module.net)
