@@ -510,7 +510,7 @@ def test_a_seed_learns_at_the_rate_of_the_host_and_its_gradients_are_known(kind:
 def test_layers_before_a_seed_in_probation_learn_through_it() -> None:
     sizes = list[float]()
     watch = LambdaCallback(
-        on_before_optimizer_step=lambda trainer, module, optimizer: sizes.append(module.net[0].weight.grad.norm().item())
+        on_before_optimizer_step=lambda _, module, optimizer: sizes.append(module.net[0].weight.grad.norm().item())
     )
     callback = grow({0: germinate(0, 0)})
     train(classifier(), callback, watch, epochs=8)
