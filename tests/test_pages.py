@@ -32,6 +32,7 @@ from esper_lightning.growth.stack import listed_order, sources_of
 from esper_lightning.runtime.registry import find_config
 from tests.rewards.ticks import host_step
 from tests.runs import CONFIGS, ROOT, Run, cli, csv_rows, forgotten_parts, only_run
+from tests.tiers import rest_is_slow
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r'^```(\w*)(?: title="([\w.]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
@@ -176,10 +177,9 @@ def test_the_programs_of_a_page_run(
 
 @pytest.mark.parametrize(
     ("name", "program", "config"),
-    [
-        pytest.param("lightning", "mine.py", "mine.yaml", marks=pytest.mark.slow),
-        ("ppo", "train_ppo.py", "cartpole.yaml"),
-    ],
+    rest_is_slow(
+        [("lightning", "mine.py", "mine.yaml"), ("ppo", "train_ppo.py", "cartpole.yaml")], lambda case: case[0] == "ppo"
+    ),
 )
 def test_the_command_line_of_a_page_trains_from_its_config(
     name: str, program: str, config: str, open_guide: OpenGuide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.zero_shot import SETTINGS, Row, make_pool, play, table
 from esper_lightning import load_controller
 from esper_lightning.envs import EnvConfig
+from tests.tiers import rest_is_slow
 
 
 def test_there_are_twelve_held_out_settings() -> None:
@@ -14,7 +15,10 @@ def test_there_are_twelve_held_out_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("sgd, falling rate", marks=pytest.mark.slow), "five ticks", "97 images", "a quantity"]
+    "name",
+    rest_is_slow(
+        ["sgd, falling rate", "five ticks", "97 images", "a quantity"], {"five ticks", "97 images", "a quantity"}
+    ),
 )
 def test_the_policy_plays_on_a_further_held_out_setting(name: str) -> None:
     policy = load_controller("tamiyo")

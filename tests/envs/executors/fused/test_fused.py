@@ -247,7 +247,8 @@ def test_validation_takes_large_data_in_pieces(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize(
-    ("host", "rule"), [("cnn", "adamw"), ("gpt", "adam"), pytest.param("residual", "sgd", marks=pytest.mark.slow)]
+    ("host", "rule"),
+    rest_is_slow([("cnn", "adamw"), ("gpt", "adam"), ("residual", "sgd")], lambda case: case[0] != "residual"),
 )
 def test_training_and_validation_wait_for_nothing(host: str, rule: str) -> None:
     training = replace(TRAINING, optimizer=rule, weight_decay=0.01)
