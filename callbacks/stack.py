@@ -26,6 +26,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
@@ -550,7 +551,10 @@ class Stack(Callback):
             if trainer.is_global_zero:
                 print_status(f"{self._change_line} → {self._last_loss(trainer)}")
             self._change_line = None
-        if self.batches == 1:
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Warn of lists that do not grow along, when there are gradients: a manual step may end by zeroing them."""
+        if self._own_steps < len(trainer.optimizers):  # the first step of each
             self._warn_of_idle_lists(trainer, pl_module)
 
     def _warn_of_idle_lists(self, trainer: Trainer, module: LightningModule) -> None:

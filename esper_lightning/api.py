@@ -55,8 +55,11 @@ class _Classifier(LightningModule):
                 f"grow: accuracy needs outputs [B, classes] and class indices [B], got {list(outputs.shape)} and "
                 f"{list(classes.shape)}; for other tasks give the callback Grow to your own Trainer"
             )
-        measured = {"val_acc": (outputs.argmax(1) == classes).float().mean(), "val_loss": self.loss(outputs, classes)}
-        self.log_dict(measured, batch_size=len(classes), on_epoch=True)
+        labelled = (classes >= 0) & (classes < outputs.shape[1])  # losses ignore others, such as the -100 of padding
+        if labelled.any():
+            accuracy = (outputs.argmax(1) == classes)[labelled].float().mean()
+            measured = {"val_acc": accuracy, "val_loss": self.loss(outputs, classes)}
+            self.log_dict(measured, batch_size=int(labelled.sum()), on_epoch=True)
 
     def on_validation_end(self) -> None:
         if not self.trainer.sanity_checking:

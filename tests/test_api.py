@@ -205,6 +205,20 @@ def test_outputs_of_which_accuracy_would_be_a_constant_are_refused(
         grow(network, batches, batches, ["2"], loss=lambda outputs, _: outputs.square().mean())
 
 
+@pytest.mark.parametrize("hidden", [1, 63, 64])
+def test_accuracy_and_loss_are_those_of_the_labels_that_the_loss_does_not_ignore(hidden: int) -> None:
+    images, digits = batches_of_digits()[20]
+    padded = torch.where(torch.arange(64) < hidden, -100, digits)
+    part = [(images[32:], digits[32:])]
+    network = network_of_digits()
+
+    result = grow(network, batches_of_digits()[:4], [(images, padded), *part], ["2"], epochs=1, accelerator="cpu")
+
+    seen, labels = torch.cat([images, images[32:]]), torch.cat([padded, digits[32:]])
+    right = (network.eval()(seen).argmax(1) == labels)[labels >= 0]
+    assert result.accuracy == pytest.approx([float(right.float().mean())])
+
+
 def test_ctrl_c_reaches_the_program_that_grows_a_network_and_so_does_the_next_one() -> None:
     network, handler = network_of_digits(), signal.getsignal(signal.SIGINT)
     hook = network.register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))

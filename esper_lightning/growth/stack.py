@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 from torch.optim import Optimizer
 
 from esper_lightning.growth.attach import attach_at, attached_places
@@ -142,6 +142,7 @@ def stack(
         for parameter in network.parameters():
             if parameter.is_floating_point():  # others cannot learn
                 parameter.requires_grad_(parameter not in present)
+                parameter.grad = None  # an optimizer would step by one that is 0
     warn_without_gradients(block_list, added, optimizers)
     if others:
         warnings.warn(one_count(blocks, others), stacklevel=2)
@@ -291,7 +292,9 @@ def _values_outside_state_dicts(modules: Sequence[nn.Module | None]) -> dict[str
     """Return for each attribute that no state dict holds its value in each module; the name "" stands for the class."""
     present = [module for module in modules if module is not None]
     saved = {name for module in present for name in module._buffers.keys() - module._non_persistent_buffers_set}
-    values: dict[str, list[Any]] = {"": [type(module) for module in modules]}
+    values: dict[str, list[Any]] = {
+        "": [module if module is None else type_before_parametrizations(module) for module in modules]
+    }
     for name in {name: None for module in present for name in (*vars(module), *module._buffers)}:  # in order
         if name not in STORAGE | saved | {"training"} and "hook" not in name:
             values[name] = [getattr(module, name, None) for module in modules]
@@ -664,9 +667,9 @@ class _Position(NamedTuple):
 
 
 def join_groups(optimizer: Optimizer, origins: list[nn.Module], grown: list[nn.Module]) -> None:
-    """Put parameters of new blocks of the `grown` list into the groups of their sources, with names if these have some.
+    """Put parameters of blocks with a source into its groups, with names if these have some, and take them from others.
 
-    `origins` has the source of each block: for a block that is not new, the block itself.
+    `origins` has the source of each block of the list `grown`: for a block that stays as it is, the block itself.
     """
     positions: dict[int, _Position] = {}  # by id
     for i in reversed(range(len(grown))):  # from the last block on, so that a shared parameter is at the first one
@@ -683,18 +686,24 @@ def join_groups(optimizer: Optimizer, origins: list[nn.Module], grown: list[nn.M
                 i, name = positions[id(parameter)]
                 names[k] = _renamed(names[k], name, before=former_index[id(grown[i])], after=i)
         order = {id(p): k for k, p in enumerate(params)}  # new parameters follow in the order of their sources
+        source_names = None if names is None else list(names)
         for i, (origin, block) in enumerate(zip(origins, grown, strict=True)):
             named = sorted(origin.named_parameters(), key=lambda pair: order.get(id(pair[1]), 0))
             for name, source in named if block is not origin else ():
                 target = block.get_parameter(name)
-                if target is source or not any(source is p for p in params) or any(target is p for p in params):
+                index = next((k for k, p in enumerate(params) if p is target), None)
+                if index is not None and id(source) not in order:  # of a present block, which changes its group
+                    del params[index]
+                    if names is not None:
+                        del names[index]
+                if target is source or index is not None or id(source) not in order:
                     continue
                 index = 0  # behind the last parameter of this or an earlier block; of this name, if not block by block
                 for k, position in enumerate(positions.get(id(p)) for p in params):
                     if position and position.block <= i and (block_by_block or position.name == name):
                         index = k + 1
-                if names is not None:
-                    source_name = next(names[k] for k, p in enumerate(params) if p is source)
+                if source_names is not None:
+                    source_name = source_names[order[id(source)]]
                     names.insert(index, _renamed(source_name, name, before=positions[id(source)].block, after=i))
                 params.insert(index, target)
 
@@ -723,7 +732,7 @@ class _TakeOver(NamedTuple):
 class BuiltBlocks:
     """The blocks that a class has built for a list, which holds only the first ones while the network is shallow.
 
-    Each block keeps the index for which it was built, with its settings and the buffers that no state dict holds.
+    Each block keeps the index for which it was built, with its settings and the buffers that training has not changed.
     Growth gives it the weights and the state of its source, and whatever has changed in the source since the blocks
     were built, such as hooks, rates of dropout, flags and modes.
     """
@@ -741,12 +750,13 @@ class BuiltBlocks:
         }
         self._built_names = {id(module): {*module._modules, *module._parameters} for module in modules}
         self._built_classes = {id(module): type(module) for module in modules}
-        # Buffers that no checkpoint holds are compared by values: a network that is moved or cast has other tensors.
-        self._built_buffers: dict[tuple[int, str], Tensor] = {}
-        for module in modules:
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name in module._non_persistent_buffers_set:
-                    self._built_buffers[id(module), name] = buffer.clone()
+        # Buffers are compared by values: a network that is moved or cast has other tensors.
+        self._built_buffers = {
+            (id(module), name): buffer.clone()
+            for module in modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
         holders = Counter(chain.from_iterable(map(_ids, self.blocks)))
         self._built_shared = {key for key, number in holders.items() if number > 1}  # ids of what blocks share
 
@@ -937,14 +947,14 @@ class BuiltBlocks:
     def _take_buffers(self, target: nn.Module, source: nn.Module, kept: set[int]) -> None:
         """Give a module the buffers of its source, in place, but for those whose `id` is `kept`.
 
-        A buffer that no state dict holds and that has not changed since the network was built stays as the class has
+        A buffer that has not changed in the source since the network was built, such as a mask, stays as the class has
         built it at the target's place, or as absent as it is there.
         """
         for name, buffer in source._buffers.items():
             present = target._buffers.get(name)
             if buffer is None or present is buffer or id(present) in kept:
                 continue
-            if name in source._non_persistent_buffers_set and not self._has_changed(source, name):
+            if not self._has_changed(source, name):
                 if present is not None:  # it keeps the values that the class gave it
                     present.data = present.to(buffer.device, buffer.dtype)
             elif present is None:
@@ -969,7 +979,7 @@ class BuiltBlocks:
                 yield from self._matched(child, other, shared)
 
     def _has_changed(self, module: nn.Module, name: str) -> bool:
-        """Return True if a buffer that no state dict holds has other values than the class gave it."""
+        """Return True if a buffer has other values than the class gave it."""
         now, built = module._buffers[name], self._built_buffers.get((id(module), name))
         if now is None or built is None or now.shape != built.shape:
             return True

@@ -357,24 +357,29 @@ def test_a_rate_that_has_begun_to_fall_is_warned_of() -> None:
 class Scales(LitGPT):
     """Each block has a scale beside it, in a list of its own."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__(manual=manual)
         self.scales = nn.ModuleList(nn.LayerNorm(1) for _ in self.net.blocks)
         self.stem = nn.Sequential(nn.Linear(1, 1), nn.GELU(), nn.Dropout(), nn.Identity())
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def loss(self, seeds: Sequence[int]) -> Tensor:
         ones = self.stem(torch.ones(2, 1))
-        return super().training_step(batch, batch_idx) + sum(
-            scale(ones).square().mean() for _, scale in zip(self.net.blocks, self.scales, strict=False)
-        )
+        scales = [scale for _, scale in zip(self.net.blocks, self.scales, strict=False)]
+        return super().loss(seeds) + sum(scale(ones).square().mean() for scale in scales)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            self.zero_grad()
+        return loss
 
 
-@pytest.mark.parametrize("is_named", [False, True])
+@pytest.mark.parametrize(("is_named", "manual"), [(False, False), (True, False), (False, True)])
 def test_a_list_beside_the_blocks_that_does_not_grow_is_told_of(
-    is_named: bool, recwarn: pytest.WarningsRecorder
+    is_named: bool, manual: bool, recwarn: pytest.WarningsRecorder
 ) -> None:
     beside = [Stack("scales", start=2, at=AT)] if is_named else []
-    train(Scales(), stacked(), *beside)
+    train(Scales(manual), stacked(), *beside)
 
     said = [str(warning.message) for warning in recwarn if "name it in a Stack of its own" in str(warning.message)]
     assert len(said) == (not is_named)

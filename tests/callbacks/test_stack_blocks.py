@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from esper_lightning.callbacks import Stack
 from esper_lightning.callbacks.plans import Progress
 from esper_lightning.envs.flops import FlopCounter
+from esper_lightning.growth.stack import sources_of
 from tests.callbacks import gpt
 from tests.callbacks.gpt import trainer
 
@@ -116,12 +117,12 @@ def begins_with(start: int = 2, **settings: Any) -> Stack:
 
 
 class Placed(Block):
-    """A block whose settings depend on its place: a buffer that no state dict holds, a number, a tensor, a list, the
-    number of an inner part, counted from 1, and the classes of its activation and its dropout."""
+    """A block whose settings depend on its place: two buffers, of which a state dict holds one, a number, a tensor, a
+    list, the number of an inner part, counted from 1, and the classes of its activation and its dropout."""
 
     def __init__(self, i: int) -> None:
         super().__init__(i)
-        self.register_buffer("mask", (torch.arange(WIDTH) % 2 == i % 2).float(), persistent=False)
+        self.register_buffer("mask", (torch.arange(WIDTH) % 2 == i % 2).float())
         self.register_buffer("offset", torch.ones(WIDTH) if i % 3 == 1 else None, persistent=False)
         self.scale, self.shift, self.order = 1.0 / (i + 1), torch.full((WIDTH,), float(i % 3)), [i % 2, 1 - i % 2]
         self.inner: Any = nn.Module()
@@ -145,6 +146,30 @@ def test_the_plain_class_with_the_last_weights_gives_the_outputs_of_the_grown_ne
     assert module.depths == [3] * 16 + [6] * 16
     x = next(iter(data()))[0]
     assert torch.equal(module.eval()(x), plain.eval()(x))
+    assert all(torch.equal(block.mask, Placed(i).mask) for i, block in enumerate(module.blocks))
+
+
+@pytest.mark.parametrize("order", ["stack", "interleave", "middle"])
+def test_blocks_with_a_parameter_group_each_are_in_those_of_their_sources_and_nowhere_else(order: Any) -> None:
+    class Layerwise(Lit):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            groups = [{"params": [*x.named_parameters(f"blocks.{i}")], "lr": i} for i, x in enumerate(self.blocks)]
+            return torch.optim.SGD(groups)
+
+    module = make(kind=Layerwise)
+    module.blocks.requires_grad_(False)  # rates tell the groups apart, and nothing moves by them
+    rates = list[float]()
+
+    made = train(module, begins_with(3, order=order))
+
+    for i, block in enumerate(module.blocks):
+        for name, parameter in block.named_parameters():
+            groups = [g for g in made.optimizers[0].param_groups if any(p is parameter for p in g["params"])]
+            assert len(groups) == 1
+            held = dict(zip(map(id, groups[0]["params"]), groups[0]["param_names"], strict=True))
+            assert held[id(parameter)] == f"blocks.{i}.{name}"
+        rates.append(groups[0]["lr"])
+    assert rates == sources_of(3, 6, order)
 
 
 def test_blocks_that_are_one_object_in_the_class_stay_one_and_are_not_overwritten() -> None:

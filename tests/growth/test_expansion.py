@@ -158,11 +158,13 @@ class Branch(nn.Module):
 def test_a_found_parameter_stands_for_itself_alone_and_new_blocks_learn_what_they_do_not_share() -> None:
     network = Ended()
     shared = network.blocks[0].part.out = network.blocks[1].part.out
+    network(X).sum().backward()
     stack(network, "blocks", order=[0, 1, 1], new="zero", zero="auto", example=X, freeze="old")
 
     new = network.blocks[2]
     assert new.part.out is shared and shared.weight.any() and not new.out.weight.any()
     assert [p for p in network.parameters() if p.requires_grad] == [new.out.weight]
+    assert all(p.grad is None for p in network.parameters()), "AdamW would decay weights whose gradient is 0"
 
 
 class Scheduled(Ended):

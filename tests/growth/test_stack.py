@@ -433,6 +433,14 @@ def test_copies_that_break_a_pattern_which_no_state_dict_holds_are_warned_of(
     assert ["flag, mask" in line for line in said] == [True] * warned
 
 
+def test_parametrized_layers_of_one_kind_are_not_told_apart() -> None:
+    network = Network(
+        nn.ModuleList(Block(0, nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))) for _ in range(2))
+    )
+
+    assert warnings_of(lambda: stack(network, "blocks", to=4)) == []
+
+
 def test_a_setting_with_a_value_for_each_block_explains_what_it_decides_and_nothing_else() -> None:
     network = Network(nn.ModuleList(map(Alternating, range(4))))
     network.config = SimpleNamespace(n_layer=4, layer_types=["a", "b", "a", "b"])  # type: ignore[assignment]
