@@ -686,7 +686,7 @@ def join_groups(optimizer: Optimizer, origins: list[nn.Module], grown: list[nn.M
                 i, name = positions[id(parameter)]
                 names[k] = _renamed(names[k], name, before=former_index[id(grown[i])], after=i)
         order = {id(p): k for k, p in enumerate(params)}  # new parameters follow in the order of their sources
-        source_names = None if names is None else list(names)
+        source_names = list(names or ())
         for i, (origin, block) in enumerate(zip(origins, grown, strict=True)):
             named = sorted(origin.named_parameters(), key=lambda pair: order.get(id(pair[1]), 0))
             for name, source in named if block is not origin else ():
@@ -702,7 +702,7 @@ def join_groups(optimizer: Optimizer, origins: list[nn.Module], grown: list[nn.M
                 for k, position in enumerate(positions.get(id(p)) for p in params):
                     if position and position.block <= i and (block_by_block or position.name == name):
                         index = k + 1
-                if source_names is not None:
+                if names is not None:
                     source_name = source_names[order[id(source)]]
                     names.insert(index, _renamed(source_name, name, before=positions[id(source)].block, after=i))
                 params.insert(index, target)
