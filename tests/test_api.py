@@ -206,7 +206,7 @@ def test_outputs_of_which_accuracy_would_be_a_constant_are_refused(
 
 
 @pytest.mark.parametrize("hidden", [1, 63, 64])
-def test_accuracy_and_loss_are_those_of_the_labels_that_the_loss_does_not_ignore(hidden: int) -> None:
+def test_accuracy_is_that_of_the_labels_that_the_loss_does_not_ignore(hidden: int) -> None:
     images, digits = batches_of_digits()[20]
     padded = torch.where(torch.arange(64) < hidden, -100, digits)
     part = [(images[32:], digits[32:])]
