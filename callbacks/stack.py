@@ -5,6 +5,7 @@ import gc
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, pairwise
 from numbers import Integral
 from pathlib import Path
@@ -26,7 +27,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
@@ -435,7 +435,7 @@ class Stack(Callback):
         """Check the weights and the plan, and let the first `Stack` measure what a batch costs."""
         self._end_loading()
         for optimizer in hooked_optimizers(*trainer.optimizers):
-            self._handles.append(optimizer.register_step_post_hook(self._count_step))
+            self._handles.append(optimizer.register_step_post_hook(partial(self._count_step, trainer)))
         with errors_of("Stack"):
             self.built.check_present()
         left = LEFT.get(self.built.block_list.modules)
@@ -470,7 +470,10 @@ class Stack(Callback):
                 "own"
             )
 
-    def _count_step(self, *_: object) -> None:
+    def _count_step(self, trainer: Trainer, *_: object) -> None:
+        """Count a step; warn after the first ones, while there are gradients, of lists that do not grow along."""
+        if self._own_steps < len(trainer.optimizers):
+            self._warn_of_idle_lists(trainer)
         self._own_steps += 1
 
     def _progress(self, trainer: Trainer, share: float) -> Progress:
@@ -552,15 +555,10 @@ class Stack(Callback):
                 print_status(f"{self._change_line} → {self._last_loss(trainer)}")
             self._change_line = None
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Warn of lists that do not grow along, when there are gradients: a manual step may end by zeroing them."""
-        if self._own_steps < len(trainer.optimizers):  # the first step of each
-            self._warn_of_idle_lists(trainer, pl_module)
-
-    def _warn_of_idle_lists(self, trainer: Trainer, module: LightningModule) -> None:
+    def _warn_of_idle_lists(self, trainer: Trainer) -> None:
         """Warn of other lists, such as norms beside convolutions, that have run as far as this one has blocks."""
         growing = {part for stack in stacks_of(trainer) for part in stack.built.block_list.modules.modules()}
-        for name, parts in module.named_modules():
+        for name, parts in trainer.lightning_module.named_modules():
             is_beside = isinstance(parts, Blocks) and len(parts) == self.built.most and parts not in growing
             if is_beside and len({type(part) for part in parts}) == 1:
                 learning = [any(parameter.grad is not None for parameter in part.parameters()) for part in parts]

@@ -691,12 +691,12 @@ def join_groups(optimizer: Optimizer, origins: list[nn.Module], grown: list[nn.M
             named = sorted(origin.named_parameters(), key=lambda pair: order.get(id(pair[1]), 0))
             for name, source in named if block is not origin else ():
                 target = block.get_parameter(name)
-                index = next((k for k, p in enumerate(params) if p is target), None)
-                if index is not None and id(source) not in order:  # of a present block, which changes its group
-                    del params[index]
+                held = next((k for k, p in enumerate(params) if p is target), None)
+                if held is not None and id(source) not in order:  # of a present block, which changes its group
+                    del params[held]
                     if names is not None:
-                        del names[index]
-                if target is source or index is not None or id(source) not in order:
+                        del names[held]
+                if target is source or held is not None or id(source) not in order:
                     continue
                 index = 0  # behind the last parameter of this or an earlier block; of this name, if not block by block
                 for k, position in enumerate(positions.get(id(p)) for p in params):
