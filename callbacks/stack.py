@@ -67,6 +67,7 @@ CONFLICTING_CALLBACKS = (BaseFinetuning, BatchSizeFinder)
 """Callbacks that rearrange parameter groups, or try a size of the network that does not stay."""
 
 ONE_CHANGE = "Stack: sources one by one are those of a single change; give one share in at, or order by its name"
+IDLE_STEPS = 10  # after so many steps nobody looks any more for parts that do not grow along
 PARTS = 4  # a network begins with one of so many parts of its blocks, if nothing else is asked for
 
 SHALLOW: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -145,6 +146,7 @@ class Stack(Callback):
         self.depths: list[int] = []  # numbers of blocks of the network so far
         self.lr_peak = 0.0  # only for the warning in `_grow` about a rate that has already fallen
         self._steps = -1  # optimizer steps before the last batch; -1: no batch has begun
+        self._warned_of_idle = False
         self._own_steps = 0  # those that optimizers count themselves: a module may step SAM's inner one past Lightning
         self._loaded: dict[str, Any] | None = None  # weights of a grown list that is resumed
         self._change_line: str | None = None  # line about a change whose first loss is not known yet
@@ -471,9 +473,10 @@ class Stack(Callback):
             )
 
     def _count_step(self, trainer: Trainer, *_: object) -> None:
-        """Count a step; warn after the first ones, while there are gradients, of lists that do not grow along."""
-        if self._own_steps < len(trainer.optimizers):
-            self._warn_of_idle_lists(trainer)
+        """Count a step; after the first ones, while there are gradients, look for parts that do not grow along."""
+        # More than one step: behind a head that begins as zeros the gradients of the first are zero.
+        if not self._warned_of_idle and self._own_steps < IDLE_STEPS * len(trainer.optimizers):
+            self._warned_of_idle = self._warn_of_idle_parts(trainer)
         self._own_steps += 1
 
     def _progress(self, trainer: Trainer, share: float) -> Progress:
@@ -555,19 +558,33 @@ class Stack(Callback):
                 print_status(f"{self._change_line} → {self._last_loss(trainer)}")
             self._change_line = None
 
-    def _warn_of_idle_lists(self, trainer: Trainer) -> None:
-        """Warn of other lists, such as norms beside convolutions, that have run as far as this one has blocks."""
+    def _warn_of_idle_parts(self, trainer: Trainer) -> bool:
+        """Warn of parts beside the blocks, such as norms or scales, of which as many learn as there are blocks."""
         growing = {part for stack in stacks_of(trainer) for part in stack.built.block_list.modules.modules()}
-        for name, parts in trainer.lightning_module.named_modules():
-            is_beside = isinstance(parts, Blocks) and len(parts) == self.built.most and parts not in growing
-            if is_beside and len({type(part) for part in parts}) == 1:
-                learning = [any(parameter.grad is not None for parameter in part.parameters()) for part in parts]
-                if not all(learning) and learning == [i < self.built.depth for i in range(len(parts))]:
-                    rank_zero_warn(
-                        f"Stack: of {name!r} the first {self.built.depth} of {len(parts)} parts have run, as many as "
-                        f"{self.name!r} has blocks; name it in a Stack of its own, or later parts begin untrained "
-                        f"beside copies of trained blocks"
-                    )
+        most, in_blocks = self.built.most, "keep one in each block"
+        found: dict[str, tuple[list[bool], str]] = {}  # which of its parts have a gradient, and the way out
+        for name, module in trainer.lightning_module.named_modules():
+            if module in growing:
+                continue
+            if isinstance(module, Blocks | nn.ModuleDict | nn.ParameterList):
+                parts = [[*part.parameters()] for part in module.children()] or [[x] for x in module.parameters()]
+                if len({type(part) for part in module.children()}) < 2:
+                    learning = [any(x.grad is not None for x in part) for part in parts]
+                    found[name] = learning, "name it in a Stack of its own" if isinstance(module, Blocks) else in_blocks
+            for key, x in module.named_parameters(name, recurse=False):
+                if x.shape == (most,) and x.grad is not None:
+                    grad = x.grad.full_tensor() if hasattr(x.grad, "full_tensor") else x.grad
+                    found[key] = grad.ne(0).tolist(), in_blocks
+        as_far_as_blocks = [i < self.built.depth for i in range(most)]
+        idle = {
+            name: way for name, (learning, way) in found.items() if learning == as_far_as_blocks and not all(learning)
+        }
+        for name, way in idle.items():
+            rank_zero_warn(
+                f"Stack: of {name!r} the first {self.built.depth} of {most} parts have a gradient, as many as "
+                f"{self.name!r} has blocks; {way}, or later parts begin untrained beside copies of trained blocks"
+            )
+        return bool(idle)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not is_validation_of_fit(trainer):
