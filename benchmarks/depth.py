@@ -138,7 +138,6 @@ LETTERS = cache(lambda: Glyphs(32, train=24_000, validation=1_000, test=4_000).l
 HOSTS = {
     "gpt16": gpt_host(Source, 16, 0.01),
     "gpt32": gpt_host(Source, 32, 0.005),
-    "gpt48": gpt_host(Source, 48, 0.005),
     "gpt64": gpt_host(Source, 64, 0.002, length=128),
     "english": gpt_host(Text, 32, 0.005),
     "headers": gpt_host(Headers, 48, 0.005),
