@@ -475,7 +475,8 @@ class Stack(Callback):
     def _count_step(self, trainer: Trainer, *_: object) -> None:
         """Count a step; after the first ones, while there are gradients, look for parts that do not grow along."""
         # More than one step: behind a head that begins as zeros the gradients of the first are zero.
-        if not self._warned_of_idle and self._own_steps < IDLE_STEPS * len(trainer.optimizers):
+        looks = self.built.depth < self.built.most and self._own_steps < IDLE_STEPS * len(trainer.optimizers)
+        if looks and not self._warned_of_idle:
             self._warned_of_idle = self._warn_of_idle_parts(trainer)
         self._own_steps += 1
 
@@ -561,28 +562,25 @@ class Stack(Callback):
     def _warn_of_idle_parts(self, trainer: Trainer) -> bool:
         """Warn of parts beside the blocks, such as norms or scales, of which as many learn as there are blocks."""
         growing = {part for stack in stacks_of(trainer) for part in stack.built.block_list.modules.modules()}
-        most, in_blocks = self.built.most, "keep one in each block"
-        found: dict[str, tuple[list[bool], str]] = {}  # which of its parts have a gradient, and the way out
+        depth, most = self.built.depth, self.built.most
+        learning: dict[str, list[bool]] = {}  # whether each part has a gradient
         for name, module in trainer.lightning_module.named_modules():
             if module in growing:
                 continue
             if isinstance(module, Blocks | nn.ModuleDict | nn.ParameterList):
                 parts = [[*part.parameters()] for part in module.children()] or [[x] for x in module.parameters()]
                 if len({type(part) for part in module.children()}) < 2:
-                    learning = [any(x.grad is not None for x in part) for part in parts]
-                    found[name] = learning, "name it in a Stack of its own" if isinstance(module, Blocks) else in_blocks
+                    learning[name] = [any(x.grad is not None for x in part) for part in parts]
             for key, x in module.named_parameters(name, recurse=False):
                 if x.shape == (most,) and x.grad is not None:
                     grad = x.grad.full_tensor() if hasattr(x.grad, "full_tensor") else x.grad
-                    found[key] = grad.ne(0).tolist(), in_blocks
-        as_far_as_blocks = [i < self.built.depth for i in range(most)]
-        idle = {
-            name: way for name, (learning, way) in found.items() if learning == as_far_as_blocks and not all(learning)
-        }
-        for name, way in idle.items():
+                    learning[key] = grad.ne(0).tolist()
+        idle = [name for name, of_parts in learning.items() if of_parts == [i < depth for i in range(most)]]
+        for name in idle:
             rank_zero_warn(
-                f"Stack: of {name!r} the first {self.built.depth} of {most} parts have a gradient, as many as "
-                f"{self.name!r} has blocks; {way}, or later parts begin untrained beside copies of trained blocks"
+                f"Stack: of {name!r} the first {depth} of {most} parts have a gradient, as many as {self.name!r} has "
+                f"blocks; name a list in a Stack of its own, and keep all else in the blocks, or later parts begin "
+                f"untrained beside copies of trained blocks"
             )
         return bool(idle)
 
