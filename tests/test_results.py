@@ -65,15 +65,15 @@ def test_the_tables_are_those_of_the_kept_results(page: str, names: list[str]) -
 
 def test_the_figures_of_depth_are_those_of_the_kept_results() -> None:
     page, results = (RESULTS / "depth.md").read_text(), read_rows(depth.RESULTS, depth.Result)
-    tables_of: dict[tuple[str, float], list[str]] = {}
-    for host, tokens in dict.fromkeys((result.host, result.tokens) for result in results):
-        tables_of[host, tokens] = list(depth.table(results, host, "adamw", tokens))
-        assert "\n".join(tables_of[host, tokens]) in page, (host, tokens)
+    tables_of: dict[tuple[str, float, str], list[str]] = {}
+    for host, tokens, optimizer in dict.fromkeys((result.host, result.tokens, result.optimizer) for result in results):
+        table = tables_of[host, tokens, optimizer] = list(depth.table(results, host, optimizer, tokens))
+        assert "\n".join(table) in page, (host, tokens, optimizer)
     for text in (README, (ROOT / "docs" / "methods" / "stack.md").read_text()):
         rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| (`Stack.*`) \| (.*) \| (.*) \|$", text, re.MULTILINE)
         assert len(rows) >= 4
         for host, tokens, name, *told in rows:
-            (row,) = (row for row in map(cells, tables_of[host, float(tokens)]) if row[0] == name)
+            (row,) = (row for row in map(cells, tables_of[host, float(tokens), "adamw"]) if row[0] == name)
             assert told == [row[6], row[8]], (host, tokens, name)
         prose = text.partition("\n## ")[0]
         assert all("%" in saved and saved in prose for *_, saved in rows[:2])
