@@ -13,6 +13,7 @@ run: make the trainings that the results lack. A budget is given in targets (tok
     gets the number of steps that costs as much; rows that decide in training get several. The search of the learning
     rate begins with `--rates`, else with the best of the nearest budget, and goes on by factors of 2 until the best one
     has worse ones on both sides, by the validation loss of RNG seed 0; then come the other `--seeds` at that rate.
+    With `--compile`, torch.compile compiles the networks: the same trainings, but for roundings, in half the time.
 table: test losses of a budget, each row at its best rate; means and 95 % intervals by Student's t over RNG seeds, by
     which leads are paired. Rows that decide in training are interpolated in the log of the FLOPs that they spent. The
     best fixed depth, in bold, has the lowest validation loss among those with most RNG seeds. Equal steps: the lead
@@ -164,6 +165,7 @@ class Result(NamedTuple):
     revision: str
     date: str
     threads: int
+    compiled: int  # 1 if torch.compile has compiled the network
 
 
 Cell = tuple[str, float, str, str, int]
@@ -278,19 +280,21 @@ def lengths(host: str, tokens: float, row: str) -> tuple[int, ...]:
     return (round(budget / sum((end - begin) * count_step(host, depth)[0] for depth, (begin, end) in parts)),)
 
 
-def train(cell: Cell, rate: float, seed: int) -> Result:
+def train(cell: Cell, rate: float, seed: int, *, compiled: bool = False) -> Result:
     name, _, row, optimizer, steps = cell
     host, (blocks, stacks) = HOSTS[name], parse(name, row)
     data, origin = host.load(), (revision(), date.today().isoformat(), torch.get_num_threads())
     torch.manual_seed(seed)
     module = LitNet(host.make(blocks), steps, rate, by_muon=optimizer == "muon")
+    if compiled:
+        module.net.compile()
     started = time.process_time()
     fit(module, data.train, host.batch, seed, stacks=stacks)
     seconds = round(time.process_time() - started, 1)
     flops = stacks[0].flops_spent if stacks else steps * count_step(name, blocks)[0]
     depth = len(list(module.net.get_submodule(host.lists[0]).children()))
     losses = [evaluate(module.net, *part) for part in ((data.validation, VALIDATED), (data.test, TESTED))]
-    return Result(*cell, rate, seed, float(flops), depth, *losses, seconds, *origin)
+    return Result(*cell, rate, seed, float(flops), depth, *losses, seconds, *origin, int(compiled))
 
 
 def first_rate(results: Sequence[Result], cell: Cell) -> float:
@@ -301,7 +305,7 @@ def first_rate(results: Sequence[Result], cell: Cell) -> float:
     return others[0].rate if others else HOSTS[host].rate
 
 
-def fill(path: Path, cell: Cell, rates: Sequence[float] | None, seeds: Sequence[int]) -> None:
+def fill(path: Path, cell: Cell, rates: Sequence[float] | None, *, seeds: Sequence[int], compiled: bool) -> None:
     """Search the learning rate of a cell, and make the trainings of RNG seeds at the best one, as far as they lack."""
     results = read_rows(path, Result)
     known = {(result.rate, result.seed): result for result in results if result[:5] == cell}
@@ -309,7 +313,7 @@ def fill(path: Path, cell: Cell, rates: Sequence[float] | None, seeds: Sequence[
 
         def measure(rate: float, seed: int) -> None:
             if (rate, seed) not in known:
-                result = known[rate, seed] = train(cell, rate, seed)
+                result = known[rate, seed] = train(cell, rate, seed, compiled=compiled)
                 append([result])
                 print(f"{cell}: rate {rate:g}, seed {seed}, {result.depth} blocks, test {result.test:.4f}", flush=True)
 
@@ -467,6 +471,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--rates", nargs="+", type=float, help="learning rates with which the search begins")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="RNG seeds at the best rate")
+    parser.add_argument("--compile", action="store_true", help="compile networks, for which torch needs a C++ compiler")
     parser.add_argument("--csv", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=Path("depth.png"))
     chosen = parser.parse_args(args)
@@ -485,7 +490,8 @@ def main(args: Sequence[str] | None = None) -> None:
             continue
         for row in chosen.rows:
             for steps in lengths(host, tokens, row):
-                fill(chosen.csv, (host, tokens, row, optimizer, steps), chosen.rates, chosen.seeds)
+                cell = (host, tokens, row, optimizer, steps)
+                fill(chosen.csv, cell, chosen.rates, seeds=chosen.seeds, compiled=chosen.compile)
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def test_the_rate_is_searched_until_the_best_is_inside_and_finished_trainings_ar
         assert [r.rate for r in rows if r.row == row and r.seed == 1] == [best]
 
     with monkeypatch.context() as patch:
-        patch.setattr(depth, "train", lambda *_: pytest.fail("a finished training is made again"))
+        patch.setattr(depth, "train", lambda *_, **__: pytest.fail("a finished training is made again"))
         depth.main(run)
     assert read_rows(tmp_path / "depth.csv", Result) == rows
 
@@ -128,7 +128,7 @@ def test_the_rate_is_searched_until_the_best_is_inside_and_finished_trainings_ar
 
 
 def result(row: str, flops: float, test: float, seed: int = 0, **changes: Any) -> Result:
-    plain = Result("gpt16", 1.0, row, "adamw", 10, 0.01, seed, flops, 2, test, test, 1.0, "", "", 1)
+    plain = Result("gpt16", 1.0, row, "adamw", 10, 0.01, seed, flops, 2, test, test, 1.0, "", "", 1, 0)
     return plain._replace(**changes)
 
 
