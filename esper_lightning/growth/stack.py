@@ -136,7 +136,7 @@ def stack(
     lists = [field.holder[field.name] for field in fields.counts if field.per_block]
     index_names = {(field.part, field.name) for field in fields.indices}
     varying = _varying(block_list, sources, index_names, lists)
-    present, others = set(network.parameters()), lists_of_one_count(block_list)
+    present, others, kept = set(network.parameters()), lists_of_one_count(block_list), _kept_parts(block_list)
     added = deepen(block_list, sources, optimizers, new=new, state=state, zero=zero, example=example)
     if freeze:
         for parameter in network.parameters():
@@ -146,6 +146,12 @@ def stack(
     warn_without_gradients(block_list, added, optimizers)
     if others:
         warnings.warn(one_count(blocks, others), stacklevel=2)
+    if kept:
+        warnings.warn(
+            f"{block_list.name!r} has grown, but {', '.join(map(repr, kept))} of {type(network).__name__} holds parts "
+            f"of its blocks, and not those of new ones; make it a property that reads the blocks",
+            stacklevel=2,
+        )
     if varying:
         warnings.warn(
             f"{block_list.name!r}: blocks differ by their index in {', '.join(varying)}, which no state dict holds, "
@@ -163,6 +169,36 @@ def one_count(name: str, others: Sequence[str]) -> str:
         f"too, which may then run, or be saved, with a wrong number; build each list with a configuration of its own, "
         f"as copy.deepcopy makes it"
     )
+
+
+def _kept_parts(block_list: BlockList) -> list[str]:
+    """Return the names of containers in the network, outside of a list's blocks, that hold something of each block.
+
+    An example is a list of their attentions. What blocks share does not count.
+    """
+    holders = Counter(chain.from_iterable(map(_ids, block_list.modules)))
+    own = [{key for key in _ids(block) if holders[key] == 1} for block in block_list.blocks]
+    names = []
+    for module_name, module in block_list.network.named_modules():
+        if module is block_list.modules or id(module) in holders:
+            continue
+        containers = {name: value for name, value in vars(module).items() if name not in STORAGE and "hook" not in name}
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential | nn.ParameterList):
+            containers[""] = [*module._modules.values(), *module._parameters.values()]
+        for name, value in containers.items():
+            held = set(map(id, _contents(value)))
+            if id(value) not in held and not any(map(held.isdisjoint, own)):
+                names.append(".".join(filter(None, (module_name, name))))
+    return names
+
+
+def _contents(value: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield the objects within nested containers; a value that is no container is yielded itself."""
+    if depth == DEEPEST or not isinstance(value, Mapping | list | tuple | set | deque):
+        yield value
+        return
+    for inner in value.items() if isinstance(value, Mapping) else value:
+        yield from _contents(inner, depth + 1)
 
 
 def deepen(

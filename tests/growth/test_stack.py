@@ -399,6 +399,31 @@ def test_new_blocks_that_learn_and_get_no_gradient_before_the_next_step_are_warn
     assert [line.startswith(expected) for line in first] == [True] * (told is not None) and second == []
 
 
+@pytest.mark.parametrize(
+    ("kept", "told"),
+    [
+        (lambda blocks: [block.norm for block in blocks], True),
+        (lambda blocks: nn.ModuleList(block.norm for block in blocks), True),
+        (lambda blocks: {"norms": tuple((i, block.norm) for i, block in enumerate(blocks))}, True),
+        (lambda blocks: [p for block in blocks for p in block.parameters() if p.ndim > 1], True),
+        (lambda blocks: blocks[0].norm, False),
+        (lambda blocks: [blocks[0].norm], False),
+        (lambda blocks: [block.mlp[1] for block in blocks], False),
+    ],
+)
+def test_parts_of_blocks_that_the_network_keeps_elsewhere_are_warned_of(
+    kept: Callable[[nn.ModuleList], Any], told: bool
+) -> None:
+    network = Network()
+    for block in network.blocks:
+        block.mlp[1] = network.blocks[0].mlp[1]  # what blocks share belongs to the new ones, too
+    network.kept = kept(network.blocks)
+
+    said = warnings_of(lambda: stack(network, "blocks", to=6))
+
+    assert ["'kept' of Network holds parts of its blocks" in line for line in said] == [True] * told
+
+
 def test_a_list_grows_twice_between_two_steps() -> None:
     network = Network()
     optimizer = SGD(network.parameters(), lr=0.1)
