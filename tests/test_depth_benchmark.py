@@ -2,6 +2,7 @@
 
 import copy
 import math
+import shutil
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning import Callback, Trainer
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -93,6 +95,22 @@ def test_a_row_that_decides_in_training_is_placed_by_the_flops_that_it_has_spent
     result = depth.train(("gpt16", 0.2, row, "adamw", lengths[0]), 0.01, 0)
 
     assert set(witness.depths) == {1, 3} and result.flops == sum(witness.flops[blocks] for blocks in witness.depths)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_a_compiled_training_grows_as_the_uncompiled_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(depth, "TESTED", 64)
+    row = 'Stack("blocks"), blocks=2'
+    cell = ("gpt16", TOKENS, row, "adamw", *depth.lengths("gpt16", TOKENS, row))
+
+    plain = depth.train(cell, 0.01, 0)
+    graphs = counters["stats"]["unique_graphs"]
+    compiled = depth.train(cell, 0.01, 0, compiled=True)
+
+    assert counters["stats"]["unique_graphs"] >= graphs + 2  # with one block, and with two
+    assert (compiled.flops, compiled.depth, compiled.compiled) == (plain.flops, 2, 1)
+    assert (compiled.validation, compiled.test) == pytest.approx((plain.validation, plain.test), abs=1e-3)
 
 
 @pytest.mark.slow
