@@ -53,6 +53,7 @@ from esper_lightning.growth.stack import (
     State,
     check_optimizers,
     check_options,
+    kept_elsewhere,
     listed_order,
     one_count,
     sources_of,
@@ -450,6 +451,7 @@ class Stack(Callback):
                 f"Stack: the {self.built.most} blocks of {self.name!r} hold trained weights, and all but the first "
                 f"{self.start} would be lost; give start={self.start} if that is meant, or train without Stack"
             )
+        self._warn_of_kept_parts(trainer)
         self._log_blocks(trainer)
         leader, *others = stacks_of(trainer)
         depths = {stack.name: range(stack.built.depth, stack.built.most + 1) for stack in (leader, *others)}
@@ -471,6 +473,23 @@ class Stack(Callback):
                 "binary losses tell, in a training_step that runs on a copy of the module; give at, or a plan of your "
                 "own"
             )
+
+    def _warn_of_kept_parts(self, trainer: Trainer) -> None:
+        """Warn of containers beside the list, in the module or a callback, with parts of as many blocks as it has now,
+        such as parameters that are clipped, or of all that the class has built."""
+        blocks, depth = self.built.blocks[self.built.block_list.skip_first : self.built.end], self.built.depth
+        containers = kept_elsewhere(self.built.block_list, blocks, trainer.callbacks)  # type: ignore[attr-defined]
+        for name, of_blocks in containers.items():
+            if all(of_blocks) and depth < self.built.most:
+                rank_zero_warn(
+                    f"Stack: {name!r} holds parts of all {self.built.most} blocks of {self.name!r}, of which {depth} "
+                    f"run now; read them from the list where they are used"
+                )
+            elif all(of_blocks[:depth]):
+                rank_zero_warn(
+                    f"Stack: {name!r} holds parts of the blocks that {self.name!r} has now, and not of later ones; "
+                    f"read them from the list where they are used"
+                )
 
     def _count_step(self, trainer: Trainer, *_: object) -> None:
         """Count a step; after the first ones, while there are gradients, look for parts that do not grow along."""
@@ -563,26 +582,34 @@ class Stack(Callback):
         """Warn of parts beside the blocks, such as norms or scales, of which as many learn as there are blocks."""
         growing = {part for stack in stacks_of(trainer) for part in stack.built.block_list.modules.modules()}
         depth, most = self.built.depth, self.built.most
-        learning: dict[str, list[bool]] = {}  # whether each part has a gradient
+        learning: list[tuple[str, list[bool]]] = []  # whether each part has a gradient
         for name, module in trainer.lightning_module.named_modules():
             if module in growing:
                 continue
-            if isinstance(module, Blocks | nn.ModuleDict | nn.ParameterList):
+            if isinstance(module, Blocks | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
                 parts = [[*part.parameters()] for part in module.children()] or [[x] for x in module.parameters()]
                 if len({type(part) for part in module.children()}) < 2:
-                    learning[name] = [any(x.grad is not None for x in part) for part in parts]
+                    learning.append((name, [any(x.grad is not None for x in part) for part in parts]))
             for key, x in module.named_parameters(name, recurse=False):
-                if x.shape == (most,) and x.grad is not None:
-                    grad = x.grad.full_tensor() if hasattr(x.grad, "full_tensor") else x.grad
-                    learning[key] = grad.ne(0).tolist()
-        idle = [name for name, of_parts in learning.items() if of_parts == [i < depth for i in range(most)]]
-        for name in idle:
+                for axis in [axis for axis, size in enumerate(x.shape) if size in (most, most + 1)]:
+                    if x.grad is not None:
+                        grad = x.grad.full_tensor() if hasattr(x.grad, "full_tensor") else x.grad
+                        entries = grad.to_dense().ne(0).movedim(axis, 0).reshape(x.shape[axis], -1).any(1).tolist()
+                        learning += [(key, entries[:most]), (key, entries[-most:])]  # one more is for input or output
+        # Of as many parts as blocks, or of several for each block.
+        counts = {
+            name: (sum(of_parts), len(of_parts))
+            for name, of_parts in learning
+            if len(of_parts) % most == 0
+            and of_parts == [i * most < depth * len(of_parts) for i in range(len(of_parts))]
+        }
+        for name, (some, every) in counts.items():
             rank_zero_warn(
-                f"Stack: of {name!r} the first {depth} of {most} parts have a gradient, as many as {self.name!r} has "
-                f"blocks; name a list in a Stack of its own, and keep all else in the blocks, or later parts begin "
-                f"untrained beside copies of trained blocks"
+                f"Stack: of {name!r} the first {some} of {every} parts have a gradient, as {depth} of {most} blocks of "
+                f"{self.name!r} run; name a list in a Stack of its own, and keep all else in the blocks, or later "
+                f"parts begin untrained beside copies of trained blocks"
             )
-        return bool(idle)
+        return bool(counts)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not is_validation_of_fit(trainer):

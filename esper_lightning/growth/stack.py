@@ -136,7 +136,8 @@ def stack(
     lists = [field.holder[field.name] for field in fields.counts if field.per_block]
     index_names = {(field.part, field.name) for field in fields.indices}
     varying = _varying(block_list, sources, index_names, lists)
-    present, others, kept = set(network.parameters()), lists_of_one_count(block_list), _kept_parts(block_list)
+    present, others = set(network.parameters()), lists_of_one_count(block_list)
+    kept = [name for name, of_blocks in kept_elsewhere(block_list, block_list.blocks).items() if all(of_blocks)]
     added = deepen(block_list, sources, optimizers, new=new, state=state, zero=zero, example=example)
     if freeze:
         for parameter in network.parameters():
@@ -171,30 +172,39 @@ def one_count(name: str, others: Sequence[str]) -> str:
     )
 
 
-def _kept_parts(block_list: BlockList) -> list[str]:
-    """Return the names of containers in the network, outside of a list's blocks, that hold something of each block.
+def kept_elsewhere(
+    block_list: BlockList, blocks: Sequence[nn.Module], others: Sequence[Any] = ()
+) -> dict[str, list[bool]]:
+    """Return by name the containers outside of a list's blocks, with True for each block of which they hold something.
 
-    An example is a list of their attentions. What blocks share does not count.
+    An example is a list of attentions. What blocks share does not count. `others` are objects such as callbacks, whose
+    attributes are searched, too.
     """
-    holders = Counter(chain.from_iterable(map(_ids, block_list.modules)))
-    own = [{key for key in _ids(block) if holders[key] == 1} for block in block_list.blocks]
-    names = []
+    holders = Counter(chain.from_iterable(map(_ids, {*block_list.modules, *blocks})))
+    own = [{key for key in _ids(block) if holders[key] == 1} for block in blocks]
+    attributes: dict[str, Any] = {}
     for module_name, module in block_list.network.named_modules():
         if module is block_list.modules or id(module) in holders:
             continue
-        containers = {name: value for name, value in vars(module).items() if name not in STORAGE and "hook" not in name}
-        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential | nn.ParameterList):
-            containers[""] = [*module._modules.values(), *module._parameters.values()]
-        for name, value in containers.items():
-            held = set(map(id, _contents(value)))
-            if id(value) not in held and not any(map(held.isdisjoint, own)):
-                names.append(".".join(filter(None, (module_name, name))))
-    return names
+        for name, value in vars(module).items():
+            if name not in STORAGE and "hook" not in name:
+                attributes[".".join(filter(None, (module_name, name)))] = value
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential | nn.ParameterList | nn.ParameterDict):
+            attributes[module_name] = [*module._modules.values(), *module._parameters.values()]
+    for other in others:
+        attributes |= {f"{type(other).__name__}.{name}": value for name, value in vars(other).items()}
+    found = {}
+    for name, value in attributes.items():
+        held = set(map(id, _contents(value)))
+        if id(value) not in held:
+            found[name] = [not held.isdisjoint(ids) for ids in own]
+    return {name: of_blocks for name, of_blocks in found.items() if any(of_blocks)}
 
 
 def _contents(value: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield the objects within nested containers; a value that is no container is yielded itself."""
-    if depth == DEEPEST or not isinstance(value, Mapping | list | tuple | set | deque):
+    """Yield the objects within nested containers, and those of bound methods; another value is yielded itself."""
+    value = value.__self__ if isinstance(value, MethodType) else value
+    if depth == DEEPEST or not isinstance(value, Mapping | list | tuple | set | deque | ValuesView):
         yield value
         return
     for inner in value.items() if isinstance(value, Mapping) else value:
@@ -843,9 +853,7 @@ class BuiltBlocks:
             if module is self.block_list.modules or id(module) in inside:
                 continue
             for name, value in {**vars(module), **module._modules}.items():
-                entries = value.values() if isinstance(value, Mapping) else value
-                entries = entries if isinstance(entries, list | tuple | ValuesView) else [value]
-                if name not in STORAGE and any(id(entry) in blocks for entry in entries):
+                if name not in STORAGE and any(id(entry) in blocks for entry in _contents(value)):
                     return repr(".".join(filter(None, (module_name, name))))
         return ""
 
@@ -990,6 +998,9 @@ class BuiltBlocks:
             present = target._buffers.get(name)
             if buffer is None or present is buffer or id(present) in kept:
                 continue
+            is_computed = (id(source), name) not in self._built_buffers and name in source._non_persistent_buffers_set
+            if is_computed and not self._built_alike(source, target):
+                continue
             if not self._has_changed(source, name):
                 if present is not None:  # it keeps the values that the class gave it
                     present.data = present.to(buffer.device, buffer.dtype)
@@ -1014,18 +1025,25 @@ class BuiltBlocks:
             if self._built_classes.get(id(child)) is type(child) or type(other) is type(child):
                 yield from self._matched(child, other, shared)
 
+    def _built_alike(self, source: nn.Module, target: nn.Module) -> bool:
+        """Return True if the class has given two modules the same numbers, texts and tensors, but for their index."""
+        one, other = (self._built_settings.get(id(module), {}) for module in (source, target))
+        compared = (one.keys() & other.keys()) - {field.name for field in self._fields.indices}
+        return all(
+            one[name] == other[name] for name in compared if isinstance(one[name], str | float | int | _FrozenTensor)
+        )
+
     def _has_changed(self, module: nn.Module, name: str) -> bool:
         """Return True if a buffer has other values than the class gave it."""
         now, built = module._buffers[name], self._built_buffers.get((id(module), name))
         if now is None or built is None or now.shape != built.shape:
             return True
-        built = built.to(now.device)
-        return not (torch.equal(now, built.to(now.dtype)) or torch.equal(now.to(built.dtype), built))
+        return not are_same(now, built)
 
     def _take_settings(self, target: nn.Module, source: nn.Module, takeover: _TakeOver) -> None:
         """Give a module its source's attributes that changed since they were built. Raises ValueError if it cannot."""
         source_built, present = self._built_settings.get(id(source), {}), vars(target)
-        target_built = self._built_settings.get(id(target), {})
+        target_built, alike = self._built_settings.get(id(target), {}), self._built_alike(source, target)
         for name, value in vars(source).items():
             is_shared = name in present and present[name] is value
             if name in STORAGE or name.startswith(SHARDING) or is_shared:
@@ -1035,6 +1053,9 @@ class BuiltBlocks:
             source_changed = name == "training" or name not in source_built or source_built[name] != _frozen(value)
             lacks_hooks = "hook" in name and not present.get(name)
             if not (target_changed or source_changed or lacks_hooks):
+                continue
+            # A mask or a table that a block has computed for its own window stays with that block.
+            if not alike and _is_empty(source_built.get(name)) and any(isinstance(x, Tensor) for x in _contents(value)):
                 continue
             try:
                 copied = copy.deepcopy(value, takeover.memo)
@@ -1057,10 +1078,42 @@ class BuiltBlocks:
             present.pop(name, None)
 
 
+class _FrozenTensor:
+    """Copy of a tensor, equal to that of another one with the same values, on any device and in either's dtype."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach().clone()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _FrozenTensor) or self.tensor.shape != other.tensor.shape:
+            return False
+        return are_same(self.tensor, other.tensor)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+def are_same(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors of one shape have the same values in the dtype of one of them."""
+    one = one.to(other.device)
+    return torch.equal(one, other.to(one.dtype)) or torch.equal(one.to(other.dtype), other)
+
+
+def _is_empty(frozen: Any) -> bool:
+    """Return True if what `_frozen` has noted is None, an empty container, or a tensor without entries."""
+    if isinstance(frozen, tuple) and len(frozen) == 2 and isinstance(frozen[0], type):
+        frozen = frozen[1]  # of a list
+    return (
+        frozen is None
+        or frozen in ([], frozenset())
+        or (isinstance(frozen, _FrozenTensor) and not frozen.tensor.numel())
+    )
+
+
 def _frozen(value: Any, depth: int = 0) -> Any:
     """Return something that is equal later only if an attribute has not changed by then."""
     if isinstance(value, Tensor):
-        return id(value), 0 if value.is_inference() else value._version, value
+        is_plain = type(value) is Tensor and value.layout is torch.strided and not value.is_meta
+        return _FrozenTensor(value) if is_plain else (id(value), 0 if value.is_inference() else value._version, value)
     if isinstance(value, set | frozenset):
         return frozenset(value)
     if isinstance(value, np.ndarray):

@@ -358,7 +358,11 @@ SCALES: dict[str, Callable[[int], Any]] = {
     "list": lambda n: nn.ModuleList(nn.LayerNorm(1) for _ in range(n)),
     "modules by name": lambda n: nn.ModuleDict({str(i): nn.LayerNorm(1) for i in range(n)}),
     "parameters": lambda n: nn.ParameterList(torch.ones(1) for _ in range(n)),
+    "parameters by name": lambda n: nn.ParameterDict({str(i): torch.ones(1) for i in range(n)}),
+    "two for each block": lambda n: nn.ModuleList(nn.LayerNorm(1) for _ in range(2 * n)),
     "numbers": lambda n: nn.Parameter(torch.ones(n)),
+    "rows": lambda n: nn.Parameter(torch.ones(n, 2, 1)),
+    "one for the output, too": lambda n: nn.Parameter(torch.ones(n + 1)),
 }
 
 
@@ -371,8 +375,11 @@ class Scales(LitGPT):
         self.stem = nn.Sequential(nn.Linear(1, 1), nn.GELU(), nn.Dropout(), nn.Identity())
 
     def loss(self, seeds: Sequence[int]) -> Tensor:
-        ones, named = self.stem(torch.ones(2, 1)), isinstance(self.scales, nn.ModuleDict)
-        scales = [self.scales[str(i) if named else i] for i in range(len(self.net.blocks))]
+        ones, named = self.stem(torch.ones(2, 1)), isinstance(self.scales, nn.ModuleDict | nn.ParameterDict)
+        twice = len(self.scales) == 8
+        scales = [self.scales[str(i) if named else i] for i in range(len(self.net.blocks) * (1 + twice))]
+        if len(self.scales) == 5:
+            scales.append(self.scales[4])
         scaled = [scale(ones) if isinstance(scale, nn.Module) else scale * ones for scale in scales]
         # The gradients of the first step are zero, as behind a head that begins as zeros.
         return super().loss(seeds) + self.trainer.global_step * sum(x.square().mean() for x in scaled)
@@ -391,7 +398,8 @@ def test_parts_beside_the_blocks_that_do_not_grow_are_told_of(
     train(Scales(kind, manual), stacked())
 
     said = [str(warning.message) for warning in recwarn if "parts have a gradient" in str(warning.message)]
-    assert len(said) == 1 and "of 'scales' the first 2 of 4" in said[0]
+    assert len(said) == 1
+    assert f"of 'scales' the first {'4 of 8' if kind == 'two for each block' else '2 of 4'} parts" in said[0]
 
 
 def test_a_list_beside_the_blocks_that_grows_by_a_stack_of_its_own_is_not_told_of(

@@ -118,20 +118,27 @@ def begins_with(start: int = 2, **settings: Any) -> Stack:
 
 class Placed(Block):
     """A block whose settings depend on its place: two buffers, of which a state dict holds one, a number, a tensor, a
-    list, the number of an inner part, counted from 1, and the classes of its activation and its dropout."""
+    list, the number of an inner part, counted from 1, the classes of its activation and its dropout, and what its
+    first forward pass computes from the number."""
 
     def __init__(self, i: int) -> None:
         super().__init__(i)
         self.register_buffer("mask", (torch.arange(WIDTH) % 2 == i % 2).float())
         self.register_buffer("offset", torch.ones(WIDTH) if i % 3 == 1 else None, persistent=False)
         self.scale, self.shift, self.order = 1.0 / (i + 1), torch.full((WIDTH,), float(i % 3)), [i % 2, 1 - i % 2]
+        self.register_buffer("table", None, persistent=False)
+        self.row, self.cache = None, {}
         self.inner: Any = nn.Module()
         self.inner.layer_number = i + 1
         self.act, self.drop = (nn.ReLU() if i % 2 else nn.Tanh()), (nn.Dropout(0.05 * i) if i else nn.Identity())
 
     def see(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table, self.row = torch.full((WIDTH,), self.scale), torch.full((WIDTH,), self.scale)
+            self.cache[WIDTH] = torch.full((WIDTH,), self.scale)
+        self.shift = self.shift.double().to(x.dtype)
         parts = (x * self.mask if self.offset is None else x + self.offset).chunk(2, 1)
-        x = self.scale * torch.cat([parts[k] for k in self.order], 1) + self.shift
+        x = self.table * self.row * self.cache[WIDTH] * torch.cat([parts[k] for k in self.order], 1) + self.shift
         return self.drop(self.act(x)) / self.inner.layer_number
 
 
@@ -674,6 +681,12 @@ def holding(what: Callable[[Any], Any]) -> type[Lit]:
         (doing("configure_optimizers", build), [begins_with()], "'blocks' was built a second time after setup; build"),
         (holding(lambda module: nn.ModuleList(module.blocks)), [begins_with()], ".* are also in 'held.0'"),
         (holding(lambda module: list(module.blocks)), [begins_with()], "blocks of 'blocks' are also in 'held'"),
+        (
+            holding(lambda module: [[*enumerate(module.blocks)]]),
+            [begins_with()],
+            "blocks of 'blocks' are also in 'held'",
+        ),
+        (holding(lambda module: [x.forward for x in module.blocks]), [begins_with()], ".* are also in 'held'"),
         (Lit, [Stack("blocks[:3]"), Stack("blocks[3:]")], r"'blocks\[3:\]' and 'blocks\[:3\]' are one list"),
     ],
 )
@@ -684,6 +697,40 @@ def test_what_new_blocks_cannot_have_or_cannot_be_kept_out_of_is_refused(
         train(kind(), *callbacks)
 
     assert "\n" not in str(refusal.value)
+
+
+class Projects(Callback):
+    """Holds layers of the blocks that are there when the training begins."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.layers = {i: block.linear for i, block in enumerate(pl_module.blocks)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "callbacks", "told"),
+    [
+        (
+            holding(lambda module: [x.linear for x in module.blocks]),
+            [],
+            "'held' holds parts of all 6 blocks of 'blocks', ",
+        ),
+        (
+            doing("configure_optimizers", lambda module: setattr(module, "held", [*module.parameters()])),
+            [],
+            "'held' holds parts of the blocks that 'blocks' has now, and not of later ones",
+        ),
+        (Lit, [Projects()], "'Projects.layers' holds parts of the blocks that 'blocks' has now"),
+        (holding(lambda module: [module.blocks[0].linear]), [], None),
+        (Lit, [], None),
+    ],
+)
+def test_parts_of_blocks_that_are_kept_elsewhere_are_told_of(
+    kind: type[Lit], callbacks: list[Callback], told: str | None, recwarn: pytest.WarningsRecorder
+) -> None:
+    train(kind(), begins_with(), *callbacks)
+
+    said = [text for warning in recwarn if " holds parts of " in (text := str(warning.message))]
+    assert [text.startswith(f"Stack: {told}") for text in said] == [True] * (told is not None)
 
 
 def test_the_rest_of_an_interrupted_training_is_not_taken_for_the_whole_network() -> None:
