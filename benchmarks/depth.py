@@ -13,7 +13,8 @@ run: make the trainings that the results lack. A budget is given in targets (tok
     gets the number of steps that costs as much; rows that decide in training get several. The search of the learning
     rate begins with `--rates`, else with the best of the nearest budget, and goes on by factors of 2 until the best one
     has worse ones on both sides, by the validation loss of RNG seed 0; then come the other `--seeds` at that rate.
-    With `--compile`, torch.compile compiles the networks: the same trainings, but for roundings, in less time.
+    With `--compile`, torch.compile compiles the networks: the same trainings, but for roundings, in less time. Those
+    that the results have are not made again, compiled or not.
 table: test losses of a budget, each row at its best rate; means and 95 % intervals by Student's t over RNG seeds, by
     which leads are paired. Rows that decide in training are interpolated in the log of the FLOPs that they spent. The
     best fixed depth, in bold, has the lowest validation loss among those with most RNG seeds. Equal steps: the lead
@@ -287,6 +288,7 @@ def train(cell: Cell, rate: float, seed: int, *, compiled: bool = False) -> Resu
     torch.manual_seed(seed)
     module = LitNet(host.make(blocks), steps, rate, by_muon=optimizer == "muon")
     if compiled:
+        torch.compiler.reset()  # torch compiles a function eight times, and then runs it uncompiled
         module.net.compile()
     started = time.process_time()
     fit(module, data.train, host.batch, seed, stacks=stacks)

@@ -478,9 +478,10 @@ class Stack(Callback):
         """Warn of containers beside the list, in the module or a callback, with parts of as many blocks as it has now,
         such as parameters that are clipped, or of all that the class has built."""
         blocks, depth = self.built.blocks[self.built.block_list.skip_first : self.built.end], self.built.depth
-        containers = kept_elsewhere(self.built.block_list, blocks, trainer.callbacks)  # type: ignore[attr-defined]
-        for name, of_blocks in containers.items():
-            if all(of_blocks) and depth < self.built.most:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        containers = kept_elsewhere(self.built.block_list, blocks, trainer.optimizers, others=callbacks)
+        for name, of_blocks in containers if depth < self.built.most else ():
+            if all(of_blocks):
                 rank_zero_warn(
                     f"Stack: {name!r} holds parts of all {self.built.most} blocks of {self.name!r}, of which {depth} "
                     f"run now; read them from the list where they are used"
@@ -591,7 +592,7 @@ class Stack(Callback):
                 if len({type(part) for part in module.children()}) < 2:
                     learning.append((name, [any(x.grad is not None for x in part) for part in parts]))
             for key, x in module.named_parameters(name, recurse=False):
-                for axis in [axis for axis, size in enumerate(x.shape) if size in (most, most + 1)]:
+                for axis in [axis for axis, size in enumerate(x.shape[:2]) if size == most or x.shape == (most + 1,)]:
                     if x.grad is not None:
                         grad = x.grad.full_tensor() if hasattr(x.grad, "full_tensor") else x.grad
                         entries = grad.to_dense().ne(0).movedim(axis, 0).reshape(x.shape[axis], -1).any(1).tolist()
@@ -600,7 +601,8 @@ class Stack(Callback):
         counts = {
             name: (sum(of_parts), len(of_parts))
             for name, of_parts in learning
-            if len(of_parts) % most == 0
+            if of_parts
+            and len(of_parts) % most == 0
             and of_parts == [i * most < depth * len(of_parts) for i in range(len(of_parts))]
         }
         for name, (some, every) in counts.items():

@@ -60,6 +60,11 @@ STORAGE = {"_parameters", "_buffers", "_modules", "_compiled_call_impl"}
 FEWEST_FLAGS = 9
 """Fewest entries of a list in an optimizer, one for each parameter, by which it is not taken for other settings."""
 
+CONTAINERS = (dict, list, tuple, set, deque, ValuesView)
+
+MOST_PARTS = 100_000
+"""Most entries of a container in which parts of blocks are looked for; one with more holds data."""
+
 DEEPEST = 4  # levels of nested containers and objects in which settings of a block are looked for
 
 
@@ -137,7 +142,8 @@ def stack(
     index_names = {(field.part, field.name) for field in fields.indices}
     varying = _varying(block_list, sources, index_names, lists)
     present, others = set(network.parameters()), lists_of_one_count(block_list)
-    kept = [name for name, of_blocks in kept_elsewhere(block_list, block_list.blocks).items() if all(of_blocks)]
+    containers = kept_elsewhere(block_list, block_list.blocks, optimizers)
+    kept = [name for name, of_blocks in containers if all(of_blocks)]
     added = deepen(block_list, sources, optimizers, new=new, state=state, zero=zero, example=example)
     if freeze:
         for parameter in network.parameters():
@@ -149,8 +155,8 @@ def stack(
         warnings.warn(one_count(blocks, others), stacklevel=2)
     if kept:
         warnings.warn(
-            f"{block_list.name!r} has grown, but {', '.join(map(repr, kept))} of {type(network).__name__} holds parts "
-            f"of its blocks, and not those of new ones; make it a property that reads the blocks",
+            f"{block_list.name!r} has grown, but parts of its blocks are also in {', '.join(map(repr, kept))} of "
+            f"{type(network).__name__}, without those of new blocks; read them from the list where they are used",
             stacklevel=2,
         )
     if varying:
@@ -173,42 +179,54 @@ def one_count(name: str, others: Sequence[str]) -> str:
 
 
 def kept_elsewhere(
-    block_list: BlockList, blocks: Sequence[nn.Module], others: Sequence[Any] = ()
-) -> dict[str, list[bool]]:
-    """Return by name the containers outside of a list's blocks, with True for each block of which they hold something.
+    block_list: BlockList,
+    blocks: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    *,
+    others: Sequence[Any] = (),
+) -> list[tuple[str, list[bool]]]:
+    """Return containers outside of a list's blocks that hold parts of blocks, by name, with True for each such block.
 
-    An example is a list of attentions. What blocks share does not count. `others` are objects such as callbacks, whose
-    attributes are searched, too.
+    An example is a list of attentions. What blocks share does not count, nor do the groups of optimizers, which follow.
+    `others` are objects such as callbacks, whose attributes are searched, too.
     """
     holders = Counter(chain.from_iterable(map(_ids, {*block_list.modules, *blocks})))
     own = [{key for key in _ids(block) if holders[key] == 1} for block in blocks]
-    attributes: dict[str, Any] = {}
+    attributes: list[tuple[str, Any]] = []
     for module_name, module in block_list.network.named_modules():
         if module is block_list.modules or id(module) in holders:
             continue
         for name, value in vars(module).items():
             if name not in STORAGE and "hook" not in name:
-                attributes[".".join(filter(None, (module_name, name)))] = value
+                attributes.append((".".join(filter(None, (module_name, name))), value))
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential | nn.ParameterList | nn.ParameterDict):
-            attributes[module_name] = [*module._modules.values(), *module._parameters.values()]
+            attributes.append((module_name, [*module._modules.values(), *module._parameters.values()]))
     for other in others:
-        attributes |= {f"{type(other).__name__}.{name}": value for name, value in vars(other).items()}
-    found = {}
-    for name, value in attributes.items():
-        held = set(map(id, _contents(value)))
-        if id(value) not in held:
-            found[name] = [not held.isdisjoint(ids) for ids in own]
-    return {name: of_blocks for name, of_blocks in found.items() if any(of_blocks)}
+        attributes += [(f"{type(other).__name__}.{name}", value) for name, value in vars(other).items()]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    found = []
+    for name, value in attributes:
+        if isinstance(value, CONTAINERS):
+            held = {id(x) for x in _contents(value, left_out=groups) if id(x) in holders}
+            found.append((name, [not held.isdisjoint(ids) for ids in own]))
+    return [(name, of_blocks) for name, of_blocks in found if any(of_blocks)]
 
 
-def _contents(value: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield the objects within nested containers, and those of bound methods; another value is yielded itself."""
-    value = value.__self__ if isinstance(value, MethodType) else value
-    if depth == DEEPEST or not isinstance(value, Mapping | list | tuple | set | deque | ValuesView):
-        yield value
-        return
-    for inner in value.items() if isinstance(value, Mapping) else value:
-        yield from _contents(inner, depth + 1)
+def _contents(value: Any, left_out: Sequence[Any] = ()) -> Iterator[Any]:
+    """Yield what is in nested containers, for a bound method its object, and any other value itself.
+
+    Containers in `left_out`, and those of more than MOST_PARTS entries, are not opened.
+    """
+    opened, waiting = set(map(id, left_out)), [(value, 0)]
+    while waiting:
+        inner, depth = waiting.pop()
+        inner = inner.__self__ if isinstance(inner, MethodType) else inner
+        if not isinstance(inner, CONTAINERS) or depth == DEEPEST:
+            yield inner
+        elif id(inner) not in opened and len(inner) <= MOST_PARTS:
+            opened.add(id(inner))
+            entries = chain(inner.keys(), inner.values()) if isinstance(inner, dict) else inner
+            waiting += [(entry, depth + 1) for entry in entries]
 
 
 def deepen(
@@ -790,8 +808,9 @@ class BuiltBlocks:
         self.of_one_count = lists_of_one_count(block_list)
         # As the class has built them, by the `id` of each module: settings, names of children and parameters, classes.
         modules = [module for block in self.blocks for module in block.modules()]
+        kept: dict[int, Tensor] = {}
         self._built_settings = {
-            id(module): {name: _frozen(value) for name, value in vars(module).items() if name not in STORAGE}
+            id(module): {name: _frozen(value, kept=kept) for name, value in vars(module).items() if name not in STORAGE}
             for module in modules
         }
         self._built_names = {id(module): {*module._modules, *module._parameters} for module in modules}
@@ -853,7 +872,8 @@ class BuiltBlocks:
             if module is self.block_list.modules or id(module) in inside:
                 continue
             for name, value in {**vars(module), **module._modules}.items():
-                if name not in STORAGE and any(id(entry) in blocks for entry in _contents(value)):
+                is_searched = name not in STORAGE and "hook" not in name
+                if is_searched and any(id(entry) in blocks for entry in _contents(value)):
                     return repr(".".join(filter(None, (module_name, name))))
         return ""
 
@@ -998,8 +1018,8 @@ class BuiltBlocks:
             present = target._buffers.get(name)
             if buffer is None or present is buffer or id(present) in kept:
                 continue
-            is_computed = (id(source), name) not in self._built_buffers and name in source._non_persistent_buffers_set
-            if is_computed and not self._built_alike(source, target):
+            is_own = name in target._buffers and self._is_computed(source, name)
+            if is_own and not self._built_alike(source, target):
                 continue
             if not self._has_changed(source, name):
                 if present is not None:  # it keeps the values that the class gave it
@@ -1025,18 +1045,32 @@ class BuiltBlocks:
             if self._built_classes.get(id(child)) is type(child) or type(other) is type(child):
                 yield from self._matched(child, other, shared)
 
+    def _is_computed(self, module: nn.Module, name: str) -> bool:
+        """Return True if a module has tensors in an attribute or a buffer that its class left empty, such as a mask."""
+        if name in module._buffers:
+            is_saved = name not in module._non_persistent_buffers_set
+            return not is_saved and module._buffers[name] is not None and (id(module), name) not in self._built_buffers
+        built = self._built_settings.get(id(module), {})
+        is_filled = name in built and _is_empty(built[name])
+        return is_filled and any(isinstance(x, Tensor) for x in _contents(vars(module)[name]))
+
     def _built_alike(self, source: nn.Module, target: nn.Module) -> bool:
-        """Return True if the class has given two modules the same numbers, texts and tensors, but for their index."""
+        """Return True if the class has built two modules with the same settings and buffers, but for their index."""
         one, other = (self._built_settings.get(id(module), {}) for module in (source, target))
-        compared = (one.keys() & other.keys()) - {field.name for field in self._fields.indices}
-        return all(
-            one[name] == other[name] for name in compared if isinstance(one[name], str | float | int | _FrozenTensor)
-        )
+        for name in (one.keys() | other.keys()) - {field.name for field in self._fields.indices}:
+            values = one.get(name), other.get(name)
+            if any(map(_is_setting, values)) and values[0] != values[1]:
+                return False
+        buffers = [
+            self._built_buffers.get((id(module), name)) for name in source._buffers for module in (source, target)
+        ]
+        pairs = zip(buffers[::2], buffers[1::2], strict=True)
+        return all((a is None and b is None) or (a is not None and b is not None and are_same(a, b)) for a, b in pairs)
 
     def _has_changed(self, module: nn.Module, name: str) -> bool:
         """Return True if a buffer has other values than the class gave it."""
         now, built = module._buffers[name], self._built_buffers.get((id(module), name))
-        if now is None or built is None or now.shape != built.shape:
+        if now is None or built is None:
             return True
         return not are_same(now, built)
 
@@ -1044,6 +1078,7 @@ class BuiltBlocks:
         """Give a module its source's attributes that changed since they were built. Raises ValueError if it cannot."""
         source_built, present = self._built_settings.get(id(source), {}), vars(target)
         target_built, alike = self._built_settings.get(id(target), {}), self._built_alike(source, target)
+        computes = any(self._is_computed(source, name) for name in (*vars(source), *source._buffers))
         for name, value in vars(source).items():
             is_shared = name in present and present[name] is value
             if name in STORAGE or name.startswith(SHARDING) or is_shared:
@@ -1054,8 +1089,9 @@ class BuiltBlocks:
             lacks_hooks = "hook" in name and not present.get(name)
             if not (target_changed or source_changed or lacks_hooks):
                 continue
-            # A mask or a table that a block has computed for its own window stays with that block.
-            if not alike and _is_empty(source_built.get(name)) and any(isinstance(x, Tensor) for x in _contents(value)):
+            # What a block has computed for its own window stays with it, and so does the length that it was for.
+            is_key = type(value) in (int, float) and source_built.get(name, True) in (None, 0)
+            if not alike and computes and (is_key or self._is_computed(source, name)):
                 continue
             try:
                 copied = copy.deepcopy(value, takeover.memo)
@@ -1078,52 +1114,64 @@ class BuiltBlocks:
             present.pop(name, None)
 
 
-class _FrozenTensor:
-    """Copy of a tensor, equal to that of another one with the same values, on any device and in either's dtype."""
+class _Values:
+    """Tensor that is equal to another one with the same values, on any device and in the dtype of either."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach().clone()
+        self.tensor = tensor
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _FrozenTensor) or self.tensor.shape != other.tensor.shape:
-            return False
-        return are_same(self.tensor, other.tensor)
+        return isinstance(other, _Values) and are_same(self.tensor, other.tensor)
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
 def are_same(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors of one shape have the same values in the dtype of one of them."""
+    """Return True if two tensors have the same shape, and the same values in the dtype of one of them."""
+    kinds = [(x.shape, x.is_floating_point(), x.is_complex()) for x in (one, other)]
+    if kinds[0] != kinds[1]:
+        return False
     one = one.to(other.device)
     return torch.equal(one, other.to(one.dtype)) or torch.equal(one.to(other.dtype), other)
 
 
 def _is_empty(frozen: Any) -> bool:
-    """Return True if what `_frozen` has noted is None, an empty container, or a tensor without entries."""
-    if isinstance(frozen, tuple) and len(frozen) == 2 and isinstance(frozen[0], type):
-        frozen = frozen[1]  # of a list
-    return (
-        frozen is None
-        or frozen in ([], frozenset())
-        or (isinstance(frozen, _FrozenTensor) and not frozen.tensor.numel())
-    )
+    """Return True if `_frozen` has noted None, an empty container, or a tensor without entries."""
+    if isinstance(frozen, _Values):
+        return not frozen.tensor.numel()
+    return frozen is None or frozen in ([], (list, []), (tuple, []), frozenset())
 
 
-def _frozen(value: Any, depth: int = 0) -> Any:
-    """Return something that is equal later only if an attribute has not changed by then."""
+def _is_setting(frozen: Any) -> bool:
+    """Return True if `_frozen` has noted a number, a text, None, a tensor, or a list of such."""
+    if isinstance(frozen, tuple) and len(frozen) == 2 and isinstance(frozen[1], list):
+        return all(map(_is_setting, frozen[1]))
+    return isinstance(frozen, str | int | float | None | _Values)
+
+
+def _frozen(value: Any, depth: int = 0, *, kept: dict[int, Tensor] | None = None) -> Any:
+    """Return something that is equal later only if an attribute has not changed by then.
+
+    `kept` has copies of tensors by `id`, and gets those that it lacks; without it tensors are not copied.
+    """
     if isinstance(value, Tensor):
-        is_plain = type(value) is Tensor and value.layout is torch.strided and not value.is_meta
-        return _FrozenTensor(value) if is_plain else (id(value), 0 if value.is_inference() else value._version, value)
+        # Of parameters and of tensors that cannot be compared, the object counts, and whether it was written to.
+        is_odd = value.layout is not torch.strided or value.is_meta or value.is_nested or value.is_quantized
+        if type(value) is not Tensor or is_odd:
+            return id(value), 0 if value.is_inference() else value._version, value
+        if kept is not None and id(value) not in kept:
+            kept[id(value)] = value.detach().clone()
+        return _Values(value if kept is None else kept[id(value)])
     if isinstance(value, set | frozenset):
         return frozenset(value)
     if isinstance(value, np.ndarray):
         return value.shape, value.tobytes()
     if depth < DEEPEST and isinstance(value, Mapping):
-        return [(_frozen(k, depth + 1), _frozen(x, depth + 1)) for k, x in value.items()]
+        return [(_frozen(k, depth + 1, kept=kept), _frozen(x, depth + 1, kept=kept)) for k, x in value.items()]
     if depth < DEEPEST and isinstance(value, list | tuple | deque):
-        return type(value), [_frozen(x, depth + 1) for x in value]
+        return type(value), [_frozen(x, depth + 1, kept=kept) for x in value]
     if isinstance(value, str | bytes | int | float | complex | None):
         return value
     if depth < DEEPEST and not isinstance(value, nn.Module | type | FunctionType | MethodType):
-        return id(value), value, _frozen(getattr(value, "__dict__", {}), depth + 1)
+        return id(value), value, _frozen(getattr(value, "__dict__", {}), depth + 1, kept=kept)
     return id(value), value

@@ -373,6 +373,7 @@ class Scales(LitGPT):
         super().__init__(manual=manual)
         self.scales = SCALES[kind](len(self.net.blocks))
         self.stem = nn.Sequential(nn.Linear(1, 1), nn.GELU(), nn.Dropout(), nn.Identity())
+        self.shortcut = nn.Sequential()
 
     def loss(self, seeds: Sequence[int]) -> Tensor:
         ones, named = self.stem(torch.ones(2, 1)), isinstance(self.scales, nn.ModuleDict | nn.ParameterDict)

@@ -127,13 +127,14 @@ class Placed(Block):
         self.register_buffer("offset", torch.ones(WIDTH) if i % 3 == 1 else None, persistent=False)
         self.scale, self.shift, self.order = 1.0 / (i + 1), torch.full((WIDTH,), float(i % 3)), [i % 2, 1 - i % 2]
         self.register_buffer("table", None, persistent=False)
-        self.row, self.cache = None, {}
+        self.width, self.row, self.cache = 0, None, {}
         self.inner: Any = nn.Module()
         self.inner.layer_number = i + 1
         self.act, self.drop = (nn.ReLU() if i % 2 else nn.Tanh()), (nn.Dropout(0.05 * i) if i else nn.Identity())
 
     def see(self, x: Tensor) -> Tensor:
-        if self.table is None:
+        if self.width != WIDTH:
+            self.width = WIDTH
             self.table, self.row = torch.full((WIDTH,), self.scale), torch.full((WIDTH,), self.scale)
             self.cache[WIDTH] = torch.full((WIDTH,), self.scale)
         self.shift = self.shift.double().to(x.dtype)
@@ -706,6 +707,14 @@ class Projects(Callback):
         self.layers = {i: block.linear for i, block in enumerate(pl_module.blocks)}
 
 
+class Grouped(Lit):
+    """Keeps the groups of its optimizer, which follow the network."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.held = [{"params": [*self.blocks.parameters()]}, {"params": [*self.head.parameters()], "lr": 0.1}]
+        return torch.optim.SGD(self.held, lr=0.01)
+
+
 @pytest.mark.parametrize(
     ("kind", "callbacks", "told"),
     [
@@ -721,6 +730,7 @@ class Projects(Callback):
         ),
         (Lit, [Projects()], "'Projects.layers' holds parts of the blocks that 'blocks' has now"),
         (holding(lambda module: [module.blocks[0].linear]), [], None),
+        (Grouped, [], None),
         (Lit, [], None),
     ],
 )

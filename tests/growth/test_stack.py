@@ -421,7 +421,7 @@ def test_parts_of_blocks_that_the_network_keeps_elsewhere_are_warned_of(
 
     said = warnings_of(lambda: stack(network, "blocks", to=6))
 
-    assert ["'kept' of Network holds parts of its blocks" in line for line in said] == [True] * told
+    assert ["parts of its blocks are also in 'kept' of Network" in line for line in said] == [True] * told
 
 
 def test_a_list_grows_twice_between_two_steps() -> None:
