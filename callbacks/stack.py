@@ -451,7 +451,8 @@ class Stack(Callback):
                 f"Stack: the {self.built.most} blocks of {self.name!r} hold trained weights, and all but the first "
                 f"{self.start} would be lost; give start={self.start} if that is meant, or train without Stack"
             )
-        self._warn_of_kept_parts(trainer)
+        if self.built.depth < self.built.most:
+            self._warn_of_kept_parts(trainer)
         self._log_blocks(trainer)
         leader, *others = stacks_of(trainer)
         depths = {stack.name: range(stack.built.depth, stack.built.most + 1) for stack in (leader, *others)}
@@ -480,7 +481,7 @@ class Stack(Callback):
         blocks, depth = self.built.blocks[self.built.block_list.skip_first : self.built.end], self.built.depth
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         containers = kept_elsewhere(self.built.block_list, blocks, trainer.optimizers, others=callbacks)
-        for name, of_blocks in containers if depth < self.built.most else ():
+        for name, of_blocks in containers:
             if all(of_blocks):
                 rank_zero_warn(
                     f"Stack: {name!r} holds parts of all {self.built.most} blocks of {self.name!r}, of which {depth} "
@@ -592,11 +593,11 @@ class Stack(Callback):
                 if len({type(part) for part in module.children()}) < 2:
                     learning.append((name, [any(x.grad is not None for x in part) for part in parts]))
             for key, x in module.named_parameters(name, recurse=False):
-                for axis in [axis for axis, size in enumerate(x.shape[:2]) if size == most or x.shape == (most + 1,)]:
-                    if x.grad is not None:
-                        grad = x.grad.full_tensor() if hasattr(x.grad, "full_tensor") else x.grad
-                        entries = grad.to_dense().ne(0).movedim(axis, 0).reshape(x.shape[axis], -1).any(1).tolist()
-                        learning += [(key, entries[:most]), (key, entries[-most:])]  # one more is for input or output
+                axes = [axis for axis, size in enumerate(x.shape[:2]) if size == most or x.shape == (most + 1,)]
+                for axis in axes if x.grad is not None else ():
+                    grad = x.grad.full_tensor() if hasattr(x.grad, "full_tensor") else x.grad
+                    entries = grad.to_dense().ne(0).movedim(axis, 0).reshape(x.shape[axis], -1).any(1).tolist()
+                    learning += [(key, entries[:most]), (key, entries[-most:])]  # one more is for input or output
         # Of as many parts as blocks, or of several for each block.
         counts = {
             name: (sum(of_parts), len(of_parts))

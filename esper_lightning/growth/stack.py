@@ -1061,11 +1061,11 @@ class BuiltBlocks:
             values = one.get(name), other.get(name)
             if any(map(_is_setting, values)) and values[0] != values[1]:
                 return False
-        buffers = [
-            self._built_buffers.get((id(module), name)) for name in source._buffers for module in (source, target)
-        ]
-        pairs = zip(buffers[::2], buffers[1::2], strict=True)
-        return all((a is None and b is None) or (a is not None and b is not None and are_same(a, b)) for a, b in pairs)
+        for name in source._buffers:
+            a, b = (self._built_buffers.get((id(module), name)) for module in (source, target))
+            if a is not b and (a is None or b is None or not are_same(a, b)):
+                return False
+        return True
 
     def _has_changed(self, module: nn.Module, name: str) -> bool:
         """Return True if a buffer has other values than the class gave it."""
