@@ -43,22 +43,13 @@ from esper_lightning.callbacks.checks import (
 from esper_lightning.callbacks.grow import Grow
 from esper_lightning.callbacks.plans import DIGITS, Plan, Progress, Shares, make_plan
 from esper_lightning.callbacks.run_record import open_events, write_run_record
+from esper_lightning.growth.block_optimizers import check_optimizers, warn_without_gradients
+from esper_lightning.growth.block_parts import kept_elsewhere
 from esper_lightning.growth.blocks import Blocks, depth_in_state, errors_of, find_blocks
+from esper_lightning.growth.built_blocks import BuiltBlocks
 from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.param_groups import hooked_optimizers
-from esper_lightning.growth.stack import (
-    BuiltBlocks,
-    Content,
-    Order,
-    State,
-    check_optimizers,
-    check_options,
-    kept_elsewhere,
-    listed_order,
-    one_count,
-    sources_of,
-    warn_without_gradients,
-)
+from esper_lightning.growth.stack import Content, Order, State, check_options, listed_order, one_count, sources_of
 from esper_lightning.runtime.console import print_status
 from esper_lightning.runtime.limits import has_end, share_of_training, timers_of
 from esper_lightning.runtime.nested import copy_module

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from esper_lightning.growth import gates
 from esper_lightning.growth import lifecycle as lifecycle_ops
 from esper_lightning.growth.blend import Curve, Ramp
+from esper_lightning.growth.block_optimizers import join_groups
 from esper_lightning.growth.blueprints import suggest_name
 from esper_lightning.growth.depth import DepthSlot
 from esper_lightning.growth.gates import Evidence, GradientStats, LifecycleConfig, gradient_stats
@@ -38,7 +39,6 @@ from esper_lightning.growth.param_groups import (
 )
 from esper_lightning.growth.probe import reasons_of_cache
 from esper_lightning.growth.slot import SeedSlot
-from esper_lightning.growth.stack import join_groups
 from esper_lightning.growth.stages import Stage
 from esper_lightning.runtime.serialization import check_generator_state
 
