@@ -47,6 +47,7 @@ import numpy as np
 import torch
 from lightning import LightningModule, Trainer
 from matplotlib import pyplot as plt
+from matplotlib.ticker import LogLocator
 from scipy import stats
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -460,6 +461,7 @@ def draw(results: Sequence[Result], host: str, optimizer: str, rows: Sequence[st
     left.set(xlabel="training FLOPs (10⁹)", ylabel="test loss (nats)", xscale="log", title=host)
     right.set(xlabel="targets for each parameter of six blocks", ylabel="compute saved (%)", xscale="log")
     for axes in (left, right):
+        axes.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}", minor_formatter="")
         axes.legend(fontsize="x-small")
     figure.savefig(out, dpi=120)
 

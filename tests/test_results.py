@@ -80,14 +80,16 @@ def test_the_figures_of_depth_are_those_of_the_kept_results() -> None:
 
 
 def test_the_leads_of_the_rule_and_the_policy_that_decide_depth_are_those_of_the_kept_results() -> None:
-    curves = depth.curves_of(read_rows(depth.RESULTS, depth.Result), "gpt16", "adamw")
+    results = read_rows(depth.RESULTS, depth.Result)
+    curves_of = {host: depth.curves_of(results, host, "adamw") for host in ("gpt16", "gpt32", "english")}
     default, rule = 'Stack("blocks"), blocks=2', 'Stack("blocks", start=1, plan="scaling")'
     policy = 'Stack("blocks", start=1, plan="tamiyo_depth"), blocks=4'
     scaling, tamiyo = ((ROOT / "docs" / "methods" / f"{name}.md").read_text() for name in ("scaling", "tamiyo"))
     page = (RESULTS / "depth.md").read_text()
 
-    def lead(row: str, rival: str, tokens: float) -> str:
-        return tables.shown(depth.t_interval(depth.leads(curves, row, rival, depth.budget_of("gpt16", tokens))), True)
+    def lead(row: str, rival: str, tokens: float, host: str = "gpt16") -> str:
+        leads = depth.leads(curves_of[host], row, rival, depth.budget_of(host, tokens))
+        return tables.shown(depth.t_interval(leads), True)
 
     for tokens in (10.0, 25.0):
         told = " | ".join(lead(policy, rival, tokens) for rival in ("blocks=1", rule, default))
@@ -96,6 +98,10 @@ def test_the_leads_of_the_rule_and_the_policy_that_decide_depth_are_those_of_the
         assert f"| {tokens:.0f} | the rule | {ahead[0]} | | {ahead[1]} |" in page, tokens
         lines = scaling.partition(f"| {tokens:.0f} | the best fixed depth")[2].splitlines()
         assert [line.rstrip("| ").rpartition("| ")[2] for line in lines[:3]] == ahead, tokens
+    others = re.findall(r"^\| `(\w+)` \| (\d+) \| [\d, ]+ \| `([^`]*)`.* \| (.*) \|$", page, re.MULTILINE)
+    assert len(others) == 4
+    for host, tokens, rival, told in others:
+        assert told == lead(rule, rival, float(tokens), host) and f"| {told} |" in scaling, (host, rival)
 
 
 GENERAL = ("random", "small static", "heuristic", "periodic", "climbing", "best fixed", "replayed")
