@@ -94,9 +94,10 @@ class _Position(NamedTuple):
 
 
 def join_groups(optimizer: Optimizer, origins: list[nn.Module], grown: list[nn.Module]) -> None:
-    """Put parameters of blocks with a source into its groups, with names if these have some, and take them from others.
+    """Put parameters of blocks that have a source into the groups of their sources, and remove them from other groups.
 
-    `origins` has the source of each block of the list `grown`: for a block that stays as it is, the block itself.
+    Where groups have names of parameters, these follow. `origins` has the source of each block of the list `grown`: for
+    a block that stays as it is, the block itself.
     """
     positions: dict[int, _Position] = {}  # by id
     for i in reversed(range(len(grown))):  # from the last block on, so that a shared parameter is at the first one

@@ -1,4 +1,4 @@
-"""What the blocks of a list share, and what refers to their parts."""
+"""Parts of blocks: what blocks share, what a copy takes along, and what else in the network holds them."""
 
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, ValuesView
@@ -127,7 +127,10 @@ def refers_to(value: Any, ids: set[int], depth: int = 0) -> bool:
 
 
 def attributes_outside(block_list: BlockList, inside: Container[int]) -> Iterator[tuple[str, Any]]:
-    """Yield by name the attributes and children of a network's modules, without those whose `id` is `inside`."""
+    """Yield names and values of the attributes and children of a network's modules.
+
+    The list itself and the modules whose `id` is in `inside` are left out.
+    """
     for module_name, module in block_list.network.named_modules():
         if module is block_list.modules or id(module) in inside:
             continue
